@@ -157,6 +157,15 @@ class PolicyState:
     """Who claimed it last."""
     heard_ms: int
     """When that trainer last called; 0 when nobody holds the policy."""
+    turn: str = ""
+    """The policy whose turn it is to train; empty where all do."""
+    turn_ends_step: int = 0
+    """The step of that policy that ends its turn."""
+
+    @property
+    def waits_for_turn_of(self) -> str:
+        """The policy whose turn it is while this one waits for its own; else empty."""
+        return "" if self.frozen or self.turn == self.policy_id else self.turn
 
     @property
     def lacks_version(self) -> bool:

@@ -19,6 +19,7 @@ from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
+from astraflow_dataflow.versions.snapshots import Snapshots
 from astraflow_kit.clock import Clock
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
@@ -50,6 +51,7 @@ class RunLoop:
     store: Store
     settling: Settling
     curation: Curation
+    snapshots: Snapshots
     metrics: Metrics
     clock: Clock
     patience_s: float
@@ -103,6 +105,8 @@ class RunLoop:
             await self.store.batches.release_durable(run_id, policy_id)
         life = await self.store.runs.life(run_id)
         await self.registry.refresh_versions(self.context)
+        if life is not Life.FINISHED:
+            await self.snapshots.announce(self.context)
         if life is Life.ACTIVE:
             await self._feed_training()
         if life is not Life.FINISHED:

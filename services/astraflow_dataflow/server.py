@@ -44,6 +44,7 @@ from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.observing import Observing
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_dataflow.versions.snapshots import Snapshots
 from astraflow_kit import lifecycle
 from astraflow_kit.clock import SystemClock
 from astraflow_kit.http import HttpServer, create_app
@@ -107,6 +108,7 @@ class Dataflow:
             store=self.store,
             settling=self.settling,
             curation=Curation(self.store),
+            snapshots=Snapshots(self.store),
             metrics=self.metrics,
             clock=SystemClock(),
             patience_s=self.settings.evaluation_patience_s,

@@ -8,7 +8,7 @@ from astraflow_kit.daemon_command import daemon_command
 _ABOUT = """Serve a checkpoint on CPU behind the part of SGLang's HTTP API that rollout nodes use.
 
 Paths: /generate, /pause_generation, /continue_generation, /update_weights_from_disk, /flush_cache,
-/abort_request, /health, /health_generate, /model_info, /server_info, /metrics.
+/abort_request, /health, /health_generate, /model_info, /server_info, /v1/loads, /metrics.
 
 Example: `astraflow engine --model-path out/warm --port 30000 --context-length 256`
 """

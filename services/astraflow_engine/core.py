@@ -66,6 +66,8 @@ class CoreStats(Totals):
     num_running: int
     num_waiting: int
     num_slots: int
+    num_used_tokens: int
+    """Tokens whose keys and values are held for running sequences."""
     paused: bool
     weight_version: str
     tokens_per_s: float
@@ -190,6 +192,10 @@ class EngineCore:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_slots=self._num_slots,
+            num_used_tokens=sum(
+                len(sequence.request.prompt) + len(sequence.tokens)
+                for _, sequence in self._scheduler.running()
+            ),
             paused=self._paused,
             weight_version=self._version,
             tokens_per_s=self._rate.tokens_per_s if self.has_work else 0.0,

@@ -50,7 +50,8 @@ def create_app(service: EngineService, *, model: ServedModel, metrics: Metrics) 
     _add_errors(app)
     _add_generation(app, service, model=model)
     _add_control(app, service)
-    _add_information(app, service, model=model, metrics=metrics)
+    _add_information(app, service, model=model)
+    _add_load(app, service, model=model, metrics=metrics)
     return app
 
 
@@ -105,7 +106,7 @@ def _add_control(app: FastAPI, service: EngineService) -> None:
         return Response("Cache flushed.\n", media_type="text/plain")
 
 
-def _add_information(app: FastAPI, service: EngineService, *, model: ServedModel, metrics: Metrics) -> None:
+def _add_information(app: FastAPI, service: EngineService, *, model: ServedModel) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if service.alive else 503)
@@ -149,10 +150,30 @@ def _add_information(app: FastAPI, service: EngineService, *, model: ServedModel
         }
         return _json({**model.settings, **limits, "engine": "astraflow", "internal_states": [state]})
 
+
+def _add_load(app: FastAPI, service: EngineService, *, model: ServedModel, metrics: Metrics) -> None:
+    @app.get("/v1/loads")
+    async def loads() -> Response:
+        return _json({"loads": [_load(await service.stats(), limits=model.limits)]})
+
     @app.get("/metrics")
     async def render_metrics() -> Response:
         _publish(await service.stats(), metrics=metrics)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _load(stats: CoreStats, *, limits: api.ModelLimits) -> dict[str, object]:
+    capacity = limits.context_length * stats.num_slots
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": stats.num_running,
+        "num_waiting_reqs": stats.num_waiting,
+        "num_used_tokens": stats.num_used_tokens,
+        "max_total_num_tokens": capacity,
+        "max_running_requests": stats.num_slots,
+        "token_usage": round(stats.num_used_tokens / capacity, 4),
+        "gen_throughput": round(stats.tokens_per_s, 2),
+    }
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -6,8 +6,6 @@ started along when it is killed. A lifecycle `Service`; `sessions` takes workers
 
 import asyncio
 import itertools
-import os
-import signal
 import socket
 import sys
 
@@ -15,9 +13,10 @@ from astraflow.errors import PluginError
 from astraflow_environment.frames import Frame, Kind, read_frame, write_frame
 from astraflow_environment.settings import EnvironmentSettings
 from astraflow_environment.worker import Specification
+from astraflow_kit.children import kill_family
+from astraflow_kit.family import ending_with_us
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.parent import dying_with_us
 
 log = get_logger(__name__)
 
@@ -53,10 +52,11 @@ class WorkerProcess:
         self.num_sessions = self.num_begun = 0
         self.alive = True
         self.why_ended = ""
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
-        """Of its process, which leads a group."""
+        """Of the process that ends it with everything it started."""
         return self._child.pid
 
     async def ready(self) -> None:
@@ -75,7 +75,8 @@ class WorkerProcess:
                 self._settle(await read_frame(self._reader))
         except (EOFError, OSError, ValueError):
             self.kill("it ended")
-        status = await self._child.wait()
+        await self.gone()
+        status = self._child.returncode
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(WorkerLost(f"{self.why_ended} (status {status})"))
@@ -94,15 +95,17 @@ class WorkerProcess:
             del self._calls[number]
 
     def kill(self, why: str) -> None:
-        """End it and what it started. Idempotent."""
+        """End it with everything it started, which `gone` waits for. Idempotent."""
         if not self.alive:
             return
         self.alive, self.why_ended = False, why
         self._writer.close()
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # it is gone already
+        self._ending = asyncio.create_task(kill_family(self._child))
+
+    async def gone(self) -> None:
+        """Return when nothing is left of a worker that was killed."""
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
 
     def _settle(self, frame: Frame) -> None:
         call = self._calls.get(frame.call)
@@ -196,6 +199,7 @@ class WorkerPool:
         finally:
             worker.kill("the service stopped")
             self._workers.remove(worker)
+            await worker.gone()
             self._metrics.set("astraflow_environment_workers", len(self._workers))
         log.info("worker.ended", pid=worker.pid, why=worker.why_ended)
 
@@ -204,7 +208,7 @@ class WorkerPool:
         with theirs:
             command = (sys.executable, "-m", "astraflow_environment.worker", str(theirs.fileno()))
             child = await asyncio.create_subprocess_exec(
-                *dying_with_us(*command, self._specification.dump()),
+                *ending_with_us(*command, self._specification.dump()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -215,6 +219,7 @@ class WorkerPool:
                 await worker.ready()
         except BaseException:
             worker.kill("it was not loaded in time")
+            await worker.gone()
             raise
         log.info("worker.loaded", pid=worker.pid)
         return worker

@@ -84,6 +84,12 @@ _ENTRIES = (
         "astraflow_raas_version_failures_total", Kind.COUNTER, "Failed activations.", ("policy", "reason")
     ),
     Metric(
+        "astraflow_raas_weight_mismatches_total",
+        Kind.COUNTER,
+        "Engines that answered otherwise than their weights do.",
+        ("policy",),
+    ),
+    Metric(
         "astraflow_raas_external_calls_total",
         Kind.COUNTER,
         "Attempts of calls to external endpoints.",
@@ -92,6 +98,17 @@ _ENTRIES = (
     Metric(
         "astraflow_raas_external_tokens_total", Kind.COUNTER, "Tokens that they bill.", ("policy", "kind")
     ),
+    Metric("astraflow_raas_agent_episodes_total", Kind.COUNTER, "Episodes of agents.", ("outcome",)),
+    Metric("astraflow_raas_agent_calls_total", Kind.COUNTER, "Requests of agents.", ("role", "outcome")),
+    Metric("astraflow_raas_max_episodes", Kind.GAUGE, "Episodes that the node runs at once at most."),
+    Metric(
+        "astraflow_raas_engine_sequences",
+        Kind.GAUGE,
+        "Sequences of its engines, by state.",
+        ("policy", "state"),
+    ),
+    Metric("astraflow_raas_engine_tokens_per_second", Kind.GAUGE, "Tokens they sample.", ("policy",)),
+    Metric("astraflow_raas_engine_kv_usage", Kind.GAUGE, "Share of their key-value memory.", ("policy",)),
     Metric("astraflow_raas_engine_losses_total", Kind.COUNTER, "Engines that died or hung.", ("policy",)),
     # environment service
     Metric("astraflow_environment_workers", Kind.GAUGE, "Worker processes that are loaded."),

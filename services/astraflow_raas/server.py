@@ -28,6 +28,7 @@ from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
 from astraflow_raas.node.folder import NodeFolder, claim_folder
+from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
@@ -67,6 +68,7 @@ async def serve(settings: NodeSettings, life: Lifecycle) -> None:
         try:
             await _serve_node(node, settings=settings, life=life, metrics=metrics)
         finally:
+            await node.session.close()
             await asyncio.to_thread(mirrors.close)
 
 
@@ -116,7 +118,7 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.served_policies)
-    endpoint, served = Endpoint(), _served_environments(settings)
+    endpoint, served = Endpoint(metrics), _served_environments(settings)
     workflow = load_workflow(
         found.run,
         found.recipe,
@@ -126,7 +128,13 @@ async def _join(
         served=served,
     )
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
-    request = join_request(found, settings, node_id=folder.node_id, incarnation=folder.incarnation)
+    request = join_request(
+        found,
+        settings,
+        node_id=folder.node_id,
+        incarnation=folder.incarnation,
+        hardware=await asyncio.to_thread(describe_hardware, settings),
+    )
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -37,6 +37,10 @@ class NodeSettings(StoreAccess):
     """Region the node is in."""
     pool: str = ""
     """Pool the node belongs to."""
+    hardware: Annotated[str, Field(max_length=256)] = ""
+    """What the machine is, for people; empty lets the node look."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
     token_file: Path | None = None
     """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
@@ -64,6 +68,9 @@ class NodeSettings(StoreAccess):
     """Seconds a started engine may take until it is healthy."""
     engine_request_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Seconds one call to the engine may take; episodes have their own, shorter bound from the recipe."""
+    engine_update: Literal["whole", "changed"] = "whole"
+    """What SGLang loads of a newer version: the whole model, or the elements that changed, which it can only where this
+    node starts it and it keeps weights as the checkpoint does; else it loads whole models and the log says why."""
     engine_swap_timeout_s: Annotated[float, Field(gt=0, le=7200)] = 120.0
     """Seconds an engine may take to load a version; sampling pauses meanwhile. One that takes longer is restarted."""
     engine_stall_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

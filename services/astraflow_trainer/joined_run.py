@@ -77,4 +77,9 @@ def _choose(recipe: Recipe, policy_id: str | None) -> str:
         raise InvalidArgumentError(
             f"policy {policy_id!r} is an external endpoint and has no trainer; start those of the other policies"
         )
+    if policy_id in recipe.snapshots:
+        raise InvalidArgumentError(
+            f"policy {policy_id!r} is a snapshot of {recipe.snapshots[policy_id].of!r} and has no trainer; start those "
+            "of the other policies"
+        )
     return policy_id

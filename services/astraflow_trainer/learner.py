@@ -2,12 +2,13 @@
 
 Hands the policy's `trainer` settings to the compute core and offers the loop what `loop.Learner` names.
 FSDP2 over a mesh of the trainer's ranks, gloo; with one rank the layout is the same. Every method is a
-collective but `published_bytes` and `held`.
+collective but `held`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +20,7 @@ from astraflow_trainer.model.checkpoint import CheckpointStore, Position
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
+from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_trainer.ranks.group import RankGroup
@@ -54,6 +56,7 @@ class PolicyLearner:
         self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, snapshot=snapshot)
+        self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
         self._settings = StepSettings(
             algorithm=training.algorithm,
             plugins=plugins,
@@ -113,8 +116,11 @@ class PolicyLearner:
         )
 
     def published_bytes(self) -> ModelBytes:
-        """Return a copy of this rank's weights as they are published; it does not change until released."""
-        return self._copies.take()
+        """Return a copy of this rank's weights as they are published, and what they answer; it does not change until
+        released.
+        """
+        copied = self._copies.take()
+        return copied if self._prober is None else replace(copied, probe=self._prober.answers())
 
     @property
     def held(self) -> HeldPart:

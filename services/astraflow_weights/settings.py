@@ -104,5 +104,7 @@ class MirrorSettings(BaseModel):
     """Other paths tried in one call after a path proved bad."""
     max_model_bytes: Annotated[int, Field(ge=1)] = 2**42
     """Refuse versions whose tensors are larger than this in total."""
+    record_changes: bool = False
+    """Say which elements an `advance` changed, which reads every changed tile once more."""
     lock_patience_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Longest time to wait for engines that load from the mirror before a version is applied to it."""

@@ -23,7 +23,7 @@ from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, PreconditionError
 from astraflow.options.v1 import options_pb2
 from astraflow.recipe.file import CodeFile, bundle_digest
-from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
+from astraflow.rollout.v1 import blob_pb2, engine_load_pb2, task_pb2, trajectory_pb2
 from astraflow.trainer.v1 import trainer_service_pb2 as trainer
 from astraflow_trainer.controls import Controls
 from support.any_rpc import answer, request_of, served
@@ -35,6 +35,8 @@ SHA = b"." * 32
 BLOBS = "file:///nowhere/run/blobs/"
 RECIPE = recipe_text(name="run")
 REFUSED = {"INVALID_ARGUMENT", "INVALID_RECIPE"}
+
+LOAD = engine_load_pb2.EngineLoad(policy_id="solver", slots=1)
 
 NOT_ENFORCED = {
     "astraflow.dataflow.v1.CodeFile.content"  # by whoever reads a recipe's folder, over all its files
@@ -208,6 +210,8 @@ ROWS = [
     Row(request_of(runs.DeleteRunRequest), "run_id", ["gone"], ["", "Gone", "a" * 65]),
     Row(request_of(runs.JoinRunRequest, max_concurrent_tasks=1), "node_id", ["a" * 64, "A._-9"], ["", "a b", "a" * 65]),
     Row(request_of(runs.JoinRunRequest), "max_concurrent_tasks"),
+    Row(request_of(runs.JoinRunRequest, max_concurrent_tasks=1), "hardware"),
+    Row(request_of(runs.JoinRunRequest, max_concurrent_tasks=1), "price_per_hour"),
     Row(submit(), "tasks", element=lambda index: task_pb2.Task(task_id=f"many-{index}")),
     Row(submit(), "tasks.task_id", ["a" * 128, "A._:-9"], ["", "a b", "a" * 129]),
     Row(submit(), "tasks.messages.role", ["system", "user", "assistant", "tool"], ["", "User", "users"]),
@@ -224,6 +228,9 @@ ROWS = [
     Row(work(receipt=tasks.Receipt()), "receipt.lease_ids"),
     Row(work(credits=tasks.Credits()), "credits.waiting_for"),
     Row(work(credits=tasks.Credits()), "credits.weight_faults", element=lambda _: FAULT),
+    Row(work(credits=tasks.Credits()), "credits.bounded_by"),
+    Row(work(credits=tasks.Credits()), "credits.engine_loads", element=lambda _: LOAD),
+    Row(work(credits=tasks.Credits(engine_loads=[LOAD])), "credits.engine_loads.fault"),
     *(
         Row(work(credits=tasks.Credits(weight_faults=[FAULT])), f"credits.weight_faults.{name}")
         for name in ("policy_id", "tensor", "problem")

@@ -63,9 +63,10 @@ class Frameworks:
 
 
 def test_an_agent_program_trains(tmp_path: Path) -> None:
-    with dev(tmp_path, *SHORT, recipe=RECIPE) as launcher:
+    with dev(tmp_path, *SHORT, "--serve", "solver=2", recipe=RECIPE) as launcher:
         summary = finish(launcher, tmp_path, timeout_s=390)
     check(tmp_path, summary)
+    assert sum('"engine.ready"' in line for line in node_log(tmp_path)) == 2
     assert not [line for line in node_log(tmp_path) if "agent.failed" in line]
 
 

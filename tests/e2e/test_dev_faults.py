@@ -61,6 +61,22 @@ def test_ctrl_c_finishes_the_run_in_order(tmp_path: Path) -> None:
     assert summary["conservation_error"] == 0
 
 
+def test_a_second_ctrl_c_ends_it_at_once_and_says_how_to_go_on(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    with dev(tmp_path, "--steps", "1000", "--without", "raas") as launcher:
+        wait_for(lambda: "running" in files.stderr.read_text())
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.send_signal(signal.SIGINT)
+        wait_for(lambda: "finishing the step" in files.stderr.read_text())
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 130
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    said = files.stderr.read_text()
+    assert f"--data-dir {files.data_dir}" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
 def test_a_run_without_a_node_says_what_it_waits_for(tmp_path: Path) -> None:
     with dev(tmp_path, "--without", "raas", "--timeout", "25") as launcher:
         summary = finish(launcher, tmp_path)

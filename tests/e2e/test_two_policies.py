@@ -1,6 +1,6 @@
 """Two policies in one run: whatever stops one of them, the other trains on, and afterwards both do.
 
-One run is lived by all tests: each trainer is frozen and killed in turn, each engine killed, and so is what replaces
+One run is lived by all tests: each trainer and each engine is frozen and killed in turn, and so is what replaces
 them, until the other policy has taken its steps. How fast that is, is compared between windows of the same run that
 alternate, so a busy machine slows both sides. An engine's window begins when the node has noticed that it is lost.
 """
@@ -66,7 +66,7 @@ class Victim(NamedTuple):
 
 
 TRAINERS, ENGINES = ([Victim(module, policy) for policy in POLICIES] for module in ("trainer", "engine"))
-DISTURBANCES = [*product((FREEZE, KILL), TRAINERS), *product((KILL,), ENGINES)]
+DISTURBANCES = [*product((FREEZE, KILL), TRAINERS), *product((FREEZE, KILL), ENGINES)]
 
 
 @dataclass

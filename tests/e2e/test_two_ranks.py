@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from astraflow_kit.ports import free_port
+from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.publish.probing import Prober
+from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.mirror.checkpoint import map_model
@@ -20,6 +24,7 @@ from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
 from support.published_models import pulled, read_log
+from support.tiny_models import load_reference, widened
 from support.weight_models import same_model
 
 # Each rank counts its own: both die at the first part of version 2, or one does and takes the other along.
@@ -107,6 +112,27 @@ def test_each_rank_fetched_at_most_three_fifths_of_every_batch(run: Run) -> None
 def test_the_node_serves_the_bytes_that_two_ranks_published(run: Run) -> None:
     node = next((run.files.data_dir / "work" / "node-1").rglob("model.safetensors")).parent
     assert same_model(map_model(node), pulled(run.store, run.log.records[-1].version, run_id=RUN_ID))
+
+
+def test_two_ranks_publish_what_one_process_finds_that_their_bytes_answer(run: Run) -> None:
+    version = run.log.records[-1].version
+    bits = pulled(run.store, version, run_id=RUN_ID)
+    checkpoint = next((run.files.data_dir / "work" / "node-1").rglob("model.safetensors")).parent
+    policy = PolicyModel(load_reference(checkpoint))
+    with torch.no_grad():
+        for name, parameter in policy.hf_parameters():
+            parameter.copy_(widened(bits[name]))
+    assert all(run.log.manifest(record.version).probe for record in run.log.records)
+    published, found = run.log.manifest(version).probe, Prober(policy, ranks=OneRank()).answers()
+    assert published is not None
+    assert found is not None
+    for one, other in zip(published, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_no_node_doubted_its_engine(run: Run) -> None:
+    assert "engine.weights_differ" not in (run.files.data_dir / "logs" / "node-1.log").read_text()
 
 
 def test_the_last_process_of_each_rank_ended_well(run: Run) -> None:

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import math
 import os
 import sys
 
 import pytest
 
+from astraflow.dataflow.v1 import task_service_pb2 as pb
+from astraflow.rollout.v1.engine_load_pb2 import EngineLoad
 from support.cli import Ended, run
 from support.dataflow_world import World, until
+from support.work_stream import working
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quiet")]
 
@@ -106,13 +110,49 @@ async def test_trace_of_a_task_that_never_was_ends_with_its_reason(world: World)
 
 async def test_nodes_are_listed_and_sent_home(world: World) -> None:
     await world.create_run()
-    assert "no node has joined" in (await astraflow(world, "nodes", "list")).output
+    assert "no node has joined" in (await astraflow(world, "nodes")).output
     await world.node("n1")
-    assert "n1" in (await astraflow(world, "nodes", "list")).output
+    assert "n1" in (await astraflow(world, "nodes")).output
     drained = await astraflow(world, "nodes", "drain", "n1", "--reason", "upgrade")
     assert "n1 finishes 0 tasks and leaves" in drained.output
-    [node] = (await astraflow(world, "nodes", "list", "--json")).json
+    [node] = (await astraflow(world, "nodes", "--json")).json
     assert node["drain_reason"] == "upgrade"
+
+
+async def test_nodes_say_where_they_are_what_they_cost_and_how_busy_they_are(world: World) -> None:
+    await one_step(world)
+    machine = {"hardware": "8 × H100", "price_per_hour": 36.0}
+    await world.join("n1", incarnation=2, max_concurrent_tasks=64, region="eu", pool="spot", **machine)
+    load = EngineLoad(policy_id="solver", running=6, waiting=2, slots=8, kv_usage=0.5, tokens_per_s=500.0)
+    other = EngineLoad(policy_id="judge", slots=4, tokens_per_s=math.nan, fault="it reports no load")
+    async with working(world, incarnation=2) as session:
+        told = pb.Credits(tasks=3, serving_versions={"solver": 0}, max_episodes=16, bounded_by="engine_kv")
+        told.engine_loads.extend([load, other])
+        await session.call.write(pb.WorkRequest(credits=told))
+        await world.until(lambda now: now.nodes[0].max_episodes == 16)
+        shown = (await astraflow(world, "nodes")).output
+        [node] = (await astraflow(world, "nodes", "--json")).json
+    words = (
+        "eu/spot",
+        "8 × H100",
+        "36.00",
+        "solver 0 (1 behind)",
+        "engine_kv",
+        "500",
+        "20.00",
+        "judge: it reports",
+    )
+    assert [word for word in words if word not in shown] == [], shown
+    facts = {
+        "region": "eu",
+        "hardware": "8 × H100",
+        "price_per_hour": 36.0,
+        "credits": 3,
+        "tokens_per_s": 500.0,
+    }
+    assert {name: node[name] for name in facts} == facts
+    assert (node["version_lags"], node["engine_loads"][0]["kv_usage"]) == ({"solver": 1}, 0.5)
+    assert (node["engine_loads"][1]["tokens_per_s"], node["engine_loads"][1]["kv_usage"]) == (0.0, None)
 
 
 async def test_dead_letters_are_listed_requeued_and_deleted(world: World) -> None:

@@ -4,6 +4,7 @@ Real trainers over a real dataflow server; every task gives both policies a grou
 """
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from astraflow_weights.store import open_store
 from support.dataflow_world import World, until
 from support.ledger_audit import audit
 from support.published_models import read_log
-from support.trainer_process import TrainerProcess, create_run, forking, tiny_model, valkey
+from support.trainer_process import KILLED, TrainerProcess, create_run, forking, tiny_model, valkey
 
 __all__ = ["forking", "valkey"]
 
@@ -70,6 +71,43 @@ async def test_policies_train_side_by_side_to_their_own_number_of_steps(world: W
     assert (len(roots["solver"]), len(roots["critic"])) == (STEPS["solver"] + 1, 1)  # one learns, one may not
     await world.finish()
     await until(world.is_finished, within_s=30)
+
+
+async def test_a_trainer_killed_in_its_turn_keeps_it_and_the_frozen_one_waits(
+    world: World, tmp_path: Path
+) -> None:
+    model = str(tiny_model(tmp_path))
+    overrides = [
+        *(override.replace("MODEL", model) for override in OVERRIDES),
+        "dataflow.alternate_every_steps=1",
+    ]
+    await create_run(world, folder=tmp_path, steps=2, overrides=overrides)
+    trainers = {name: TrainerProcess(world.address, tmp_path, name=name, policy=name) for name in STEPS}
+    playing = None
+    try:
+        trainers["critic"].start(failpoints="trainer.step_taken=kill@2")
+        trainers["solver"].start()
+        await world.until(lambda now: all(item.HasField("version") for item in now.policies), within_s=90)
+        playing = asyncio.create_task(_play_node(world))
+        await trainers["critic"].exits_with(KILLED)
+        await world.until(lambda now: any(wait.reason == "turn" for wait in now.waits))
+        (frozen,) = [item for item in (await world.status()).policies if item.waits_for_turn_of]
+        assert (frozen.policy_id, frozen.last_finished_step) == ("solver", 1)
+        await trainers["critic"].lives()
+        await trainers["solver"].exits_with(0)
+    finally:
+        if playing is not None:
+            playing.cancel()
+        for trainer in trainers.values():
+            trainer.kill()
+    assert _order_of_batches(*trainers.values()) == ["critic-1", "solver-1", "critic-2", "solver-2"]
+
+
+def _order_of_batches(*trainers: TrainerProcess) -> list[str]:
+    """Policy and step of each batch, in the order in which they were bound: ids end with a number of the run."""
+    lines = [json.loads(line) for trainer in trainers for line in trainer.ledger.read_text().splitlines()]
+    ids = {line["batch_id"] for line in lines}
+    return [name.rpartition("-")[0] for name in sorted(ids, key=lambda name: int(name.rpartition("-")[2]))]
 
 
 def _roots(store_uri: str, policy: str) -> Counter[bytes]:

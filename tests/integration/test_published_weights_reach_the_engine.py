@@ -22,7 +22,13 @@ from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.published_models import ModelPublisher
-from support.tiny_models import load_reference, matrix_of, reference_logprobs, save_tiny_model
+from support.tiny_models import (
+    load_reference,
+    matrix_of,
+    reference_logprobs,
+    save_tiny_model,
+    widened,
+)
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -120,8 +126,3 @@ def assert_same_bits(directory: Path, published: dict[str, Array]) -> None:
                 matrix_of(found, num_inputs=expected.shape[1]) if isinstance(found, Linear) else found,
                 expected,
             ), name
-
-
-def widened(bits: Array) -> torch.Tensor:
-    """Bf16 bit patterns as the fp32 numbers they are."""
-    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).copy())

@@ -2,7 +2,9 @@
 over a real Valkey, real weights; one engine that somebody else runs serves the nodes of a test."""
 
 import asyncio
+import itertools
 import operator
+import random
 import signal
 import sys
 import time
@@ -200,6 +202,35 @@ async def test_a_drain_within_its_time_costs_no_task_a_second_lease(run: Elastic
     status = await run.world.until(lambda now: not now.nodes[0].connected)
     assert (status.nodes[0].leases, status.policies[0].ready_groups) == (0, 2)
     assert await run.attempts() == {"train-0": 1, "train-1": 1}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_fifty_drains_at_random_instants_cost_no_task_a_second_lease(run: Elastic) -> None:
+    run.gate.touch()
+    training, generator = asyncio.create_task(endless_steps(run)), random.Random(1)
+    for number in range(50):
+        async with run.node("leaving") as node:
+            before = len(node.events("episode.pushed"))
+            await happens(lambda: len(node.events("episode.pushed")) > before, what="it works")  # noqa: B023
+            await asyncio.sleep(generator.uniform(0, 1))
+            if number % 2:
+                await run.world.ask(admin_service_pb2.DrainNodeResponse, node_id="leaving")
+            else:
+                node.send(signal.SIGTERM)
+            assert await node.ends_with() == 0
+        assert set((await run.attempts()).values()) <= {1}
+        assert node.events("lease.given_back") == []
+        # What the server may still lose, the next process pushes again.
+        assert outcomes_of(node) <= {"accepted", "duplicate"}
+    training.cancel()
+    await run.world.has_account()
+
+
+async def endless_steps(run: Elastic) -> None:
+    """Trains whatever comes."""
+    for step in itertools.count(1):
+        await run.train(step)
 
 
 @of_run(lease_ttl_s=2.0)

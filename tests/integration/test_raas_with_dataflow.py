@@ -13,6 +13,8 @@ from astraflow.dataflow.v1.admin_service_pb2 import StatusResponse
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_list, as_text
+from astraflow_raas.engine.base import EngineFaulty
+from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.push.spool import SpoolLimits
 from support.chaos import cut_tail
 from support.dataflow_world import Trainer, World, served
@@ -91,6 +93,44 @@ async def test_what_a_drain_cannot_finish_goes_to_another_node_at_no_cost(
         assert [as_text(field) for field in stored] == ["retry", "0"]
     leases = await (await world.node("other")).lease(2)
     assert {(lease.task.task_id, lease.attempt) for lease in leases} == {("train-0", 2), ("train-1", 2)}
+
+
+def holds(status: StatusResponse, leases: int) -> bool:
+    """Whether the node has so many leases and wants no more."""
+    return (status.nodes[0].leases, status.nodes[0].credits) == (leases, 0)
+
+
+async def test_a_node_takes_no_more_than_its_engine_can_sample_and_more_when_that_has_room(
+    world: World, tmp_path: Path
+) -> None:
+    recipe = {"groups_per_step": 8, "raas": {"max_concurrent_tasks": 8}}
+    await world.create_run(dataset="Unevaluated", **recipe)
+    async with local_node(world.address, tmp_path, hardware="a small one", price_per_hour=0.5) as local:
+        (engine,) = local.engines.values()
+        engine.slots = EngineSlots(4)
+        engine.may_answer.clear()
+        await world.trainer()
+        (node,) = (await world.until(lambda now: holds(now, 3))).nodes
+        # Four places and a queue of one, in whole groups of two; the recipe would allow eight tasks.
+        assert (node.max_episodes, node.bounded_by, node.max_concurrent_tasks) == (6, "engine_slots", 16)
+        assert (node.hardware, node.price_per_hour) == ("a small one", 0.5)
+        engine.slots = EngineSlots(64)
+        (node,) = (await world.until(lambda now: holds(now, 8))).nodes
+        engine.may_answer.set()
+    assert node.bounded_by == "recipe"
+
+
+async def test_an_engine_without_a_load_report_is_counted_and_says_so_to_everybody(
+    world: World, tmp_path: Path
+) -> None:
+    await started(world)
+    async with local_node(world.address, tmp_path) as local:
+        local.engines["solver"].reported_load = EngineFaulty("it reports token_usage nan")
+        (node,) = (await world.until(lambda now: any(load.fault for load in now.nodes[0].engine_loads))).nodes
+        (load,) = node.engine_loads
+        assert (load.policy_id, load.fault) == ("solver", "it reports token_usage nan")
+        assert not load.HasField("kv_usage")
+        await world.until(lambda now: now.policies[0].ready_groups == 4)
 
 
 async def test_every_version_due_is_evaluated_at_exactly_that_version(world: World, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ that leaves no process.
 """
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -19,26 +18,36 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from astraflow_raas.engine.base import ABORTED, EngineUnavailable, GenerateCall, Generation
-from astraflow_raas.engine.command import EngineCommand
-from astraflow_raas.engine.process import EngineProcess, start_engine
+from astraflow_raas.engine.base import (
+    ABORTED,
+    Arithmetic,
+    EngineUnavailable,
+    GenerateCall,
+    Generation,
+    PauseMode,
+)
+from astraflow_raas.engine.process import EngineProcess
+from astraflow_raas.policies.canary import WeightsDiffer, compare_answers
+from astraflow_raas.policies.served_policy import ServedPolicy
+from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.publish.probing import Prober
+from astraflow_trainer.ranks.reductions import OneRank
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
-from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, START_DEADLINE_S, needs_sglang
+from support.sglang_server import PLACES, START_DEADLINE_S, needs_sglang, report, started_sglang
 from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
-pytestmark = [pytest.mark.ci, pytest.mark.integration, needs_sglang, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.integration,
+    pytest.mark.usefixtures("on_cpu"),
+    needs_sglang,
+    pytest.mark.timeout(500),
+]
 
 NUM_SWAPS = 30
-PLACES = 16
 LENGTH = 400
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CPU_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -47,25 +56,15 @@ def models(tmp_path: Path) -> list[Path]:
     return [save_tiny_model(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
 
 
-def command(*options: str) -> EngineCommand:
-    return EngineCommand(
-        kind="sglang",
-        python=SGLANG_PYTHON,
-        extra_args=(*CPU_OPTIONS, f"--max-running-requests={PLACES + 1}", *options),
-        max_running_requests=PLACES,
-        num_threads=1,
-        seed=0,
-    )
-
-
-async def started(folder: Path, model: Path, *options: str) -> EngineProcess:
-    log_path = folder / "engine.log"
-    return await start_engine(command(*options), model_dir=model, version=0, log_path=log_path)
+@pytest.fixture
+def running() -> PauseMode:
+    """What becomes of running calls at a swap."""
+    return PauseMode.IN_PLACE
 
 
 @pytest.fixture
-async def engine(tmp_path: Path, models: list[Path]) -> AsyncIterator[EngineProcess]:
-    process = await started(tmp_path, models[0])
+async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> AsyncIterator[EngineProcess]:
+    process = await started_sglang(tmp_path, models[0], recomputes=running is PauseMode.RETRACT)
     try:
         await process.wait_healthy(timeout_s=START_DEADLINE_S)
         await process.engine.introduce()
@@ -108,17 +107,21 @@ class Load:
 
 @torch.no_grad()
 def expected_logprobs(models: Sequence[Path], call: GenerateCall, answer: Generation) -> list[float]:
-    """By transformers in fp32: each span under its version's weights, over the keys and values of those before it."""
+    """By transformers in fp32: each span under its version's weights, over the keys and values of those before it,
+    which a recomputed one has made anew.
+    """
     references = [load_reference(model) for model in models]
     cache, logprobs, known = DynamicCache(), list[float](), [*call.prompt_ids, *answer.token_ids]
     at = 0
     for span in answer.spans:
         end = len(call.prompt_ids) + span.end - 1
         model = references[span.version % 2]
+        if span.recomputed:
+            cache, at = DynamicCache(), 0
         logits = model(input_ids=torch.tensor([known[at:end]]), past_key_values=cache, use_cache=True).logits[
             0
         ]
-        first = 0 if at else len(call.prompt_ids) - 1
+        first = len(call.prompt_ids) + span.start - 1 - at
         for row, token in zip(
             torch.log_softmax(logits[first:], dim=-1), answer.token_ids[span.start :], strict=False
         ):
@@ -127,15 +130,16 @@ def expected_logprobs(models: Sequence[Path], call: GenerateCall, answer: Genera
     return logprobs
 
 
+@pytest.mark.parametrize("running", [PauseMode.IN_PLACE, PauseMode.RETRACT])
 async def test_swaps_under_load_lose_no_token_and_label_every_one(
-    engine: EngineProcess, models: list[Path]
+    engine: EngineProcess, models: list[Path], running: PauseMode
 ) -> None:
     load, pauses = Load(engine, []), list[float]()
     places = [asyncio.create_task(load.one_place(place)) for place in range(PLACES)]
     for version in range(1, NUM_SWAPS + 1):
         await asyncio.sleep(0.3)
         began_s = time.monotonic()
-        await engine.engine.swap(model_dir=models[version % 2], version=version)
+        await engine.engine.swap(model_dir=models[version % 2], version=version, running=running)
         pauses.append(time.monotonic() - began_s)
     load.stopping = True
     await asyncio.gather(*places)
@@ -150,8 +154,10 @@ async def test_swaps_under_load_lose_no_token_and_label_every_one(
     assert straddling, "no swap met a running sequence"
     for _, answer in straddling:
         assert all(one.version < other.version for one, other in pairwise(answer.spans))
+        assert {span.recomputed for span in answer.spans[1:]} == {running is PauseMode.RETRACT}
     errors = log_prob_errors(models, [*straddling[:12], *load.answers[:4]])
     report(
+        running=running,
         swaps=NUM_SWAPS,
         sequences=len(load.answers),
         tokens=sum(len(answer.token_ids) for _, answer in load.answers),
@@ -186,9 +192,26 @@ def log_prob_errors(
     }
 
 
-def report(**figures: object) -> None:
-    """For docs/results/sglang.md: pytest -s shows it."""
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
+    shape = TinyShape(max_positions=1024, num_layers=4)
+    right, wrong = (save_tiny_model(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
+    probe = Prober(PolicyModel(load_reference(right)), ranks=OneRank()).answers()
+    process = await started_sglang(tmp_path, right, f"--dtype={dtype}")
+    policy = ServedPolicy("solver")
+    try:
+        await process.wait_healthy(timeout_s=START_DEADLINE_S)
+        await process.engine.introduce()
+        assert process.engine.arithmetic is (Arithmetic.FLOAT32 if dtype == "float32" else Arithmetic.HALF)
+        assert await compare_answers(process.engine, policy, version=0, probe=probe)
+        await process.engine.swap(model_dir=wrong, version=1)
+        with pytest.raises(WeightsDiffer):
+            await compare_answers(process.engine, policy, version=1, probe=probe)
+        await process.engine.swap(model_dir=right, version=1, running=PauseMode.ABORT)
+        assert await compare_answers(process.engine, policy, version=1, probe=probe)
+    finally:
+        await policy.close()
+        await process.end()
 
 
 def family(process: EngineProcess) -> list[psutil.Process]:
@@ -218,9 +241,9 @@ async def test_a_dead_part_of_sglang_is_noticed_and_nothing_is_left(
 _NODE = """
 import asyncio, sys
 from pathlib import Path
-from integration.test_sglang import started
+from support.sglang_server import started_sglang
 async def node():
-    process = await started(Path(sys.argv[1]), Path(sys.argv[2]))
+    process = await started_sglang(Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stderr.write(str(process.child.pid) + chr(10))
     sys.stderr.flush()
     await asyncio.Event().wait()

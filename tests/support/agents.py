@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 from astraflow.agents import AgentLimits
 from astraflow.plugins import GenerateResult, Message, Tool, ToolCall, Trajectory, VersionSpan
+from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.calls import AgentCalls
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.policies.tool_calls import reader_of
@@ -91,9 +92,9 @@ class ScriptedPolicy:
 
 
 @asynccontextmanager
-async def serving_agents() -> AsyncIterator[Endpoint]:
+async def serving_agents(metrics: Metrics | None = None) -> AsyncIterator[Endpoint]:
     """An endpoint that serves."""
-    endpoint = Endpoint()
+    endpoint = Endpoint(metrics)
     await endpoint.start()
     running = asyncio.create_task(endpoint.run())
     try:

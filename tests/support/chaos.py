@@ -5,8 +5,8 @@ runs the failpoint, it kills itself there; for any other victim the process stop
 window, the harness kills the victim, and lets it go on. So every kill lands in its window however slow the
 machine is. A killed launcher takes everything with it and is started again on the same --data-dir.
 
-`run_kills` drives one run through its windows, `run_random_kills` through random instants; `Story` says what
-happened. Used by tests/chaos.
+`run_kills` drives one run through its windows, `run_random_kills` through random instants, `run_busy_kills` one with
+agent programs and a served environment; `Story` says what happened. Used by tests/chaos.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,28 @@ from typing import Any
 import psutil
 
 from astraflow_kit.failpoints import Hit
-from support.development import CHILDREN, RunFiles, dev, finish, wait_for
+from astraflow_kit.family import ending_with_us
+from astraflow_kit.ports import free_port
+from support.development import CHILDREN, ROOT, RunFiles, dev, finish, wait_for
 
 ROLES = (*CHILDREN, "engine", "launcher")
+BUSY_ROLES = ("node", "engine", "environment", "agent")
 # First part of a failpoint's name -> the role that runs it.
 _HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine": "engine"}
 _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
 _ENGINE_MODULE = "-m astraflow_engine"
 _LOOK_S = 0.01
+_SERVICE, _AGENT = f"{sys.executable} -m astraflow_environment", "asking_agent.py"
+# A run whose episodes need every kind of process; what is killed costs attempts.
+_BUSY = (
+    *("--set", "raas.workflow=busy_workflow:Busy", "--set", "dataflow.max_attempts=100"),
+    *("--set", "policies.solver.model.architecture.max_position_embeddings=256"),
+)
 # Until the harness ends the run; the launcher must not take our kills for a broken program.
 _ENDLESS = ("--steps", "100000", "--max-restarts", "1000")
 _STEPS_AFTER = 2
 _WINDOWS_S, _PATIENCE_S, _MEAN_GAP_S = 400.0, 180.0, 2.0
+_BUSY_GAP_S = 0.7
 # Random kills stop while nothing was trained for this long: a trainer needs seconds to start.
 _PAUSE_S = 25.0
 # Bytes a random kill of Valkey cuts: mostly nothing (a crash), else what a power cut would lose.
@@ -106,6 +117,8 @@ class Monkey:
     def __init__(self, story: Story) -> None:
         self.story = story
         self.launcher: subprocess.Popen[str] | None = None
+        self.keeper: subprocess.Popen[bytes] | None = None
+        """Starts the served environment, again and again."""
 
     def look(self) -> None:
         """Take in which processes there are."""
@@ -117,6 +130,20 @@ class Monkey:
         engine = self._engine()
         if engine is not None:
             self.story.note("engine", engine)
+        if self.keeper is not None:
+            self._look_beside(self.keeper)
+
+    def _look_beside(self, keeper: subprocess.Popen[bytes]) -> None:
+        """Take in what the launcher did not start: a service or one of its workers, and one of the agents."""
+        node = self.story.pids.get("node", [0])[-1]
+        for role, parent, word in (("environment", keeper.pid, _SERVICE), ("agent", node, _AGENT)):
+            found = [
+                pid
+                for pid, words in _below(parent)
+                if word in words and not words.startswith("sh ") and "astraflow_kit.family" not in words
+            ]
+            if found:
+                self.story.note(role, random.choice(found))
 
     def last_words(self) -> str:
         """The end of what the launcher said."""
@@ -191,15 +218,59 @@ def run_random_kills(folder: Path, *, seed: int, num_kills: int) -> Story:
     Killing pauses while no step is taken for a while, so that a run cannot be kept from starting at all; one
     that takes no step within `_PATIENCE_S` although nobody kills it is stuck, which is an error.
     """
-    monkey = Monkey(Story(files=RunFiles(folder)))
-    return _lived(monkey, _Dice(monkey, random.Random(seed), num_kills=num_kills).throw)
+    monkey, generator = Monkey(Story(files=RunFiles(folder))), random.Random(seed)
+    weights = [1 if role == "launcher" else 2 for role in ROLES]
+    victims = generator.choices(ROLES, weights=weights, k=num_kills)
+    return _lived(monkey, _Dice(monkey, generator, victims).throw)
 
 
-def _lived(monkey: Monkey, drive: Callable[[], bool], *, failpoints: str = "") -> Story:
+def run_busy_kills(folder: Path, *, seed: int, kills: Mapping[str, int]) -> Story:
+    """The same with agents and a served environment, and as many kills of each of BUSY_ROLES as `kills` says."""
+    monkey, generator = Monkey(Story(files=RunFiles(folder))), random.Random(seed)
+    victims = [role for role, number in kills.items() for _ in range(number)]
+    dice = _Dice(monkey, generator, victims, mean_gap_s=_BUSY_GAP_S)
+    with _kept_environment(folder) as (monkey.keeper, address):
+        return _lived(monkey, dice.throw, *_BUSY, variables={"ASTRAFLOW_ENVIRONMENTS": f'["Echo={address}"]'})
+
+
+@contextlib.contextmanager
+def _kept_environment(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Who starts the served environment `Echo` as often as it dies, and its address."""
+    port = free_port()
+    service = f"{sys.executable} -m astraflow_environment --use support.environments:Echo --port {port}"
+    # Sessions of a killed node are free again soon.
+    bounds = "--workers 2 --sessions-per-worker 16 --idle-timeout-s 10"
+    loop = f"while :; do {service} {bounds}; done"
+    paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
+    with (
+        (folder / "environment.log").open("ab") as log,
+        subprocess.Popen(
+            ending_with_us("sh", "-c", loop),
+            stderr=log,
+            stdout=log,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,
+        ) as keeper,
+    ):
+        try:
+            yield keeper, f"127.0.0.1:{port}"
+        finally:
+            keeper.send_signal(signal.SIGINT)
+
+
+def _lived(
+    monkey: Monkey,
+    drive: Callable[[], bool],
+    *arguments: str,
+    failpoints: str = "",
+    variables: Mapping[str, str] | None = None,
+) -> Story:
     """Start the run again as long as `drive` kills its launcher."""
     story = monkey.story
     while not story.summary:
-        with dev(story.files.folder, *_ENDLESS, failpoints=failpoints) as launcher:
+        with dev(
+            story.files.folder, *_ENDLESS, *arguments, failpoints=failpoints, variables=variables
+        ) as launcher:
             monkey.launcher = launcher
             if drive():
                 story.summary = finish(launcher, story.files.folder)
@@ -209,12 +280,20 @@ def _lived(monkey: Monkey, drive: Callable[[], bool], *, failpoints: str = "") -
 
 
 class _Dice:
-    """Draws whom to kill and when, over all lives of one run."""
+    """Draws when to kill whom, over all lives of one run, until every victim had its turn."""
 
-    def __init__(self, monkey: Monkey, generator: random.Random, *, num_kills: int) -> None:
+    def __init__(
+        self,
+        monkey: Monkey,
+        generator: random.Random,
+        victims: list[str],
+        *,
+        mean_gap_s: float = _MEAN_GAP_S,
+    ) -> None:
         self.monkey = monkey
+        self._mean_gap_s = mean_gap_s
         self._random = generator
-        self._left = num_kills
+        self._left = victims
         self._steps = 0
         self._stepped_s = time.monotonic()
 
@@ -222,7 +301,7 @@ class _Dice:
         """Return True when the run was asked to end in order, False when its launcher was killed."""
         goal = None
         while True:
-            time.sleep(min(4 * _MEAN_GAP_S, self._random.expovariate(1 / _MEAN_GAP_S)))
+            time.sleep(min(4 * self._mean_gap_s, self._random.expovariate(1 / self._mean_gap_s)))
             self.monkey.require_running()
             idle_s = self._idle_s()
             assert idle_s < _PATIENCE_S, f"no step for {idle_s:.0f} s:\n{self.monkey.last_words()}"
@@ -235,11 +314,11 @@ class _Dice:
 
     def _kill_one(self) -> str:
         """Kill a random role and return it; empty when it was not alive at this instant."""
-        role = self._random.choices(ROLES, weights=[1 if role == "launcher" else 2 for role in ROLES])[0]
+        role = self._random.choice(self._left)
         cut = self._random.choice(_CUTS) if role == "valkey" else 0
         if not self.monkey.kill(role, cut_bytes=cut):
             return ""
-        self._left -= 1
+        self._left.remove(role)
         return role
 
     def _idle_s(self) -> float:
@@ -312,6 +391,16 @@ def cut_tail(redis_folder: Path, num_bytes: int) -> None:
     """Cut bytes from the end of the append-only file: what a power cut would have lost."""
     newest = max((redis_folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
     os.truncate(newest, max(0, newest.stat().st_size - num_bytes))
+
+
+def _below(pid: int) -> list[tuple[int, str]]:
+    """Pids and command lines of what a process started, and of what that did."""
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append((process.pid, " ".join(process.cmdline())))
+    return found
 
 
 def _lives(pid: int) -> bool:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,18 @@ class RunFiles:
 
 @contextmanager
 def dev(
-    folder: Path, *arguments: str, failpoints: str = "", recipe: Path = ROOT / "recipes" / "quickstart"
+    folder: Path,
+    *arguments: str,
+    failpoints: str = "",
+    recipe: Path = ROOT / "recipes" / "quickstart",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `astraflow dev` and end it, whatever the test did."""
     command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe), "--json"]
     files = RunFiles(folder)
     plugins = ROOT / "tests" / "e2e" / "plugins"
     paths = filter(None, [str(plugins), os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(paths)}
     if failpoints:
         environment |= {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(files.hits)}
     with (

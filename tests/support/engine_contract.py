@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from astraflow_raas.engine.base import EngineLoad
+from astraflow_raas.engine.load import read_load
 from support.tiny_models import load_reference, reference_logprobs
 
 Json = dict[str, Any]
@@ -106,6 +108,20 @@ def check_information(engine: EngineUnderTest) -> None:
     server = engine.get("/server_info").json()
     assert isinstance(server["internal_states"], list)
     assert server["max_req_input_len"] < engine.context_length
+
+
+def check_load(engine: EngineUnderTest) -> None:
+    with engine.background(rid="contract-load"):
+        while not (load := _load(engine)).running:
+            time.sleep(0.01)
+        assert load.waiting == 0
+        assert load.kv_usage is not None
+        engine.accepts("/abort_request", {"rid": "contract-load"})
+
+
+def _load(engine: EngineUnderTest) -> EngineLoad:
+    """As a node reads it."""
+    return read_load(engine.get("/v1/loads?include=core").json(), where="the engine")
 
 
 def check_single_answer(engine: EngineUnderTest) -> None:

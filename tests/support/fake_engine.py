@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.plugins import VersionSpan
-from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.engine.base import (
+    Arithmetic,
+    EngineLoad,
+    EngineUnavailable,
+    GenerateCall,
+    Generation,
+    PauseMode,
+)
 from astraflow_raas.engine.slots import EngineSlots
+from astraflow_weights.mirror.changes import ChangedElements
+from astraflow_weights.versions.probe import Probe, ProbeAnswer
 
 STOP_TOKEN = 2
+IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, tokens_per_s=0.0)
 
 
 @dataclass
@@ -32,12 +42,27 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     swaps: list[tuple[Path, int]] = field(default_factory=list)
     swap_fault: Exception | None = None
+    swap_faults: list[Exception | None] = field(default_factory=list)
+    """Of the next swaps, one by one."""
     introduction_fault: Exception | None = None
     canary_fault: Exception | None = None
     """Raised when the node asks for a proof of the weights."""
     canary_token: int = 3
     sampled_as: int | None = None
     """Version that such a proof names; unset: the served one."""
+    probe: Probe = ()
+    """What it answers to these prompts, when it has loaded its weights well."""
+    num_wrong_loads: int = 0
+    """After so many of the next swaps it holds other weights than it was given."""
+    holds_wrong: bool = False
+    wrong_rank: int | None = None
+    """This rank alone does."""
+    arithmetic: Arithmetic = Arithmetic.FLOAT32
+    paused: list[PauseMode] = field(default_factory=list)
+    """How the running calls fared at each swap."""
+    changes: list[ChangedElements | None] = field(default_factory=list)
+    """That each swap was told."""
+    reported_load: EngineLoad | Exception = IDLE
     num_resumed: int = 0
     closed: bool = False
     slots: EngineSlots = field(default_factory=lambda: EngineSlots(1024))
@@ -58,7 +83,13 @@ class FakeEngine:
             if self.canary_fault is not None:
                 raise self.canary_fault
             version = self.version if self.sampled_as is None else self.sampled_as
-            return [_greedy(call, version=version, token=self.canary_token) for call in calls]
+            known = {answer.prompt_ids: answer for answer in self.probe}
+            return [
+                _greedy(call, version=version, token=self.canary_token)
+                if call.prompt_ids not in known or self.holds_wrong or rank == self.wrong_rank
+                else _known(known[call.prompt_ids], version=version or 0)
+                for call in calls
+            ]
         self.requests.append(tuple(calls))
         self.ranks.append(rank)
         if self.faults:
@@ -72,12 +103,24 @@ class FakeEngine:
     async def abort(self, rids: Sequence[str]) -> None:
         self.aborted += rids
 
-    async def swap(self, *, model_dir: Path, version: int) -> None:
+    async def swap(
+        self,
+        *,
+        model_dir: Path,
+        version: int,
+        running: PauseMode = PauseMode.IN_PLACE,
+        changes: ChangedElements | None = None,
+    ) -> None:
         self._require_up()
-        if self.swap_fault is not None:
-            raise self.swap_fault
+        self.paused.append(running)
+        fault = self.swap_faults.pop(0) if self.swap_faults else self.swap_fault
+        if fault is not None:
+            raise fault
         self.swaps.append((model_dir, version))
+        self.changes.append(changes)
         self.version = version
+        self.holds_wrong = self.num_wrong_loads > 0
+        self.num_wrong_loads -= self.holds_wrong
 
     async def resume(self) -> None:
         self._require_up()
@@ -86,6 +129,12 @@ class FakeEngine:
     async def served_version(self) -> int | None:
         self._require_up()
         return self.version
+
+    async def load(self) -> EngineLoad:
+        self._require_up()
+        if isinstance(self.reported_load, Exception):
+            raise self.reported_load
+        return self.reported_load
 
     async def check_health(self) -> None:
         self._require_up()
@@ -113,6 +162,13 @@ def _greedy(call: GenerateCall, *, version: int | None, token: int) -> Generatio
     spans = (VersionSpan(0, length, version or 0),)
     return Generation(
         token_ids=(token,) * length, logprobs=(-1.0,) * length, spans=spans, finish_reason="length"
+    )
+
+
+def _known(answer: ProbeAnswer, *, version: int) -> Generation:
+    spans = (VersionSpan(0, len(answer.token_ids), version),)
+    return Generation(
+        token_ids=answer.token_ids, logprobs=answer.logprobs, spans=spans, finish_reason="length"
     )
 
 

@@ -25,7 +25,11 @@ class Misbehaves:
                 return Score(1.0, {"pid": float(os.getpid())})
             case "hang", _, path:
                 Path(path).write_text(
-                    str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+                    str(
+                        subprocess.Popen(
+                            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+                        ).pid
+                    )
                 )
                 time.sleep(600)
             case "exit", _, code:

@@ -140,9 +140,11 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, Json]:
 
 
 @asynccontextmanager
-async def misbehaving_engine(**settings: Any) -> AsyncIterator[MisbehavingEngine]:
+async def misbehaving_engine(
+    kind: type[MisbehavingEngine] = MisbehavingEngine, **settings: Any
+) -> AsyncIterator[MisbehavingEngine]:
     """One that listens; connections that it left open are closed at the end."""
-    engine = MisbehavingEngine(**settings)
+    engine = kind(**settings)
     tasks: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -33,6 +33,7 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store.file import FileStore
+from astraflow_weights.versions.probe import Probe
 from support import published_models, raas_parts, scripted_dataflow, tiny_models
 from support.dataflow_world import Trainer
 
@@ -64,14 +65,15 @@ class WeightPublisher:
         model = {name: np.array(array) for name, array in map_model(checkpoint).items()}
         return cls(publisher, model, policy_id=policy_id)
 
-    def publish(self) -> version_pb2.Version:
-        """Commit a version that differs a little from the one before."""
+    def publish(self, *, probe: Callable[[Mapping[str, Array]], Probe] | None = None) -> version_pb2.Version:
+        """Commit a version that differs a little from the one before; `probe` computes what it answers."""
         if self.version >= 0:
             for array in self.model.values():
                 flat = array.reshape(-1)
                 flat[:: max(1, flat.size // 40)] ^= np.uint16(1)
         self.version += 1
-        committed = self.publisher.publish(self.model, step=self.version)
+        answers = probe(self.model) if probe else None
+        committed = self.publisher.publish(self.model, step=self.version, probe=answers)
         named = {name: getattr(committed, name) for name in ("version", "sequence", "manifest_sha256")}
         return version_pb2.Version(policy_id=self.policy_id, **named)
 
@@ -134,7 +136,9 @@ class NodeProcess:
 
     def events(self, name: str) -> list[Mapping[str, object]]:
         """Its log lines of one event, oldest first."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        text = self.log.read_text()
+        whole = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
+        lines = [json.loads(line) for line in whole if line.startswith("{")]
         return [line for line in lines if line.get("event") == name]
 
     def send(self, number: signal.Signals) -> None:

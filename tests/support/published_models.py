@@ -24,6 +24,7 @@ from astraflow_weights.settings import CollectionSettings, PublishSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions import collection_records, manifest
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from support.manual_clock import ManualClock
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, same_model, trained
 
@@ -39,11 +40,16 @@ class ModelPublisher(shard_publisher.ShardPublisher):
         super().__init__(writer, uploads=writer.uploads, peers=peers.OnePeer(), base=shards, **options)
 
     def publish(
-        self, model: Model | ShardedModel, *, step: int, learning_rate: float | None = None
+        self,
+        model: Model | ShardedModel,
+        *,
+        step: int,
+        learning_rate: float | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
         """Commit the model as the version of `step`."""
         shards = model if isinstance(model, ShardedModel) else whole(model)
-        return super().publish(shards, step=step, learning_rate=learning_rate)
+        return super().publish(shards, step=step, learning_rate=learning_rate, probe=probe)
 
 
 def committed(version: int, **changes: object) -> CommittedVersion:

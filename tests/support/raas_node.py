@@ -19,6 +19,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
+from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
 from astraflow_raas.policies.mirror_source import MirrorSource
@@ -43,6 +44,12 @@ class BytelessWeights(MirrorSource):
     version: int | None = None
     counts = PullCounts()
     damage: VerificationFailed | None = None
+
+    def probe(self, version: int) -> None:
+        return None
+
+    def changes(self, version: int) -> None:
+        return None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +100,8 @@ async def local_node(
     endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
-        request = join_request(found, settings, node_id=node_id, incarnation=incarnation)
+        hardware = describe_hardware(settings)
+        request = join_request(found, settings, node_id=node_id, incarnation=incarnation, hardware=hardware)
         engines = {name: FakeEngine() for name in found.recipe.served_policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         inputs = NodeInputs(
@@ -120,6 +128,7 @@ async def local_node(
         finally:
             await local.drain()
             await asyncio.gather(*running)
+            await node.session.close()
 
 
 def _parts(name: str, engine: FakeEngine, folder: Path, metrics: Metrics) -> PolicyParts:

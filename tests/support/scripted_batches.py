@@ -34,6 +34,7 @@ from astraflow_kit.server_info import server_info
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_weights.codec.shards import ShardedModel, whole
 from astraflow_weights.publish.version_writer import CommittedVersion
+from astraflow_weights.versions.probe import Probe
 from support.development import wait_for
 from support.published_models import committed
 from support.scripted_dataflow import POLICY, RUN_ID, a_run, duration, register
@@ -209,7 +210,12 @@ class ScriptedStore:
         return [item for item in self.log if version is None or item.version > version]
 
     def publish(
-        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
+        self,
+        model: ShardedModel,
+        *,
+        step: int,
+        learning_rate: float | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
         assert self.gate.wait(PATIENCE_S)
         if self.failures:

@@ -4,18 +4,26 @@ Start-up takes half a minute on an idle machine, so tests share a server per fil
 environment: it holds 3.4 GB.
 """
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from astraflow_kit.ports import LOOPBACK, free_port
+from astraflow_raas.engine.command import EngineCommand
+from astraflow_raas.engine.http import HttpEngine
+from astraflow_raas.engine.process import EngineProcess as NodesEngine
+from astraflow_raas.engine.process import start_engine
 from support.engine_process import EngineProcess
 
 SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
@@ -33,9 +41,19 @@ CPU_OPTIONS = (
     "--sleep-on-idle",
 )
 
+PLACES = 16
+"""Calls that it runs at once for the tests of swaps."""
+
 needs_sglang = pytest.mark.skipif(
     not SGLANG_PYTHON.exists(), reason="there is no SGLang here; `make sglang-env` installs it"
 )
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the node's own environment must say."""
+    for name, value in CPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 @contextmanager
@@ -74,3 +92,34 @@ def _wait_healthy(engine: EngineProcess) -> None:
                 pass
             time.sleep(0.5)
     raise RuntimeError(f"SGLang was not healthy in {START_DEADLINE_S} s:\n{engine.log.read_text()[-4000:]}")
+
+
+def engine_command(*options: str, **settings: Any) -> EngineCommand:
+    """As a node would start it."""
+    return EngineCommand(
+        **settings,
+        kind="sglang",
+        python=SGLANG_PYTHON,
+        extra_args=(*CPU_OPTIONS, f"--max-running-requests={PLACES + 1}", *options),
+        max_running_requests=PLACES,
+        num_threads=1,
+        seed=0,
+    )
+
+
+async def started_sglang(folder: Path, model: Path, *options: str, **settings: Any) -> NodesEngine:
+    """One that a node started; it is not healthy yet. `settings` are those of EngineCommand."""
+    log_path = folder / "engine.log"
+    orders = settings.get("orders")
+    return await start_engine(
+        engine_command(*options, **settings),
+        model_dir=model,
+        version=0,
+        log_path=log_path,
+        connect=partial(HttpEngine, orders=orders),
+    )
+
+
+def report(**figures: object) -> None:
+    """For docs/results/sglang.md: pytest -s shows it."""
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -77,6 +79,11 @@ def load_reference(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.float().eval()
     return model
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> torch.Tensor:
+    """Bf16 bit patterns as the fp32 numbers they are."""
+    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).copy())
 
 
 @torch.no_grad()

@@ -167,11 +167,17 @@ class PolicyUnavailable(Exception):
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a sequence were sampled under weight `version`."""
+    """Tokens [start, end) of a sequence were sampled under weight `version`, swapped in before `start`; `recomputed`
+    tells that the keys and values of what stands before were then computed anew."""
 
     start: int
     end: int
     version: int
+    recomputed: bool = False
+
+    def moved(self, by: int) -> VersionSpan:
+        """The same span of a sequence with `by` more tokens before it."""
+        return replace(self, start=self.start + by, end=self.end + by)
 
 
 @dataclass(frozen=True)
@@ -345,9 +351,7 @@ class TrajectoryBuilder:
         if len(result.logprobs) != num_new:
             raise ValueError(f"the generation has {num_new} tokens and {len(result.logprobs)} log-probs")
         self._add(result.token_ids, result.logprobs, role="assistant", sampled=True)
-        self._version_spans += [
-            VersionSpan(start + span.start, start + span.end, span.version) for span in result.version_spans
-        ]
+        self._version_spans += [span.moved(start) for span in result.version_spans]
         self._finish_reason = result.finish_reason
 
     def build(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Trajectory:

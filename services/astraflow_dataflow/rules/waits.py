@@ -149,7 +149,7 @@ def _lease_waits(
                 remedy,
             )
         ]
-    trained = [policy for policy in audit.policies if not policy.frozen]
+    trained = [policy for policy in audit.policies if not (policy.frozen or policy.waits_for_turn_of)]
     full = [policy for policy in trained if policy.credit == 0]
     if len(full) == len(trained) or not audit.admitted:
         return [_full(policy) for policy in full or trained]
@@ -271,8 +271,21 @@ def _window_release(policy: PolicyState) -> str:
     return "nodes finish the outstanding groups; the step trained on them then announces its version"
 
 
+def _turn_wait(policy: PolicyState) -> Wait:
+    return Wait(
+        stage="batch",
+        policy_id=policy.policy_id,
+        reason="turn",
+        detail=f"it is frozen after step {policy.finished_step}: it is the turn of {policy.turn}",
+        released_by=f"{policy.turn} finishes step {policy.turn_ends_step}; what it waits for stands beside this",
+        since_ms=policy.wait_since_ms,
+    )
+
+
 def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterator[Wait]:
-    if policy.wait and policy.wait_until_ms >= now_ms:
+    if policy.wait == "turn" and policy.wait_until_ms >= now_ms:
+        yield _turn_wait(policy)
+    elif policy.wait and policy.wait_until_ms >= now_ms:
         stage = "publish" if policy.wait == "publish" else "batch"
         detail = (
             f"{policy.ready} of {policy.groups_per_step} groups are ready, {policy.outstanding} outstanding"
@@ -285,12 +298,14 @@ def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterat
             released_by=_BATCH_RELEASES.get(policy.wait, "the trainer's next call"),
             since_ms=policy.wait_since_ms,
         )
-    elif policy.epoch == 0:
+    elif policy.epoch == 0 or (policy.turn and not policy.heard_ms):
         yield Wait(
             stage="batch",
             policy_id=policy.policy_id,
             reason="no_trainer",
-            detail="no trainer has claimed the policy",
+            detail="its trainer has ended in its turn, which the others wait for"
+            if policy.epoch
+            else "no trainer has claimed the policy",
             released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
         )
     elif policy.heard_ms and now_ms - policy.heard_ms > lease_ms:

@@ -24,6 +24,8 @@ class Window:
     """An endpoint elsewhere: it has no versions."""
     max_staleness: int
     groups_per_step: int
+    steps: int = 1
+    """All that its trainer will take."""
     min_acceptance: float
     """Floor of the acceptance average, so that a policy whose groups are all dropped still has a bounded window."""
 
@@ -46,3 +48,5 @@ class Admission:
     roles: Mapping[str, str]
     """The policy of each trained role."""
     admit: Literal["any", "all"]
+    alternate_every_steps: int = 0
+    """Steps of a turn, where one trained policy has credit at a time; 0: all have."""

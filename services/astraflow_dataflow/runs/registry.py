@@ -211,11 +211,18 @@ def admission_of(recipe: Recipe) -> Admission:
             external=policy.model.external is not None,
             max_staleness=policy.batches.max_staleness,
             groups_per_step=policy.batches.groups_per_step,
+            steps=policy.steps,
             min_acceptance=recipe.dataflow.min_acceptance,
         )
         for policy in recipe.resolved_policies.values()
     ]
-    return Admission(windows=windows, roles=trained_roles(recipe), admit=recipe.dataflow.admit)
+    flow = recipe.dataflow
+    return Admission(
+        windows=windows,
+        roles=trained_roles(recipe),
+        admit=flow.admit,
+        alternate_every_steps=flow.alternate_every_steps or 0,
+    )
 
 
 def trained_roles(recipe: Recipe) -> dict[str, str]:

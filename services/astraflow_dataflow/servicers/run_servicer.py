@@ -25,6 +25,8 @@ log = get_logger(__name__)
 
 _RUN_ID = re.compile(bounds_of(run_pb2.Run, "run_id").pattern)
 _NODE_ID = re.compile(bounds_of(pb.JoinRunRequest, "node_id").pattern)
+_MAX_HARDWARE = bounds_of(pb.JoinRunRequest, "hardware").max_len
+_MAX_PRICE = bounds_of(pb.JoinRunRequest, "price_per_hour").max
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             raise InvalidArgumentError(
                 "max_concurrent_tasks is 0; a node must be able to run at least one task"
             )
+        _require_plain(request)
         run = await self.registry.get(request.run_id)
         await self.store.nodes.join(run.run_id, request)
         joined = pb.JoinRunResponse(
@@ -108,3 +111,13 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         )
         joined.lease_ttl_duration.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return joined
+
+
+def _require_plain(request: pb.JoinRunRequest) -> None:
+    """Raises InvalidArgumentError for what a node says of its machine."""
+    if len(request.hardware) > _MAX_HARDWARE:
+        raise InvalidArgumentError(
+            f"hardware has {len(request.hardware)} characters, at most {_MAX_HARDWARE}"
+        )
+    if not 0 <= request.price_per_hour <= _MAX_PRICE:
+        raise InvalidArgumentError(f"price_per_hour {request.price_per_hour} must be 0–{_MAX_PRICE:g}")

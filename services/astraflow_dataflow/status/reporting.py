@@ -7,7 +7,7 @@ costs time proportional to what the run holds. Called by the admin service, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
@@ -52,6 +52,7 @@ class Reporting:
         self.metrics.set("astraflow_dataflow_weight_faults", faults)
         waits = await self._waits(context, audit, nodes, evaluations)
         versions = {version.policy_id: version for version in await self.versions.newest(context)}
+        note_lags(nodes, {policy_id: version.version for policy_id, version in versions.items()})
         policies = [policy_message(policy) for policy in audit.policies]
         for policy in policies:
             if policy.policy_id in versions:
@@ -69,7 +70,10 @@ class Reporting:
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
         """Return the nodes by id."""
-        return await self.store.nodes.all(context.run_id, now_ms=await self.store.connection.now_ms())
+        nodes = await self.store.nodes.all(context.run_id, now_ms=await self.store.connection.now_ms())
+        newest = await self.versions.newest(context)
+        note_lags(nodes, {version.policy_id: version.version for version in newest})
+        return nodes
 
     def forget(self, run_id: str) -> None:
         """The run was deleted."""
@@ -167,6 +171,13 @@ class Reporting:
             self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
 
 
+def note_lags(nodes: Sequence[admin_service_pb2.NodeStatus], newest: Mapping[str, int]) -> None:
+    """Say of each node by how many versions it is behind."""
+    for node in nodes:
+        for policy_id, version in node.serving_versions.items():
+            node.version_lags[policy_id] = max(0, newest.get(policy_id, version) - version)
+
+
 def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
     """Return the contract's form of a policy's state, its version left out."""
     ages = summarize(policy.staleness)
@@ -185,6 +196,7 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
         recent_training_reward=mean_reward(policy.recent),
         no_credit_trajectories=policy.no_credit,
         credit_error=policy.outstanding - policy.charged,
+        waits_for_turn_of=policy.waits_for_turn_of,
     )
 
 

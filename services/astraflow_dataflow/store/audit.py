@@ -106,6 +106,8 @@ def _policy_state(reply: Reply) -> PolicyState:
         settled=as_int(stored.get("settled")),
         trainer=as_text(stored.get("trainer")),
         heard_ms=as_int(stored.get("heard_ms")),
+        turn=as_text(fields[12]),
+        turn_ends_step=as_int(fields[13]),
     )
 
 

@@ -228,6 +228,16 @@ class VersionStore:
         publish_ms, stored = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))
         return _version(as_bytes(stored), as_int(publish_ms))
 
+    async def announce_snapshot(self, run_id: str, version: Version) -> None:
+        """Announce the next draw of a snapshot policy; one that is announced already changes nothing."""
+        body = Version()
+        body.CopyFrom(version)
+        body.ClearField("publish_time")
+        text = body.SerializeToString(deterministic=True)
+        sha = version.manifest_sha256.hex()
+        arguments = (version.policy_id, version.version, sha, text)
+        await self._connection.call(Keys(run_id), "announce_snapshot", *arguments)
+
     async def newest(self, run_id: str, policy_id: str) -> int | None:
         """Return the newest announced number, or None before the first."""
         reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("policy", policy_id), "version"))

@@ -34,6 +34,7 @@ _RELEASES = (
     "acquire",
     "seal",
     "publish",
+    "announce_snapshot",
     "ack",
     "nack",
     "mark_durable",

@@ -63,10 +63,11 @@ class RunStore:
                 window.min_acceptance,
                 window.smoothing,
             ]
-            limits += [window.max_staleness, window.groups_per_step]
+            limits += [window.max_staleness, window.groups_per_step, window.steps]
         arguments: list[Argument] = [run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts]
         arguments += [
             admission.admit,
+            admission.alternate_every_steps,
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
         ]
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
@@ -162,6 +163,8 @@ class NodeStore:
             request.pool,
             request.max_concurrent_tasks,
             ",".join(request.engines),
+            request.hardware,
+            repr(request.price_per_hour) if request.HasField("price_per_hour") else "",
         )
         return as_int(as_list(reply)[1])
 
@@ -316,9 +319,18 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int
         engines=filter(None, as_text(fields.get("engines")).split(",")),
         drain_reason=as_text(fields.get("drain")),
         join_time=timestamp(as_int(fields["join_ms"])) if "join_ms" in fields else None,
+        hardware=as_text(fields.get("hardware")),
+        price_per_hour=float(fields["price"]) if fields.get("price") else None,
+        credits=as_int(fields.get("credits")),
+        max_episodes=as_int(fields.get("max_episodes")),
+        bounded_by=as_text(fields.get("bounded_by")),
     )
     for fault in json.loads(fields.get("weight_faults", b"[]")):
         ParseDict(fault, node.weight_faults.add())
+    for load in json.loads(fields.get("engine_loads", b"[]")):
+        ParseDict(load, node.engine_loads.add())
+    if node.connected:
+        node.tokens_per_s = sum(load.tokens_per_s for load in node.engine_loads)
     return node
 
 

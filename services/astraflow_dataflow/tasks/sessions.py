@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -18,6 +19,7 @@ from google.protobuf.json_format import MessageToDict
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
+from astraflow.rollout.v1 import engine_load_pb2
 from astraflow_dataflow.records import Event, Life, Offer
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
@@ -37,6 +39,9 @@ _CONNECTED_MS = 15_000
 _MAX_RENEWALS = bounds_of(task_service_pb2.Renewal, "lease_ids").max_items
 _MAX_WAITING_FOR = bounds_of(task_service_pb2.Credits, "waiting_for").max_len
 _MAX_WEIGHT_FAULTS = bounds_of(task_service_pb2.Credits, "weight_faults").max_items
+_MAX_BOUNDED_BY = bounds_of(task_service_pb2.Credits, "bounded_by").max_len
+_MAX_LOADS = bounds_of(task_service_pb2.Credits, "engine_loads").max_items
+_MAX_LOAD_FAULT = bounds_of(engine_load_pb2.EngineLoad, "fault").max_len
 _MAX_FAULT_TEXT = {
     name: bounds_of(version_pb2.WeightFault, name).max_len for name in ("policy_id", "tensor", "problem")
 }
@@ -189,6 +194,10 @@ class WorkSession:
                 "engine_restarts": credits_given.engine_restarts,
                 "waiting_for": credits_given.waiting_for[:_MAX_WAITING_FOR],
                 "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
+                "credits": credits_given.tasks,
+                "max_episodes": credits_given.max_episodes,
+                "bounded_by": credits_given.bounded_by[:_MAX_BOUNDED_BY],
+                "engine_loads": _engine_loads(credits_given.engine_loads[:_MAX_LOADS]),
             }
         )
 
@@ -320,6 +329,17 @@ class WorkSession:
             # The stream is over either way: without this note the node counts as connected for some seconds more,
             # and leases that never reached it end with their time.
             log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
+
+
+def _engine_loads(reported: Sequence[engine_load_pb2.EngineLoad]) -> str:
+    """What is kept of a node's loads; figures that are none count as 0."""
+    for load in reported:
+        load.fault = load.fault[:_MAX_LOAD_FAULT]
+        for name in ("running", "waiting", "tokens_per_s", "kv_usage"):
+            value = getattr(load, name)
+            if not (math.isfinite(value) and value >= 0):
+                setattr(load, name, 0.0)
+    return json.dumps([MessageToDict(load, preserving_proto_field_name=True) for load in reported])
 
 
 def _require_few(lease_ids: Sequence[str]) -> None:

@@ -37,6 +37,10 @@ class Versions:
         """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, InvalidArgumentError."""
         _require_sane(version)
         context.require_policy(version.policy_id)
+        if version.policy_id in context.recipe.snapshots:
+            raise InvalidArgumentError(
+                f"policy {version.policy_id!r} is a snapshot of another one, whose versions it has; publish those"
+            )
         announced = await self.store.versions.publish(context.run_id, version=version, epoch=epoch)
         failpoints.hit("dataflow.published")
         context.newest_versions[version.policy_id] = max(

@@ -15,6 +15,7 @@ from rich.console import Console
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import load_recipe
+from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
@@ -30,6 +31,7 @@ from astraflow_weights.store import open_store, probe_create_only
 app = typer.Typer(add_completion=False)
 
 GOAL_MISSED = 1
+INTERRUPTED = int(ExitCode.HARD_STOP)
 
 Without = Annotated[
     list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
@@ -127,8 +129,14 @@ def dev(
     )
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
-    with view:
-        summary = asyncio.run(_run(options, view))
+    try:
+        with view:
+            summary = asyncio.run(_run(options, view))
+    except asyncio.CancelledError:
+        console.print(
+            f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
+        )
+        raise typer.Exit(INTERRUPTED) from None
     _finish(summary, options, console, as_json_object=as_json_)
 
 

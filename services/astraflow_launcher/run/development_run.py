@@ -158,8 +158,9 @@ class DevelopmentRun:
 
     async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
-        settings = self._options.loaded.recipe.policy(policy)
-        if settings.model.external is not None:
+        recipe = self._options.loaded.recipe
+        settings = recipe.policy(policy)
+        if settings.model.external is not None or policy in recipe.snapshots:
             return
         if not settings.train:
             spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)
@@ -189,7 +190,6 @@ class DevelopmentRun:
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
             *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             "--allow-recipe-code",
-            *(("--serve", self._options.serve) if self._options.serve else ()),
         )
         if size == 1:
             return spec
@@ -204,6 +204,7 @@ class DevelopmentRun:
             # A development run keeps all it has in its folder.
             *("--mirror-dir", str(self._folder.work(name) / "mirror")),
             "--allow-recipe-code",
+            *(("--serve", self._options.serve) if self._options.serve else ()),
         )
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:

@@ -15,6 +15,7 @@ from astraflow.agents import AgentLimits
 from astraflow.errors import RecipeError, RequestError
 from astraflow.plugins import Episode, GenerateResult, Message, Policy, Tool
 from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.api_errors import ApiError, over_limit, refused_call, unauthorised
 from astraflow_raas.agents.conversations import Conversations, Turn, ends_of
 from astraflow_raas.agents.requests import ChatRequest, TextRequest
@@ -22,6 +23,7 @@ from astraflow_raas.agents.stops import sample
 
 log = get_logger(__name__)
 
+_FAULT_STATUS = 500
 _LONG_CHARS = 16_384
 """Messages of more than this are tokenised in a thread: the event loop belongs to all episodes."""
 
@@ -30,6 +32,10 @@ class AgentFlooded(RequestError):
     """An agent went on asking after it had had what an episode may have."""
 
     reason, code = "AGENT_FLOODED", "RESOURCE_EXHAUSTED"
+
+
+class TextOnly:
+    """Base of policies that have text and no tokens here, because they are endpoints elsewhere: only `chat` works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,7 @@ class AgentCalls:
         api_key: str,
         limits: AgentLimits,
         on_fault: Callable[[Exception], None],
+        metrics: Metrics,
     ) -> None:
         self.policies = policies
         self.base_url = base_url
@@ -72,6 +79,7 @@ class AgentCalls:
         self.answer = ""
         self._limits = limits
         self._on_fault = on_fault
+        self._metrics = metrics
         self._slots = asyncio.Semaphore(limits.max_concurrent_calls)
         self._conversations = Conversations()
         self._running: set[asyncio.Task[Answers]] = set()
@@ -100,16 +108,31 @@ class AgentCalls:
     def start(self, request: ChatRequest | TextRequest) -> "asyncio.Task[Answers]":
         """Begin to answer; cancelled when the episode ends. Raises ApiError for what it may not ask."""
         policy = self._policy(request.model)
-        self._admit(request.n)
-        answer = (
-            self._chat(policy, request)
-            if isinstance(request, ChatRequest)
-            else self._complete(policy, request)
-        )
+        try:
+            self._admit(request.n)
+        except ApiError:
+            self._count(request.model, "refused")
+            raise
+        if isinstance(request, TextRequest):
+            answer = self._complete(policy, request)
+        elif isinstance(policy, TextOnly):
+            answer = self._say(policy, request)
+        else:
+            answer = self._chat(policy, request)
         task = asyncio.create_task(answer)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(partial(self._ended, model=request.model))
         return task
+
+    def _ended(self, task: "asyncio.Task[Answers]", *, model: str) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        refused = isinstance(error, ApiError) and error.status < _FAULT_STATUS
+        outcome = "refused" if refused else "failed" if error else "answered"
+        self._count(model, "cancelled" if task.cancelled() else outcome)
+
+    def _count(self, model: str, outcome: str) -> None:
+        self._metrics.increment("astraflow_raas_agent_calls_total", role=model, outcome=outcome)
 
     def _policy(self, model: str) -> Policy:
         if self._is_over:
@@ -136,6 +159,23 @@ class AgentCalls:
         if self._num_refused > limits.max_calls:
             self._on_fault(AgentFlooded(f"the agent was refused {self._num_refused} calls: {complaint}"))
         raise complaint
+
+    async def _say(self, policy: Policy, request: ChatRequest) -> Answers:
+        """The answers of a policy without tokens: they are in no trajectory."""
+        lacking = [
+            name for name, given in (("tools", request.offered), ("logprobs", request.logprobs)) if given
+        ]
+        if lacking:
+            what = f"{request.model} is an external endpoint, which is asked for text only; leave out {lacking[0]}"
+            raise ApiError(400, what, code="unsupported_parameter", param=lacking[0])
+        wanted = min(request.max_new_tokens or policy.max_new_tokens, policy.max_new_tokens)
+        asked = [policy.chat(request.conversation, max_new_tokens=wanted) for _ in range(request.n)]
+        with self._judged():
+            results = await asyncio.gather(*asked)
+        said = [Message("assistant", _before(request.stops, result.text)) for result in results]
+        self.answer = said[-1].content
+        choices = [Choice(message=text, result=result) for text, result in zip(said, results, strict=True)]
+        return Answers(model=request.model, num_prompt_tokens=0, choices=choices)
 
     async def _chat(self, policy: Policy, request: ChatRequest) -> Answers:
         messages, tools = request.conversation, request.offered
@@ -231,6 +271,11 @@ class AgentCalls:
             raise ApiError(
                 500, "the policy cannot answer; the episode is over", code="episode_failed"
             ) from error
+
+
+def _before(stops: Sequence[str], text: str) -> str:
+    """The text up to the first of these."""
+    return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
 def _choice(

@@ -136,7 +136,7 @@ def _trajectory(leaf: Turn, trained: set[Turn], *, policy_of: dict[str, str], re
         loss_mask += [False] * len(turn.given_ids) + [is_new] * len(result.token_ids)
         logprobs += [0.0] * len(turn.given_ids)
         logprobs += result.logprobs if is_new else [0.0] * len(result.token_ids)
-        version_spans += _shifted(result.version_spans, by=start)
+        version_spans += [span.moved(start) for span in result.version_spans]
         trained.add(turn)
     return Trajectory(
         policy=policy_of[leaf.model],
@@ -149,7 +149,3 @@ def _trajectory(leaf: Turn, trained: set[Turn], *, policy_of: dict[str, str], re
         finish_reason=leaf.result.finish_reason,
         turn_spans=turn_spans,
     )
-
-
-def _shifted(spans: Sequence[VersionSpan], *, by: int) -> Iterator[VersionSpan]:
-    return (VersionSpan(span.start + by, span.end + by, span.version) for span in spans)

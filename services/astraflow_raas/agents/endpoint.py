@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from astraflow.agents import AgentLimits
 from astraflow.plugins import Policy
 from astraflow_kit.http import HttpServer
+from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.app import create_agent_app
 from astraflow_raas.agents.calls import AgentCalls
 
@@ -22,7 +23,8 @@ _KEEP_ALIVE_S = 75
 class Endpoint:
     """An `AgentEndpoint`, and a lifecycle `Service` that serves from the first episode on."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
         self._episodes: dict[str, AgentCalls] = {}
         self._server = HttpServer(create_agent_app(self._episodes.get), keep_alive_s=_KEEP_ALIVE_S)
         self._wanted = asyncio.Event()
@@ -66,6 +68,7 @@ class Endpoint:
             api_key=key,
             limits=limits or AgentLimits(),
             on_fault=end_early,
+            metrics=self._metrics,
         )
         self._episodes[key] = calls
         try:
@@ -77,3 +80,5 @@ class Endpoint:
         finally:
             del self._episodes[key]
             calls.close()
+            outcome = "failed" if faults else "finished"
+            self._metrics.increment("astraflow_raas_agent_episodes_total", outcome=outcome)

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from astraflow.plugins import GenerateResult, Policy, VersionSpan
+from astraflow.plugins import GenerateResult, Policy
 
 _SLICE_TOKENS = 64
 """Tokens between two looks. Fewer sample less in vain, more cost fewer calls; the engine keeps the prefix."""
@@ -35,7 +35,7 @@ async def sample(
 
 def _joined(before: GenerateResult, part: GenerateResult, policy: Policy) -> GenerateResult:
     start, token_ids = len(before.token_ids), before.token_ids + part.token_ids
-    shifted = [VersionSpan(span.start + start, span.end + start, span.version) for span in part.version_spans]
+    shifted = [span.moved(start) for span in part.version_spans]
     return GenerateResult(
         token_ids=token_ids,
         logprobs=before.logprobs + part.logprobs,

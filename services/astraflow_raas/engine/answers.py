@@ -6,7 +6,7 @@ called by `http`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -35,18 +35,34 @@ def generate_body(calls: Sequence[GenerateCall], *, cache_key: str) -> dict[str,
 
 
 def read_answers(
-    calls: Sequence[GenerateCall], answers: object, *, sent_under: int | None, served: int | None
+    calls: Sequence[GenerateCall],
+    answers: object,
+    *,
+    sent_under: int | None,
+    served: int | None,
+    recomputed: Container[int] = (),
 ) -> list[Generation]:
     """Check the answers to `calls`, which were sent under one version and read under another (None: not known).
 
+    `recomputed` are versions at whose swap the keys and values of running calls were computed anew; spans say so.
     Raises EngineFaulty naming the call.
     """
     if not isinstance(answers, list) or len(answers) != len(calls):
         raise EngineFaulty(f"the engine answered {len(calls)} calls with {brief(answers)}")
-    return [
+    generations = (
         _generation(call, answer, sent_under=sent_under, served=served)
         for call, answer in zip(calls, answers, strict=True)
-    ]
+    )
+    return [_with_recomputed(generation, recomputed) for generation in generations]
+
+
+def _with_recomputed(generation: Generation, recomputed: Container[int]) -> Generation:
+    """What follows the first span was sampled after a swap in the middle of the call."""
+    if len(generation.spans) < 2:
+        return generation
+    first, *later = generation.spans
+    marked = (replace(span, recomputed=span.version in recomputed) for span in later)
+    return replace(generation, spans=(first, *marked))
 
 
 def is_version_number(version: object) -> TypeGuard[str]:

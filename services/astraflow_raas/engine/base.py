@@ -13,12 +13,14 @@ of the node knows only this module.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from astraflow.errors import AstraflowError, RequestError, StateError, UnavailableError
 from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.slots import EngineSlots
+from astraflow_weights.mirror.changes import ChangedElements
 
 
 class EngineUnavailable(UnavailableError):
@@ -50,6 +52,27 @@ class EngineDoubtful(EngineFaulty):
     reason = "ENGINE_DOUBTFUL"
 
 
+class Arithmetic(StrEnum):
+    """How an engine computes, which decides how close its log-probs come to the trainer's float32."""
+
+    FLOAT32 = "float32"
+    HALF = "half"
+    """bfloat16 or float16."""
+    QUANTIZED = "quantized"
+    """Weights, activations, or keys and values in fewer bits."""
+
+
+class PauseMode(StrEnum):
+    """What becomes of running calls when weights are swapped, in SGLang's words."""
+
+    IN_PLACE = "in_place"
+    """They go on with the keys and values that they have."""
+    RETRACT = "retract"
+    """They keep their tokens, whose keys and values are computed anew with the new weights."""
+    ABORT = "abort"
+    """They end with the reason ABORTED, and what they sampled is dropped."""
+
+
 ABORTED = "abort"
 """Finish reason of a call that the engine gave up; its tokens are cut short by chance and never trained on."""
 
@@ -78,14 +101,29 @@ class Generation:
     finish_reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is at this moment."""
+
+    running: float
+    """Sequences being sampled."""
+    waiting: float
+    """Sequences that wait for a place in it."""
+    kv_usage: float | None
+    """Share in use of the memory for keys and values, from 0 to 1; None when it is not known."""
+    tokens_per_s: float
+
+
 class Engine(Protocol):
     """One inference engine serving one policy. Every call has a deadline of its own."""
 
     slots: EngineSlots
     """Its places; whoever calls `generate` takes one per call first, in one rank."""
+    arithmetic: Arithmetic
+    """How it computes."""
 
     async def introduce(self) -> None:
-        """Ask the engine what it is, and make `slots` those that it has. Raises EngineUnavailable, and
+        """Ask the engine what it is: `slots` and `arithmetic` are its own then. Raises EngineUnavailable, and
         EngineUnsuitable when no node can use it."""
 
     async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
@@ -97,8 +135,17 @@ class Engine(Protocol):
     async def abort(self, rids: Sequence[str]) -> None:
         """Stop sampling these calls where they still run; unknown ids are fine."""
 
-    async def swap(self, *, model_dir: Path, version: int) -> None:
-        """Load `model_dir` as `version` between two decode steps: running calls keep their tokens and go on.
+    async def swap(
+        self,
+        *,
+        model_dir: Path,
+        version: int,
+        running: PauseMode = PauseMode.IN_PLACE,
+        changes: ChangedElements | None = None,
+    ) -> None:
+        """Load `model_dir` as `version` between two decode steps; `running` says what becomes of running calls.
+
+        `changes` are what differs from another version: an engine that serves that one may load only those.
 
         Prefixes computed under older weights are not reused for new calls. Returns once the engine says that it
         serves `version` and goes on. Raises EngineDoubtful when the engine must not be used any more; after any
@@ -111,6 +158,9 @@ class Engine(Protocol):
 
     async def served_version(self) -> int | None:
         """Version the engine serves, None when it was started without one. Raises EngineUnavailable."""
+
+    async def load(self) -> EngineLoad:
+        """How busy it says it is. Raises EngineUnavailable, EngineRefused, EngineFaulty when it does not say."""
 
     async def check_health(self) -> None:
         """Return when the engine proves that it can sample. Raises EngineUnavailable."""

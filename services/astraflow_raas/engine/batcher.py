@@ -2,9 +2,9 @@
 
 Invariant: a call waits only for a place in an engine or for calls with the same key, and never for a timer: what is
 queued is sent in the next turn of the loop, unless `max_requests` of that key are in flight: then it waits for the
-first answer, or until calls for 512 tokens have queued up. An HTTP request costs milliseconds on both sides, as much as a short
-call itself, so hundreds of short calls share a few requests; a cancelled call is aborted in the engine and the others
-go on. Called by `served_policy`.
+first answer, or until calls for 512 tokens have queued up. An HTTP request costs milliseconds on both sides, as much
+as a short call itself, so hundreds of short calls share a few requests; a cancelled call is aborted in the engine and
+the others go on. Called by `served_policy`.
 """
 
 import asyncio

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.ports import LOOPBACK
+from astraflow_raas.engine.changed_elements import LOADER, ChangedOrders
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
@@ -40,6 +41,10 @@ class EngineCommand:
     """GPUs of SGLang, by their numbers here; empty leaves the choice to it."""
     tp_size: int = 1
     """GPUs that one copy of the model is spread over; what remains of `gpus` makes data-parallel copies."""
+    recomputes: bool = False
+    """Keys and values of running calls are computed anew at each change of weights."""
+    orders: ChangedOrders | None = None
+    """Of SGLang, when it is to load changed elements only."""
 
     def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
         """The whole command for one start."""
@@ -53,7 +58,8 @@ class EngineCommand:
         threads = {"OMP_NUM_THREADS": str(self.num_threads)} if self.num_threads else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
         defaults = _SGLANG_ENVIRONMENT if self.kind == SGLANG_ENGINE else {}
-        return {**defaults, **inherited, **threads, **gpus}
+        loader = self.orders.environment(inherited) if self.orders else {}
+        return {**defaults, **inherited, **threads, **gpus, **loader}
 
     def _embedded_args(self) -> list[str]:
         args = ["astraflow_engine", "--seed", str(self.seed)]
@@ -71,6 +77,9 @@ class EngineCommand:
             "--disable-overlap-schedule",
         ]
         args += ["--tp-size", str(self.tp_size)] if self.tp_size > 1 else []
+        # SGLang flushes no prefixes while retracted calls wait, so these would find those of older weights.
+        args += ["--disable-radix-cache"] if self.recomputes else []
+        args += ["--custom-weight-loader", LOADER] if self.orders else []
         copies = len(self.gpus) // self.tp_size
         return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]
 

@@ -8,22 +8,34 @@ the weights it starts under. Made once per engine process; called by `batcher` a
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_hex
 
 from astraflow.errors import AstraflowError
+from astraflow_kit.log import get_logger
 from astraflow_raas.engine.answers import generate_body, is_version_number, read_answers
 from astraflow_raas.engine.base import (
+    Arithmetic,
     EngineDoubtful,
     EngineFaulty,
+    EngineLoad,
     EngineRefused,
     EngineUnavailable,
     GenerateCall,
     Generation,
+    PauseMode,
 )
+from astraflow_raas.engine.changed_elements import ChangedOrders, WholeLoad
+from astraflow_raas.engine.load import read_load
 from astraflow_raas.engine.server_info import ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
+from astraflow_weights.mirror.changes import ChangedElements
+
+log = get_logger(__name__)
 
 _HEALTH_TIMEOUT_S = 25.0
+_FLUSH_TIMEOUT_S = 5.0
+_LOAD_TIMEOUT_S = 2.0
 _SETTLE_S = 0.1
 _RESUME = {"torch_empty_cache": False}
 
@@ -38,9 +50,13 @@ class HttpEngine:
         request_timeout_s: float = 600.0,
         swap_timeout_s: float = 120.0,
         control_timeout_s: float = 30.0,
+        orders: ChangedOrders | None = None,
     ) -> None:
+        """`orders` are those of the engine that was started with them; without, it loads whole models."""
         self.base_url = base_url
+        self._orders = orders
         self.slots = EngineSlots(1)
+        self.arithmetic = Arithmetic.QUANTIZED
         self._request_timeout_s = request_timeout_s
         self._swap_timeout_s = swap_timeout_s
         self._transport = EngineTransport(base_url, control_timeout_s=control_timeout_s)
@@ -48,6 +64,8 @@ class HttpEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._served: int | None = None
+        self._cache_salt = token_hex(4)
+        self._recomputed: set[int] = set()
         self._last_sent_s = -_SETTLE_S
         self._resuming: asyncio.Task[None] | None = None
 
@@ -57,29 +75,49 @@ class HttpEngine:
         )
         # One place stays free for the node's own probes, which must not wait behind long answers.
         self.slots = EngineSlots(max(1, info.slots_per_rank - 1), num_ranks=info.num_ranks)
+        self.arithmetic = info.arithmetic
         self._info = info
+        if info.why_whole:
+            self._whole_from_now_on(info.why_whole)
 
     async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
         await self._open.wait()
         sent_under, self._last_sent_s = self._served, asyncio.get_running_loop().time()
-        body = generate_body(calls, cache_key=str(sent_under))
+        body = generate_body(calls, cache_key=self._cache_key())
         if self._info is not None and self._info.num_ranks > 1:
             body["routed_dp_rank"] = rank
         answers = await self._transport.post("/generate", body, timeout_s=self._request_timeout_s)
-        return read_answers(calls, answers, sent_under=sent_under, served=self._served)
+        return read_answers(
+            calls, answers, sent_under=sent_under, served=self._served, recomputed=self._recomputed
+        )
 
     async def abort(self, rids: Sequence[str]) -> None:
         for rid in rids:
             await self._transport.post_idempotent("/abort_request", {"rid": rid})
 
-    async def swap(self, *, model_dir: Path, version: int) -> None:
+    async def swap(
+        self,
+        *,
+        model_dir: Path,
+        version: int,
+        running: PauseMode = PauseMode.IN_PLACE,
+        changes: ChangedElements | None = None,
+    ) -> None:
+        if running is PauseMode.ABORT:
+            # What was computed is not believed, prefixes neither, and the version may be the same as before.
+            self._cache_salt = token_hex(4)
+            self._whole_from_now_on("its weights were wrong")
+        ordered = await self._order(changes, model_dir, version=version)
         self._open.clear()
         try:
             # Calls that were just sent reach the scheduler before the pause does: one that it met only after the swap
             # would begin on prefixes of before, and is made again.
             await asyncio.sleep(self._last_sent_s + _SETTLE_S - asyncio.get_running_loop().time())
-            await self._transport.post_idempotent("/pause_generation", {"mode": "in_place"})
-            await self._load(model_dir, version)
+            await self._transport.post_idempotent("/pause_generation", {"mode": str(running)})
+            if not (ordered and await self._load_changes(version)):
+                await self._load(model_dir, version)
+            if running is PauseMode.RETRACT and await self._forget_prefixes():
+                self._recomputed.add(version)
         finally:
             # A task of its own and shielded: an engine that a cancelled or failed swap left paused would never answer
             # again. A lost answer to the pause is no sign that it is not paused.
@@ -95,12 +133,55 @@ class HttpEngine:
         self._served = int(version) if is_version_number(version) else None
         return self._served
 
+    async def load(self) -> EngineLoad:
+        answer = await self._transport.get_once("/v1/loads?include=core", timeout_s=_LOAD_TIMEOUT_S)
+        return read_load(answer, where=f"the engine at {self.base_url}")
+
     async def check_health(self) -> None:
         # Sent once: whoever asks has an idea of its own how often to ask.
         await self._transport.get_once("/health_generate", timeout_s=_HEALTH_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._transport.close()
+
+    def _cache_key(self) -> str:
+        """Prefixes are shared only below it. An engine at a URL may hold some of a version of this number that another
+        run gave it.
+        """
+        return f"{self._cache_salt}-{self._served}"
+
+    async def _order(self, changes: ChangedElements | None, model_dir: Path, *, version: int) -> bool:
+        """Whether an order is written that leads from what is served to the version. While the engine serves."""
+        if self._orders is None or changes is None:
+            return False
+        if (changes.base_version, changes.version) != (self._served, version):
+            log.info("engine.whole_load", reason=f"the changes are those of version {changes.base_version}")
+            return False
+        try:
+            await asyncio.to_thread(self._orders.write, changes, model_dir=model_dir)
+        except WholeLoad as error:
+            log.warning("engine.whole_load", reason=str(error))
+            return False
+        return True
+
+    async def _load_changes(self, version: int) -> bool:
+        """Whether the engine has loaded the changed elements; if not, nobody knows its weights."""
+        assert self._orders is not None
+        assert self._info is not None
+        body = self._orders.request(version=version, num_ranks=self._info.tp_size)
+        try:
+            await self._transport.post("/update_weights_from_tensor", body, timeout_s=self._swap_timeout_s)
+            done = self._orders.require_done(num_ranks=self._info.tp_size)
+        except (WholeLoad, AstraflowError) as error:
+            self._whole_from_now_on(str(error))
+            return False
+        log.info("engine.changes_loaded", version=version, **done)
+        return await self._served_after_update() == version
+
+    def _whole_from_now_on(self, reason: str) -> None:
+        if self._orders is not None:
+            log.warning("engine.whole_loads", reason=reason, url=self.base_url)
+        self._orders = None
 
     async def _load(self, model_dir: Path, version: int) -> None:
         # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names
@@ -128,6 +209,18 @@ class HttpEngine:
             raise EngineDoubtful(
                 f"the engine was given {what} and serves version {served}: {brief(answer.get('message'))}"
             )
+
+    async def _forget_prefixes(self) -> bool:
+        """Whether retracted calls, which keep the key they were sent under, will find no prefix of older weights."""
+        if self._info is not None and (self._info.is_embedded or not self._info.keeps_prefixes):
+            return True  # a swap ends all reuse there; and there is none
+        try:
+            # Once: the engine is paused meanwhile. SGLang refuses while calls wait, and those that it retracted do.
+            await self._transport.post("/flush_cache", {}, timeout_s=_FLUSH_TIMEOUT_S)
+        except AstraflowError as error:
+            log.warning("engine.cache_not_flushed", message=error.message)
+            return False
+        return True
 
     async def _served_after_update(self) -> int | None:
         try:

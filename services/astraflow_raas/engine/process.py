@@ -6,11 +6,12 @@ own end; its output goes to one log file. `engine_host` starts one after another
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from astraflow_kit.children import kill_family
 from astraflow_kit.family import ending_with_us
 from astraflow_kit.lifecycle import ExitCode, failure_in
 from astraflow_kit.log import get_logger
@@ -27,7 +28,6 @@ _INVALID_MODEL = "INVALID_MODEL"
 """With which the CPU engine ends; a port that was taken just now has another reason and is worth another try."""
 _POLL_S = 0.1
 _TERM_GRACE_S = 5.0
-_KILL_GRACE_S = 5.0
 _LOG_TAIL_BYTES = 4000
 _LOG_TAIL_LINES = 4
 
@@ -66,15 +66,13 @@ class EngineProcess:
     async def end(self) -> None:
         """End the engine, politely first, with everything it started. Idempotent."""
         await self.engine.close()
-        # The child passes the first on to the engine, and kills all that is left of it on the second.
-        for number, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGINT, _KILL_GRACE_S)):
-            self._signal(os.kill, number)
-            try:
-                await asyncio.wait_for(self.child.wait(), grace_s)
-                break
-            except TimeoutError:
-                log.warning("engine.ignores_signal", signal=number.name, pid=self.child.pid)
-        self._signal(os.killpg, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            self.child.terminate()
+        try:
+            await asyncio.wait_for(self.child.wait(), _TERM_GRACE_S)
+        except TimeoutError:
+            log.warning("engine.ignores_sigterm", pid=self.child.pid)
+        await kill_family(self.child)
 
     def log_tail(self) -> str:
         """The end of the log and where the whole of it is, for error messages."""
@@ -85,12 +83,6 @@ class EngineProcess:
             stream.seek(0, os.SEEK_END)
             stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
             return stream.read().decode(errors="replace").strip().splitlines()
-
-    def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
-        try:
-            send(self.child.pid, number)
-        except ProcessLookupError:
-            return  # everybody is gone already
 
     async def _healthy(self) -> bool:
         if not self.alive:

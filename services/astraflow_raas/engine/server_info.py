@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from astraflow.errors import InvalidArgumentError
+from astraflow_raas.engine.base import Arithmetic
+from astraflow_raas.engine.changed_elements import LOADER
 from astraflow_raas.engine.transport import brief
 
 SUPPORTED_SGLANG = ((0, 5, 19), (0, 5, 23))
@@ -35,6 +37,12 @@ class ServerInfo:
     slots_per_rank: int
     """Sequences that each data-parallel rank samples at once."""
     num_ranks: int
+    arithmetic: Arithmetic
+    keeps_prefixes: bool = True
+    """Calls find prefixes that others computed."""
+    tp_size: int = 1
+    why_whole: str = ""
+    """Why it can load whole models only; empty when it can do with changed elements."""
 
 
 def read_server_info(info: object, *, where: str) -> ServerInfo:
@@ -54,7 +62,35 @@ def read_server_info(info: object, *, where: str) -> ServerInfo:
         raise EngineUnsuitable(
             f"{where} does not say how many requests it runs at once (internal_states of /server_info: {brief(states)})"
         )
-    return ServerInfo(is_embedded=is_embedded, slots_per_rank=min(slots), num_ranks=len(slots))
+    return ServerInfo(
+        is_embedded=is_embedded,
+        slots_per_rank=min(slots),
+        num_ranks=len(slots),
+        arithmetic=Arithmetic.FLOAT32 if is_embedded else _arithmetic(info),
+        keeps_prefixes=not info.get("disable_radix_cache"),
+        tp_size=int(info.get("tp_size") or 1),
+        why_whole=_why_whole(info, num_ranks=len(slots)),
+    )
+
+
+def _why_whole(info: Mapping[str, Any], *, num_ranks: int) -> str:
+    if LOADER not in (info.get("custom_weight_loader") or ()):
+        return f"it was not started with --custom-weight-loader {LOADER}"
+    if num_ranks > 1:
+        return f"it has {num_ranks} data-parallel ranks, and SGLang updates one from tensors"
+    if _arithmetic(info) is Arithmetic.QUANTIZED:
+        return "it quantises what it loads"
+    if info.get("speculative_algorithm"):
+        return "it has a draft model"
+    return "" if int(info.get("pp_size") or 1) == 1 else "it is pipeline parallel"
+
+
+def _arithmetic(info: Mapping[str, Any]) -> Arithmetic:
+    stored = str(info.get("kv_cache_dtype", "auto"))
+    if info.get("quantization") or stored.startswith(("fp8", "fp4", "int")):
+        return Arithmetic.QUANTIZED
+    # `auto` is the checkpoint's type, which is bfloat16 for what we publish.
+    return Arithmetic.FLOAT32 if info.get("dtype") in ("float32", "float") else Arithmetic.HALF
 
 
 def _require_release(info: Mapping[str, Any], *, where: str) -> None:

@@ -9,7 +9,14 @@ class EngineSlots:
     """Free places of each data-parallel rank. Owned by one event loop."""
 
     def __init__(self, per_rank: int, *, num_ranks: int = 1) -> None:
+        self.total = per_rank * num_ranks
+        """Places of all ranks, taken ones included."""
         self._free = [per_rank] * num_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks, each with weights of its own."""
+        return len(self._free)
 
     @property
     def num_free(self) -> int:

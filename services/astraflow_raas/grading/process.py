@@ -9,13 +9,13 @@ import json
 import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from astraflow.plugins import MissingCapability, RewardFailed, RewardLimits, Score, TaskSpec
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow_kit.parent import dying_with_us
+from astraflow_kit.children import kill_family
+from astraflow_kit.family import ending_with_us
 from astraflow_kit.plugins import RecipeSource
 from astraflow_raas.grading.wire import LINE_BYTES, call_line, line
 from astraflow_raas.settings import child_environment
@@ -95,11 +95,9 @@ class WorkerProcess:
             raise WorkerRefused(answer["refused"])
 
     async def end(self) -> None:
-        """Kill it and its process group. Idempotent."""
+        """Kill it with everything it started. Idempotent."""
         self.spent = True
-        with suppress(ProcessLookupError):  # it has ended, and so has all it started
-            os.killpg(self._child.pid, signal.SIGKILL)
-        await self._child.wait()
+        await kill_family(self._child)
 
     async def _ask(self, request: bytes) -> Any:  # noqa: ANN401 - JSON
         assert self._child.stdin is not None
@@ -126,7 +124,7 @@ async def start_worker(order: WorkerOrder) -> WorkerProcess:
     """Return a worker that can grade. Raises WorkerRefused, RewardFailed."""
     try:
         child = await asyncio.create_subprocess_exec(
-            *dying_with_us(sys.executable, "-m", "astraflow_raas.grading.worker"),
+            *ending_with_us(sys.executable, "-m", "astraflow_raas.grading.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

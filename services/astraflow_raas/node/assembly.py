@@ -18,6 +18,8 @@ from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
+from astraflow_raas.engine.base import PauseMode
+from astraflow_raas.engine.changed_elements import ChangedOrders
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
@@ -26,6 +28,7 @@ from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.joining import FoundRun
+from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable, node_state
 from astraflow_raas.policies.external_model import ExternalModel, endpoints_of
@@ -42,6 +45,7 @@ from astraflow_raas.timeline import Timeline
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Worker, WorkerHooks
 from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
 
@@ -99,7 +103,9 @@ def spared_policies(inputs: NodeInputs) -> frozenset[str]:
 def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
     """Put a node together from its policies and its pusher, and let them hear of what was announced already."""
     session = _session(inputs, policies, pusher)
-    worker = _worker(inputs, policies, pusher, session)
+    load = _load_watch(inputs, policies, session)
+    worker = _worker(inputs, policies, pusher, session, load)
+    load.on_change = worker.state_changed
     for part in policies.parts.values():
         part.policy.on_change = worker.state_changed
     pusher.on_change = worker.state_changed
@@ -114,6 +120,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         scorer=inputs.workflow.scorer,
         session=session,
         pusher=pusher,
+        load=load,
         worker=worker,
     )
 
@@ -149,7 +156,20 @@ def _externals(inputs: NodeInputs) -> dict[str, ExternalModel]:
     return found
 
 
-def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session) -> Worker:
+def _load_watch(inputs: NodeInputs, policies: PolicyTable, session: Session) -> LoadWatch:
+    recipe = inputs.found.recipe
+    return LoadWatch(
+        {name: part.policy for name, part in policies.parts.items()},
+        episodes=lambda: session.num_running,
+        most_episodes=inputs.request.max_concurrent_tasks,
+        group_size=recipe.dataflow.group_size,
+        episode_timeout_s=recipe.raas.episode_timeout_s,
+    )
+
+
+def _worker(
+    inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: Session, load: LoadWatch
+) -> Worker:
     hooks = WorkerHooks(
         announce=policies.announce,
         data_lost=pusher.push_recent_again,
@@ -163,7 +183,7 @@ def _worker(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, session: 
         joined=inputs.joined,
         group_size=inputs.found.recipe.dataflow.group_size,
         runner=session,
-        state=lambda: node_state(policies, pusher),
+        state=lambda: node_state(policies, pusher, load),
         hooks=hooks,
         metrics=inputs.metrics,
     )
@@ -206,6 +226,7 @@ class _PolicyMaker:
             source=await asyncio.to_thread(self._source, name),
             metrics=self._inputs.metrics,
             evaluation_hold_s=self._settings.evaluation_hold_s,
+            running=PauseMode(self._inputs.found.recipe.raas.swap),
         )
         hosts = [
             self._host(policy, weights, replica, own)
@@ -217,13 +238,16 @@ class _PolicyMaker:
         run_id = self._inputs.request.run_id
         found = self._mirrors.find(run_id, name)
 
-        def open_mirror(model_bytes: int) -> Mirror:
-            return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes))
+        mirrors = MirrorSettings(record_changes=self._loads_changes)
 
+        def open_mirror(model_bytes: int) -> Mirror:
+            return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes), settings=mirrors)
+
+        snapshot = self._inputs.found.recipe.snapshots.get(name)
         return MirrorSource(
             self._store,
-            log_reader=VersionLog(self._store, run_id=run_id, policy_id=name),
-            mirror=Mirror(found) if found is not None else None,
+            log_reader=VersionLog(self._store, run_id=run_id, policy_id=snapshot.of if snapshot else name),
+            mirror=Mirror(found, settings=mirrors) if found is not None else None,
             open_mirror=open_mirror,
         )
 
@@ -259,16 +283,23 @@ class _PolicyMaker:
             )
         return self._engine_at(self._settings.engine)
 
-    def _engine_at(self, base_url: str) -> HttpEngine:
+    @property
+    def _loads_changes(self) -> bool:
+        return self._settings.engine_update == "changed" and self._settings.engine == SGLANG_ENGINE
+
+    def _engine_at(self, base_url: str, *, orders: ChangedOrders | None = None) -> HttpEngine:
         return HttpEngine(
             base_url,
+            orders=orders,
             request_timeout_s=self._settings.engine_request_timeout_s,
             swap_timeout_s=self._settings.engine_swap_timeout_s,
             control_timeout_s=self._stall_s,
         )
 
     def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
+        orders = ChangedOrders(self._folder.engine_orders(name, number)) if self._loads_changes else None
         command = EngineCommand(
+            orders=orders,
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
             extra_args=self._settings.engine_args,
@@ -277,6 +308,8 @@ class _PolicyMaker:
             seed=self._inputs.found.recipe.run.seed,
             gpus=gpus,
             tp_size=self._settings.engine_tp_size,
+            recomputes=self._inputs.found.recipe.raas.swap == "retract",
         )
         log_path = self._folder.engine_log(name, number)
-        return partial(start_engine, command, log_path=log_path, connect=self._engine_at)
+        connect = partial(self._engine_at, orders=orders)
+        return partial(start_engine, command, log_path=log_path, connect=connect)

@@ -150,7 +150,7 @@ class ChildHost(_Host[Launch]):
                 await self._wait_healthy(process)
                 await process.engine.introduce()
                 await _require_version(process.engine, held.version)
-                await self._weights.prove(process.engine, version=held.version)
+                await self._weights.prove(process.engine, version=held.version, number=self._replica.number)
                 self._ready(process.engine, version=held.version)
             await self._until_lost(process)
         finally:
@@ -192,7 +192,7 @@ class RemoteHost(_Host[Callable[[], Engine]]):
                 await engine.check_health()
                 # Whatever it is called, what it holds was not loaded by this process.
                 await engine.swap(model_dir=held.directory, version=held.version)
-                await self._weights.prove(engine, version=held.version)
+                await self._weights.prove(engine, version=held.version, number=self._replica.number)
                 self._ready(engine, version=held.version)
             while True:
                 await asyncio.sleep(self._settings.watch_s)

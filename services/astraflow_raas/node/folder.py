@@ -45,6 +45,10 @@ class NodeFolder:
         """Where the output of a policy's engine goes; engines count from 1."""
         return self.path / f"engine-{policy_id}{f'-{number}' if number > 1 else ''}.log"
 
+    def engine_orders(self, policy_id: str, number: int) -> Path:
+        """Where the changes are that an engine is to load, and what loads them."""
+        return self.path / f"engine-{policy_id}-{number}-orders"
+
     def mirror(self, run_id: str, policy_id: str, *, root: Path | None) -> Path:
         """Where the mirror of one policy is, below `root` when given."""
         base = root / self.node_id if root else self.path / "mirror"

@@ -130,7 +130,7 @@ def _gave_up(client: AsyncClient, error: AstraflowError, *, reason: str, waited_
 
 
 def join_request(
-    found: FoundRun, settings: NodeSettings, *, node_id: str, incarnation: int
+    found: FoundRun, settings: NodeSettings, *, node_id: str, incarnation: int, hardware: str
 ) -> run_service_pb2.JoinRunRequest:
     """Who the node will be in the run; the same at each reconnect."""
     num_tasks = settings.max_concurrent_tasks or found.recipe.raas.max_concurrent_tasks
@@ -141,6 +141,8 @@ def join_request(
         region=settings.region,
         pool=settings.pool,
         engines=[settings.engine if "://" not in settings.engine else "remote"],
+        hardware=hardware,
+        price_per_hour=settings.price_per_hour,
         # Tasks of one episode (evaluations) count here too; credits keep training tasks at their own bound.
         max_concurrent_tasks=num_tasks * found.recipe.dataflow.group_size,
     )

@@ -15,6 +15,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.node.engine_host import ChildHost, RemoteHost
+from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
 from astraflow_raas.push.pushing import Pusher
@@ -22,6 +23,7 @@ from astraflow_raas.work.session import Session
 from astraflow_raas.work.worker import Worker
 
 _MAX_WEIGHT_FAULTS = 16
+_MAX_LOADS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class PolicyTable:
             part.weights.announce(version)
 
 
-def node_state(policies: PolicyTable, pusher: Pusher) -> task_service_pb2.Credits:
+def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_service_pb2.Credits:
     """What the server learns of the node with its credits; their number is the worker's to add."""
     faults = (part.weights.fault for part in policies.parts.values())
     return task_service_pb2.Credits(
@@ -90,6 +92,9 @@ def node_state(policies: PolicyTable, pusher: Pusher) -> task_service_pb2.Credit
         engine_restarts=policies.engine_restarts,
         weight_faults=[fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS],
         waiting_for=policies.waiting_for or pusher.waiting_for,
+        max_episodes=load.allowance.episodes,
+        bounded_by=load.allowance.bounded_by,
+        engine_loads=load.loads[:_MAX_LOADS],
     )
 
 
@@ -105,6 +110,7 @@ class Node:
     scorer: RewardScorer | None
     session: Session
     pusher: Pusher
+    load: LoadWatch
     worker: Worker
 
     @property
@@ -114,7 +120,7 @@ class Node:
         for part in self.policies.parts.values():
             engines += [*part.hosts, part.weights]
         scorers = [self.scorer] if self.scorer is not None else []
-        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.worker]
+        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.load, self.worker]
 
     @property
     def waiting_for(self) -> str:
@@ -129,6 +135,7 @@ class Node:
         """Bring the gauges of the metrics page up to date."""
         metrics.set("astraflow_raas_unacked_episodes", self.pusher.num_unacked)
         metrics.set("astraflow_raas_spool_episodes", self.pusher.num_kept)
+        self.load.publish_gauges(metrics)
         for name, part in self.policies.parts.items():
             metrics.set("astraflow_raas_tokens", part.policy.num_tokens, policy=name)
             if part.policy.version is not None:

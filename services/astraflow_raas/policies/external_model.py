@@ -96,6 +96,12 @@ class ExternalModel:
         async with self._slots:
             return self._result(await self._answer(body))
 
+    async def close(self) -> None:
+        """Close the connections; a later call opens others."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
     async def _answer(self, body: Mapping[str, object]) -> Any:  # noqa: ANN401 - JSON
         attempt, wait_s = 1, self._first_wait_s
         while True:

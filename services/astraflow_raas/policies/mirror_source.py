@@ -2,19 +2,23 @@
 
 Invariant: only the entry that the server announced is activated: its sha256 in the log must be the announced
 one, so neither a stale listing nor a tampered store can slip in another version. Blocking; `weight_sync`
-calls it in a thread, one call at a time.
+calls it in a thread, one call at a time. A policy that is a snapshot of another mirrors that one's versions, under the
+numbers of its own announcements.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.log import get_logger
 from astraflow_weights.errors import CorruptManifest, VerificationFailed
+from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.mirror.lock import Hold
 from astraflow_weights.mirror.mirror import AdvanceResult, Mirror
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from astraflow_weights.versions.pull import PullCounts
 
 log = get_logger(__name__)
@@ -38,11 +42,15 @@ class MirrorSource:
         self._log = log_reader
         self._mirror = mirror
         self._open_mirror = open_mirror
+        self._fetched: AdvanceResult | None = None
+        self._announced_as: dict[int, int] = {}
+        """Of a snapshot policy: versions in the store, and as what they were announced last."""
 
     @property
     def version(self) -> int | None:
         """Version the mirror holds whole, None before the first; it may be one of an earlier life of this node."""
-        return self._mirror.version if self._mirror else None
+        held = self._mirror.version if self._mirror else None
+        return None if held is None else self._announced_as.get(held, held)
 
     @property
     def counts(self) -> PullCounts:
@@ -54,16 +62,27 @@ class MirrorSource:
         """What is known to be wrong with the mirror and could not be repaired yet."""
         return self._mirror.damage if self._mirror else None
 
+    def probe(self, version: int) -> Probe | None:
+        """What a model with the weights of a version answers; None when it does not say, or was not fetched last."""
+        return self._fetched.probe if self._fetched is not None and self._fetched.version == version else None
+
+    def changes(self, version: int) -> ChangedElements | None:
+        """What the last fetch changed to bring this version, where the mirror records it."""
+        return (
+            self._fetched.changes if self._fetched is not None and self._fetched.version == version else None
+        )
+
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
-        return self._mirror.try_hold() if self._mirror else None
+        held = self._mirror.try_hold() if self._mirror else None
+        return held and replace(held, version=self._announced_as.get(held.version, held.version))
 
     def prefetch(self, announced: version_pb2.Version) -> None:
         """Bring what the announced version is made of to this machine, and leave the mirror as it is.
 
         Raises as `fetch` does.
         """
-        self._find(announced).prefetch(self._store, self._log, target=announced.version)
+        self._find(announced).prefetch(self._store, self._log, target=_stored(announced))
 
     def fetch(self, announced: version_pb2.Version) -> Path:
         """Bring the mirror to the announced version, verified tensor by tensor; returns its folder.
@@ -71,14 +90,19 @@ class MirrorSource:
         Raises UnknownVersionError (retry) when the log does not list it yet, CorruptManifest when its entry
         is not the announced one, and what `Mirror.advance` raises.
         """
-        result = self._find(announced).advance(self._store, self._log, target=announced.version)
+        result = self._find(announced).advance(self._store, self._log, target=_stored(announced))
+        if announced.snapshot_of:
+            self._announced_as[result.version] = announced.version
+        # Numbers of a snapshot policy are the server's: what changed between those in the store says nothing of them.
+        changes = None if announced.snapshot_of else result.changes
+        self._fetched = replace(result, version=announced.version, changes=changes)
         _report(result)
         return result.directory
 
     def _find(self, announced: version_pb2.Version) -> Mirror:
         """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
         self._log.refresh()
-        record = self._log.record(announced.version)
+        record = self._log.record(_stored(announced))
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
             raise CorruptManifest(
                 f"version {announced.version} of policy {announced.policy_id!r}: entry {record.sequence} in "
@@ -86,8 +110,13 @@ class MirrorSource:
                 f"{announced.manifest_sha256.hex()[:16]}…; store and server belong to different histories"
             )
         if self._mirror is None:
-            self._mirror = self._open_mirror(self._log.manifest(announced.version).size_bytes)
+            self._mirror = self._open_mirror(self._log.manifest(_stored(announced)).size_bytes)
         return self._mirror
+
+
+def _stored(announced: version_pb2.Version) -> int:
+    """The number in the store of what was announced."""
+    return announced.snapshot_version if announced.snapshot_of else announced.version
 
 
 def _report(result: AdvanceResult) -> None:

@@ -50,6 +50,7 @@ class ServedPolicy:
         """Called whenever an engine is ready, lost, or serves another version."""
         self.num_tokens = 0
         """Tokens sampled since the process started."""
+        self._num_answers = 0
         self.is_moving_on = False
         """True while a newer version is about to take the place of the served one, which nobody may rely on then."""
         self._replicas = Replicas(
@@ -92,6 +93,11 @@ class ServedPolicy:
         return self._num_calls
 
     @property
+    def tokens_per_call(self) -> float:
+        """Mean length of the answers so far; 0 before the first."""
+        return self.num_tokens / max(1, self._num_answers)
+
+    @property
     def num_pins(self) -> int:
         """Evaluation leases that need the version served now."""
         return self._num_pins
@@ -107,6 +113,7 @@ class ServedPolicy:
             self._num_calls -= 1
         self.check(call, generation)
         self.num_tokens += len(generation.token_ids)
+        self._num_answers += 1
         return generation
 
     def check(self, call: GenerateCall, generation: Generation) -> None:

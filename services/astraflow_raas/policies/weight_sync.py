@@ -20,10 +20,10 @@ from astraflow.errors import AstraflowError, IncompatibleError, RetryableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineDoubtful
+from astraflow_raas.engine.base import Engine, EngineDoubtful, PauseMode
 from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.loops import LoopService
-from astraflow_raas.policies.canary import Canary, sample_a_little
+from astraflow_raas.policies.canary import Canary, WeightsDiffer, compare_answers
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.timeline import Stage
@@ -61,14 +61,17 @@ class WeightSync(LoopService):
         source: MirrorSource,
         metrics: Metrics,
         evaluation_hold_s: float,
-        canary: Canary = sample_a_little,
+        running: PauseMode = PauseMode.IN_PLACE,
+        canary: Canary = compare_answers,
     ) -> None:
+        """`running` says what becomes of the calls that run when a newer version is swapped in."""
         super().__init__()
         self._policy = policy
         self.source = source
         """Where versions come from, and what it holds and fetched."""
         self._metrics = metrics
         self._evaluation_hold_s = evaluation_hold_s
+        self._running = running
         self._canary = canary
         self._announced: version_pb2.Version | None = None
         self._news = asyncio.Event()
@@ -79,10 +82,17 @@ class WeightSync(LoopService):
         self._nobody_loads.set()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
-        self.fault: version_pb2.WeightFault | None = None
-        """What is wrong with the bytes of the version to be activated; None when nothing is known to be."""
+        self._bad_bytes: version_pb2.WeightFault | None = None
+        self._unproven: dict[int, version_pb2.WeightFault] = {}
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
+
+    @property
+    def fault(self) -> version_pb2.WeightFault | None:
+        """What is wrong with the bytes of the version to be activated, or with what an engine makes of them; None
+        when nothing is known to be.
+        """
+        return self._bad_bytes or next(iter(self._unproven.values()), None)
 
     @property
     def announced_version(self) -> int | None:
@@ -108,9 +118,23 @@ class WeightSync(LoopService):
         """Wait until there was a version that an engine could be started with."""
         await self._has_weights.wait()
 
-    async def prove(self, engine: Engine, *, version: int) -> None:
-        """Have an engine that was given `version` prove it. Raises EngineDoubtful."""
-        await self._canary(engine, self._policy, version=version)
+    async def prove(self, engine: Engine, *, version: int, number: int = 1) -> None:
+        """Have the policy's engine of this number, which was given `version`, prove it. Raises EngineDoubtful, and
+        WeightsDiffer, which is also reported until the engine of that number has proven its weights.
+        """
+        probe = self.source.probe(version)
+        try:
+            proven = await self._canary(engine, self._policy, version=version, probe=probe)
+        except WeightsDiffer as error:
+            log.error("engine.weights_differ", version=version, message=error.message)
+            self._metrics.increment("astraflow_raas_weight_mismatches_total", policy=self._policy.policy_id)
+            self._unproven[number] = version_pb2.WeightFault(
+                policy_id=self._policy.policy_id, version=version, problem=error.message[:_MAX_PROBLEM_CHARS]
+            )
+            self._policy.on_change()
+            raise
+        if proven and self._unproven.pop(number, None) is not None:
+            self._policy.on_change()
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Hold]:
@@ -230,11 +254,9 @@ class WeightSync(LoopService):
         failpoints.hit("raas.activate")
         started_s, engine = time.monotonic(), replica.engine
         assert engine is not None, "only engines that are up are given weights"
-        held = await self._hold()
         replica.is_swapping = True
         try:
-            await engine.swap(model_dir=held.directory, version=held.version)
-            await self.prove(engine, version=held.version)
+            version = await self._load_or_repair(engine, number=replica.number)
         except EngineDoubtful as error:
             replica.distrust(error)
             # Its answers are not believed any more, those under way neither.
@@ -242,13 +264,37 @@ class WeightSync(LoopService):
             raise
         finally:
             replica.is_swapping = False
-            held.release()
         took_s = time.monotonic() - started_s
         if replica.engine is engine:
-            replica.serves(held.version)
+            replica.serves(version)
         self._metrics.observe("astraflow_raas_swap_seconds", took_s, policy=self._policy.policy_id)
         log.info("weights.activated", seconds=round(took_s, 4), engine=replica.number)
         failpoints.hit("raas.activated")
+
+    async def _load_or_repair(self, engine: Engine, *, number: int) -> int:
+        """The version that the engine has proven. Raises EngineDoubtful when it must be replaced."""
+        try:
+            return await self._load(engine, self._running, number=number)
+        except WeightsDiffer as differ:
+            # What is running has sampled with weights that nobody knows.
+            try:
+                version = await self._load(engine, PauseMode.ABORT, number=number)
+            except AstraflowError as error:
+                raise EngineDoubtful(f"{differ.message}; loaded again: {error.message}") from error
+            log.info("engine.weights_repaired", version=version)
+            return version
+
+    async def _load(self, engine: Engine, running: PauseMode, *, number: int) -> int:
+        held = await self._hold()
+        try:
+            changes = self.source.changes(held.version) if running is not PauseMode.ABORT else None
+            await engine.swap(
+                model_dir=held.directory, version=held.version, running=running, changes=changes
+            )
+            await self.prove(engine, version=held.version, number=number)
+        finally:
+            held.release()
+        return held.version
 
     async def _hold(self) -> Hold:
         held = self.source.try_hold()
@@ -258,8 +304,8 @@ class WeightSync(LoopService):
         return held
 
     def _clear_fault(self) -> None:
-        if self.fault is not None:
-            self.fault = None
+        if self._bad_bytes is not None:
+            self._bad_bytes = None
             self._policy.on_change()
 
     def _failed(self, announced: version_pb2.Version, error: AstraflowError) -> None:
@@ -268,7 +314,7 @@ class WeightSync(LoopService):
         if damaged:
             self.num_verification_failures += 1
         if damaged or self.source.damage is not None:
-            self.fault = _fault(announced, error if damaged else self.source.damage or error)
+            self._bad_bytes = _fault(announced, error if damaged else self.source.damage or error)
             self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason

@@ -85,6 +85,9 @@ def node_status(node: Node) -> node_service_pb2.StatusResponse:
         policies=[_served(name, part) for name, part in sorted(node.policies.parts.items())],
         waiting_for=node.waiting_for,
         draining=node.worker.draining,
+        max_episodes=node.load.allowance.episodes,
+        bounded_by=node.load.allowance.bounded_by,
+        engine_loads=node.load.loads,
     )
 
 

@@ -115,6 +115,8 @@ def _item(
         first_token_trained = bool(columns.loss_mask[0])
         check_trainable(where, first_token_trained=first_token_trained, temperature=sampling.temperature)
     body = encode_columns(columns, trajectory_id=trajectory_id)
+    for sent, sampled in zip(body.version_spans, trajectory.version_spans, strict=True):
+        sent.recomputed = sampled.recomputed
     body.sampling.CopyFrom(sampling)
     check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids))
     for span in trajectory.turn_spans:

@@ -11,10 +11,11 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import GenerateResult, Message, Tool
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
+from astraflow_raas.agents.calls import TextOnly
 from astraflow_raas.policies.external_model import ExternalModel
 
 
-class ExternalHandle:
+class ExternalHandle(TextOnly):
     """An external policy bound to one episode; only `chat` works."""
 
     waiting_for_engine = False

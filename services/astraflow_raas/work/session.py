@@ -120,6 +120,11 @@ class Session:
         failures = [outcome for outcome in outcomes if outcome is not None]
         return _worst(failures) if failures else None
 
+    async def close(self) -> None:
+        """Close the connections to external policies."""
+        for external in self._externals.values():
+            await external.close()
+
     def _policy(self, policy_id: str) -> ServedPolicy:
         if policy_id not in self._policies:
             raise VersionUnavailable(

@@ -201,7 +201,8 @@ class Worker(StreamService):
             wanted.waiting_for = "drain"
             wanted.serving_versions.clear()
         if not wanted.waiting_for:
-            free = self._me.max_concurrent_tasks - self._held.num_episodes
+            most = wanted.max_episodes or self._me.max_concurrent_tasks
+            free = most - self._held.num_episodes
             wanted.tasks = max(0, free // self._group_size)
         return wanted
 

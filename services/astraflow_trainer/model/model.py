@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from astraflow_trainer.batches.packing import MicroBatch
@@ -106,6 +106,28 @@ class PolicyModel(nn.Module):
         )
         return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N)
 
+    def next_token_logprobs(self, token_ids_BL: torch.Tensor, *, last: int) -> torch.Tensor:
+        """Natural log-probs float32[B, last, V] of the token that follows each of the last positions, at temperature 1.
+
+        Rows are of equal length. Holds these logits whole: for a few positions. A collective when the model is sharded
+        over several ranks; call it without gradients.
+        """
+        device = local_part(next(self.parameters())).device
+        output = self.causal_lm.get_decoder()(input_ids=token_ids_BL.to(device), use_cache=False)
+        head_VD = self.causal_lm.get_output_embeddings().weight
+        logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()
+        return torch.log_softmax(logits_BKV, -1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
+
+    def gathered_no_more(self) -> None:
+        """Drop what a forward pass without a backward one leaves gathered on this rank."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names of a Hugging Face checkpoint; tied ones once, under the embedding's
         name.
@@ -155,6 +177,7 @@ def shard(policy: PolicyModel, *, mesh: DeviceMesh) -> None:
     for layer in policy.causal_lm.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
+    register_fsdp_forward_method(policy, "next_token_logprobs")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

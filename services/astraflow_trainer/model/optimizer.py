@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from astraflow.recipe import OptimizerSettings
@@ -166,8 +165,7 @@ class MasterOptimizer:
             local_part(parameter).copy_(local_part(self._masters[name]).to(torch.bfloat16))
         # A forward pass without backward leaves the outermost group gathered; it would go on serving old
         # weights.
-        if isinstance(self._policy, FSDPModule):
-            self._policy.reshard()
+        self._policy.gathered_no_more()
 
     def _create_moments(self) -> None:
         for master in self._masters.values():

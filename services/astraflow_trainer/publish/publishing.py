@@ -25,6 +25,7 @@ from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.publish.announcing import Announcer, Committed
 from astraflow_weights.publish.version_writer import CommittedVersion
+from astraflow_weights.versions.probe import Probe
 
 log = get_logger(__name__)
 
@@ -44,6 +45,8 @@ class ModelBytes:
     """
     published: Callable[[bytes], None] = lambda _: None
     """Tell the model root of the version that they are now; the copy is no longer needed."""
+    probe: Probe | None = None
+    """What the policy answers with these weights."""
 
 
 class VersionPublisher(Committed, Protocol):
@@ -52,7 +55,12 @@ class VersionPublisher(Committed, Protocol):
     """
 
     def publish(
-        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
+        self,
+        model: ShardedModel,
+        *,
+        step: int,
+        learning_rate: float | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
         """Commit; idempotent for one (step, bytes). Raises a RetryableError to be called again."""
 
@@ -139,7 +147,9 @@ class PublishWorker:
             shards = model.open()
             for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
                 with attempt:
-                    committed = self._publisher.publish(shards, step=step, learning_rate=learning_rate)
+                    committed = self._publisher.publish(
+                        shards, step=step, learning_rate=learning_rate, probe=model.probe
+                    )
             model.published(committed.model_root)
             failpoints.hit("trainer.committed")
             self._announce()

@@ -15,6 +15,7 @@ from astraflow_weights.codec.tensor_hash import tensor_digest
 from astraflow_weights.durable import replace_synced, sync_file
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
 from astraflow_weights.mirror import lock as mirror_lock
+from astraflow_weights.mirror.changes import ChangedElements, ChangeRecorder
 from astraflow_weights.mirror.checkpoint import DamagedCheckpoint
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.state import (
@@ -65,6 +66,9 @@ class MirrorContent:
         self.damaged: list[GridTile] = []
         """Tiles that are not those of `held`, as far as is known."""
         self.wrong_assets: list[str] = []
+        self._recorder: ChangeRecorder | None = None
+        self.changes: ChangedElements | None = None
+        """Of the last `apply`, when the settings ask for them and all are known."""
 
     @property
     def version(self) -> int | None:
@@ -145,14 +149,18 @@ class MirrorContent:
         Raises VerificationFailed: then what was held is here again, or `damaged` says what of it is not.
         """
         assert self.held is not None
-        change = steps_of(self.held.tiles.grid, sets, specs=self.held.tiles.grid.specs)
-        self._journal.begin(self.held.tiles.grid, threads=self._settings.apply_threads)
+        base, grid, self.changes = self.held.holding, self.held.tiles.grid, None
+        change = steps_of(grid, sets, specs=grid.specs)
+        self._recorder = ChangeRecorder(grid) if self._settings.record_changes else None
+        self._journal.begin(grid, threads=self._settings.apply_threads)
         self._files.write_manifest(to, manifest)
         with mirror_lock.exclusive(self._files.root, patience_s=self._settings.lock_patience_s):
             self._write_state(self.held, applying(to, steps))
             failpoints.hit("weights.mirror.applying")
             with stopwatch() as elapsed:
                 self._finish(change, to=to, manifest=manifest, heal=heal)
+        if self._recorder:
+            self.changes = self._recorder.changes(base_version=base.version, version=to.version)
         return elapsed.seconds
 
     def resume(self, heal: Heal | None) -> None:
@@ -313,7 +321,11 @@ class MirrorContent:
 
     def _writer(self, held: Held) -> TileWriter:
         return TileWriter(
-            held.tiles, old=held.digests, journal=self._journal, threads=self._settings.apply_threads
+            held.tiles,
+            old=held.digests,
+            journal=self._journal,
+            threads=self._settings.apply_threads,
+            recorder=self._recorder,
         )
 
     def _require_healed(self) -> None:

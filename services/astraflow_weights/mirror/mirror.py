@@ -21,6 +21,7 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import Edge, MirrorBusy, MirrorMismatch, VerificationFailed
 from astraflow_weights.mirror import checkpoint
 from astraflow_weights.mirror import lock as mirror_lock
+from astraflow_weights.mirror.changes import ChangedElements
 from astraflow_weights.mirror.content import MirrorContent
 from astraflow_weights.mirror.journal import Journal
 from astraflow_weights.mirror.lock import Hold
@@ -30,6 +31,7 @@ from astraflow_weights.mirror.state import MirrorFiles
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe
 from astraflow_weights.versions.pull import PullCounts
 from astraflow_weights.versions.rates import MeasuredRates
 
@@ -50,6 +52,10 @@ class AdvanceResult:
     base_version: int | None
     counts: PullCounts
     rejected: frozenset[Edge] = frozenset()
+    probe: Probe | None = None
+    """What a model with these weights answers, when the version says so."""
+    changes: ChangedElements | None = None
+    """What differs from what was held before, when the settings ask for it and all of it is known."""
 
 
 class Mirror:
@@ -164,7 +170,10 @@ class Mirror:
                     base, rejected = pull.run()
             finally:
                 self._counts += pull.counts
+            held, changes = self._content.held, self._content.changes
             return AdvanceResult(
+                changes=changes if changes is not None and changes.version == target else None,
+                probe=held.manifest.probe if held is not None else None,
                 version=target,
                 directory=self._files.checkpoint,
                 base_version=base,

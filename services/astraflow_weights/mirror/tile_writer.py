@@ -12,18 +12,30 @@ from queue import SimpleQueue
 import numpy as np
 
 from astraflow_kit import failpoints
+from astraflow_weights.mirror.changes import ChangeRecorder
 from astraflow_weights.mirror.journal import Journal, Slot
 from astraflow_weights.mirror.tile_grid import GridTile, MappedTiles, TileDigests, UInts, digest_of
 from astraflow_weights.mirror.tile_steps import TileSteps
 
 
 class TileWriter:
-    """One change of one mirror, begun in the journal. `old` holds the digests of what is held."""
+    """One change of one mirror, begun in the journal. `old` holds the digests of what is held; `recorder` notes what
+    changes.
+    """
 
-    def __init__(self, tiles: MappedTiles, *, old: TileDigests, journal: Journal, threads: int) -> None:
+    def __init__(
+        self,
+        tiles: MappedTiles,
+        *,
+        old: TileDigests,
+        journal: Journal,
+        threads: int,
+        recorder: ChangeRecorder | None = None,
+    ) -> None:
         self._tiles = tiles
         self._old = old
         self._threads = threads
+        self._recorder = recorder
         progress = journal.progress(tiles.grid)
         assert progress is not None
         self._progress = progress
@@ -60,6 +72,8 @@ class TileWriter:
         current = self._tiles.view(tile)
         found = self._tiles.digest(tile)
         if found == self._progress[tile.index].tobytes():
+            if self._recorder is not None:
+                self._recorder.require(tile)
             return True
         if found != self._old_digest(tile) and not steps.from_nothing:
             return False
@@ -68,6 +82,8 @@ class TileWriter:
             content = slot.room(current)
             np.copyto(content, current)
             steps.advance(tile, content)
+            if self._recorder is not None:
+                self._recorder.note(tile, current, content)
             digest = slot.seal(tile, content)
             self._progress[tile.index] = np.frombuffer(digest, np.uint8)
             self._copy(tile, content)

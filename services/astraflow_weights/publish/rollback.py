@@ -85,6 +85,7 @@ def _commit(
         assets=manifest.assets,
         num_changed=back.num_changed,
         rollback_of=manifest.version,
+        probe=manifest.probe,
     )
 
 

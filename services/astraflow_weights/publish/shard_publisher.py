@@ -34,6 +34,7 @@ from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import DeltaRef, PartRef
+from astraflow_weights.versions.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,16 @@ class ShardPublisher:
         return self._require_writer().committed_since(version)
 
     def publish(
-        self, model: ShardedModel, *, step: int, learning_rate: float | None = None
+        self,
+        model: ShardedModel,
+        *,
+        step: int,
+        learning_rate: float | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
         """Commit the model as the version of `step`; a collective; the shards must not change during the call.
+
+        `probe` is what the model answers; that of the first process is published.
 
         Idempotent for one (step, bytes), also across restarts and another number of processes: then nothing
         is sent and the existing version is returned. Raises Fenced for good, Unavailable (call again, on
@@ -121,7 +129,9 @@ class ShardPublisher:
             kept = self.kept.newest
             _require_root(kept.root if kept else None, plan)
             with self._announced():
-                committed = self._send(model, tensors, plan=plan, step=step, learning_rate=learning_rate)
+                committed = self._send(
+                    model, tensors, plan=plan, step=step, learning_rate=learning_rate, probe=probe
+                )
         if committed.version >= plan.next_version - 1:
             self.kept.keep(model, version=committed.version, root=root)
         return committed
@@ -134,6 +144,7 @@ class ShardPublisher:
         plan: _Plan,
         step: int,
         learning_rate: float | None,
+        probe: Probe | None,
     ) -> CommittedVersion:
         delta = self._encode_delta(model, version=plan.next_version)
         wanted = self._wants_snapshot(delta)
@@ -153,6 +164,7 @@ class ShardPublisher:
                 assets=assets,
                 num_changed=delta.num_changed if delta else 0,
                 learning_rate=learning_rate,
+                probe=probe,
             )
 
         committed = self._on_first_rank(commit)

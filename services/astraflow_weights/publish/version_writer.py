@@ -32,6 +32,7 @@ from astraflow_weights.versions.manifest import (
     PartRef,
     encode_entry,
 )
+from astraflow_weights.versions.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +203,11 @@ class VersionWriter:
         num_changed: int = 0,
         learning_rate: float | None = None,
         rollback_of: int | None = None,
+        probe: Probe | None = None,
     ) -> CommittedVersion:
-        """Make the next version visible. Every part and asset must be uploaded; `tensors` is sorted by name.
+        """Make the next version visible, atomically. All it names is uploaded; `tensors` is sorted by name.
 
-        Atomic. The same (step, model root) again returns the version that exists. Raises Fenced for good;
-        Unavailable when the outcome is open: call again. ValueError when the version would contradict the
-        log.
+        The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
         root = model_root(tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
@@ -235,6 +235,7 @@ class VersionWriter:
                 learning_rate=learning_rate,
                 created_time_s=self._clock.wall_time_s(),
                 rollback_of=rollback_of,
+                probe=probe,
             )
         )
         self._intents.commit_ended()

@@ -19,6 +19,7 @@ from astraflow_weights.codec.digest import SHA256_BYTES, TENSOR_DIGEST_BYTES, Te
 from astraflow_weights.codec.tensors import TensorSpec, check_spec
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.store.layout import check_file_name, check_id, check_key
+from astraflow_weights.versions.probe import Probe, probe_message, read_probe
 
 SCHEMA_VERSION = 1
 NONCE_BYTES = 16
@@ -84,6 +85,8 @@ class Manifest:
     created_time_s: float = 0.0
     rollback_of: int | None = None
     """Older version with the same tensors, for a rollback; its `step` is then that of the version before it."""
+    probe: Probe | None = None
+    """What a model with these weights answers; None when nobody computed it."""
 
     @property
     def density(self) -> float:
@@ -223,6 +226,8 @@ def _manifest_message(manifest: Manifest) -> manifest_pb2.Manifest:
     )
     if manifest.snapshot is not None:
         message.snapshot.parts.extend(map(_ref_message, manifest.snapshot))
+    if manifest.probe is not None:
+        message.probe.CopyFrom(probe_message(manifest.probe))
     return message
 
 
@@ -282,6 +287,7 @@ def _manifest(message: manifest_pb2.Manifest) -> Manifest:
             Asset(file_name=check_file_name(asset.file_name), blob=_ref(asset.blob))
             for asset in message.assets
         ),
+        probe=read_probe(message.probe) if message.HasField("probe") else None,
     )
 
 

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from astraflow.recipe import file
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.learner import PolicyLearner
-from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import PolicyModel, build_causal_lm, load_causal_lm, save_causal_lm
+from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.group import join_rank_group
+from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome
@@ -106,6 +109,26 @@ def test_published_bytes_are_a_copy_that_training_does_not_change(bench: Bench) 
     learner.train(tiny_training.make_rows())
     assert all(np.array_equal(before.shards[name].elements, bits) for name, bits in kept.items())
     assert _differing(before, learner.published_bytes().open()) != []
+
+
+def test_a_version_says_what_its_published_bits_answer(bench: Bench, tmp_path: Path) -> None:
+    learner = bench.learner("trainer.optimizer.learning_rate=0.01")
+    first = learner.published_bytes().probe
+    learner.train(tiny_training.make_rows())
+    published = learner.published_bytes()
+    learner.save(step=1, version=1)
+    # A model made of the published bits alone, as an engine loads it.
+    bits = {
+        name: torch.from_numpy(shard.elements.copy()).view(torch.bfloat16)
+        for name, shard in published.open().shards.items()
+    }
+    loaded = load_causal_lm(bench.model_dir)
+    for name, parameter in loaded.named_parameters():
+        parameter.data = bits[name].float().reshape(parameter.shape)
+    expected = Prober(PolicyModel(loaded), ranks=OneRank()).answers()
+    assert published.probe == expected != first
+    assert bench.learner().restore() is not None, "a checkpoint after a probe is whole"
+    assert bench.learner("trainer.publish.probe=false").published_bytes().probe is None
 
 
 def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -> None:

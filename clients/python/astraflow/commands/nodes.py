@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -10,44 +11,73 @@ import typer
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.status import node_cells
-from astraflow.commands.wording import as_json, console, print_json, table
+from astraflow.commands.status import node_state, serves_text
+from astraflow.commands.wording import as_json, console, print_json, seconds_of, span_text, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import version_pb2
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="List nodes, or drain one.")
+app = typer.Typer(add_completion=False, help="List the nodes of a run, or drain one.")
 
 _PAGE = 1000
+_MTOK_PER_TOK_H = 1e6 / 3600
 
 
-@app.command("list")
+@app.callback(invoke_without_command=True)
 @grouped_options
-def list_(
+def nodes(
+    context: typer.Context,
     options: RunOptions,
 ) -> None:
-    """List the nodes that joined: what they can do, do and serve."""
-    with options.client() as client:
-        nodes = list(all_nodes(client, run_id=options.run_id))
-    if options.json_:
-        print_json([as_json(node) for node in nodes])
+    """List the nodes that joined: where and what they are, what they serve, take and sample."""
+    if context.invoked_subcommand is not None:
         return
-    if not nodes:
+    with options.client() as client:
+        found = list(all_nodes(client, run_id=options.run_id))
+    if options.json_:
+        print_json([as_json(node) for node in found])
+        return
+    if not found:
         typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
         return
+    figures = ("price/h", "leases", "credits", "at once", "tokens/s", "per Mtok")
     shown = table(
-        *("node", "state", "serves", "leases", "episodes"),
-        *("tokens", "restarts", "capacity", "engine", "pool"),
-        right=("leases", "episodes", "tokens", "restarts", "capacity"),
+        *("node", "state", "where", "hardware", "price/h", "serves"),
+        *("leases", "credits", "at once", "bounded by", "tokens/s", "per Mtok", "last seen"),
+        right=figures,
     )
-    for node in nodes:
-        where = "/".join(filter(None, (node.region, node.pool))) or "–"
-        shown.add_row(
-            *node_cells(node), str(node.max_concurrent_tasks), ", ".join(node.engines) or "–", where
-        )
+    for node in found:
+        shown.add_row(*_cells(node))
     console().print(shown)
-    for node in nodes:
+    typer.echo(
+        "credits: tasks that it takes now; at once: episodes; per Mtok: price of a million sampled tokens"
+    )
+    for node in found:
         for fault in node.weight_faults:
             typer.echo(f"{node.node_id}: {_fault_text(fault)}")
+        for load in node.engine_loads:
+            if load.fault:
+                typer.echo(f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}")
+
+
+def _cells(node: pb.NodeStatus) -> tuple[str, ...]:
+    priced = node.HasField("price_per_hour")
+    cost = node.price_per_hour / node.tokens_per_s * _MTOK_PER_TOK_H if priced and node.tokens_per_s else None
+    seen_s = max(0.0, time.time() - seconds_of(node.last_seen_time))
+    return (
+        node.node_id,
+        node_state(node),
+        "/".join(filter(None, (node.region, node.pool))) or "–",
+        node.hardware or "–",
+        f"{node.price_per_hour:.2f}" if priced else "–",
+        serves_text(node),
+        str(node.leases),
+        str(node.credits) if node.connected else "–",
+        str(node.max_episodes) if node.connected and node.max_episodes else "–",
+        node.bounded_by if node.connected and node.bounded_by else "–",
+        f"{node.tokens_per_s:,.0f}" if node.connected else "–",
+        f"{cost:.2f}" if cost is not None else "–",
+        f"{span_text(seen_s)} ago",
+    )
 
 
 @app.command()

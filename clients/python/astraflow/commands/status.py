@@ -122,10 +122,9 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
     )
     for policy in status.policies:
         shown.add_row(
-            policy.policy_id
-            + (" (external)" if policy.external else " (not trained)" if policy.frozen else ""),
+            policy.policy_id + _kind(policy),
             str(policy.last_finished_step),
-            str(policy.version.version) if policy.HasField("version") else "–",
+            _version(policy),
             f"{policy.version.density:.1%}" if policy.version.version else "–",
             number_text(policy.recent_training_reward),
             _staleness(policy),
@@ -134,6 +133,19 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
         )
     note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
     return [heading("policies"), shown, Text(note, style="dim")]
+
+
+def _kind(policy: pb.PolicyStatus) -> str:
+    if policy.waits_for_turn_of:
+        return f" (frozen, {policy.waits_for_turn_of}'s turn)"
+    return " (external)" if policy.external else " (not trained)" if policy.frozen else ""
+
+
+def _version(policy: pb.PolicyStatus) -> str:
+    if not policy.HasField("version"):
+        return "–"
+    of = policy.version.snapshot_of
+    return f"{of}@{policy.version.snapshot_version}" if of else str(policy.version.version)
 
 
 def _staleness(policy: pb.PolicyStatus) -> str:
@@ -183,9 +195,17 @@ def node_parts(status: pb.StatusResponse) -> list[RenderableType]:
 
 def node_cells(node: pb.NodeStatus) -> tuple[str, ...]:
     """Return a node's row: id, state, what it serves, and its figures."""
-    serves = ", ".join(f"{policy} {version}" for policy, version in sorted(node.serving_versions.items()))
     figures = (str(node.leases), count_text(node.episodes), count_text(node.tokens), str(node.restarts))
-    return (node.node_id, node_state(node), serves or "–", *figures)
+    return (node.node_id, node_state(node), serves_text(node), *figures)
+
+
+def serves_text(node: pb.NodeStatus) -> str:
+    """Return the version of each policy on a node, and by how many it is behind."""
+    serves = (
+        f"{policy} {version}" + (f" ({lag} behind)" if (lag := node.version_lags.get(policy, 0)) else "")
+        for policy, version in sorted(node.serving_versions.items())
+    )
+    return ", ".join(serves) or "–"
 
 
 def node_state(node: pb.NodeStatus) -> str:

@@ -129,13 +129,41 @@ class ExternalSettings(Section):
     """Attempts of a call while the endpoint is busy, failing or out of reach."""
 
 
+class SnapshotSettings(Section):
+    """A past version of a trained policy, for a policy that is only asked: give `version` or `every_versions`."""
+
+    of: PolicyName
+    """The trained policy."""
+    version: int | None = Field(default=None, ge=0, le=2_097_151)
+    """Always this version; version 0 until there is it."""
+    every_versions: int = Field(default=0, ge=0, le=2_097_151)
+    """Each multiple of this joins the pool, and another member of the pool is drawn then."""
+    keep: int = Field(default=1, ge=1, le=256)
+    """Size of the pool: its newest members, each drawn alike. 1: always the newest."""
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> SnapshotSettings:
+        if (self.version is None) == (self.every_versions == 0):
+            raise ValueError(
+                f"a snapshot has version {self.version} and every_versions {self.every_versions}; give `version`, "
+                "which stays, or `every_versions` of at least 1"
+            )
+        if self.version is not None and self.keep > 1:
+            raise ValueError(f"keep {self.keep} is for a pool; give `every_versions` instead of `version`")
+        return self
+
+
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy` and `external`."""
+    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `snapshot` and
+    `external`.
+    """
 
     path: str | None = None
     """A Hugging Face model directory or hub name."""
     from_policy: PolicyName | None = None
     """Start with the weights and the tokenizer that this policy starts with."""
+    snapshot: SnapshotSettings | None = None
+    """Past versions of a policy that is trained. Needs `train: false`."""
     external: ExternalSettings | None = None
     """No weights: ask an endpoint. Needs `train: false`."""
     architecture: ArchitectureSettings | None = None
@@ -147,10 +175,11 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        if [self.path, self.architecture, self.from_policy, self.external].count(None) != 3:
+        sources = self.path, self.architecture, self.from_policy, self.snapshot, self.external
+        if sources.count(None) != len(sources) - 1:
             raise ValueError(
                 "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
-                "(another policy's) and `external` (an endpoint)"
+                "(another policy's), `snapshot` (another policy's past versions) and `external` (an endpoint)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -160,7 +189,9 @@ class ModelSettings(Section):
             )
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
-        elsewhere = "from_policy" if self.from_policy else "external" if self.external else ""
+        elsewhere = next(
+            (name for name in ("from_policy", "snapshot", "external") if getattr(self, name) is not None), ""
+        )
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
         return self
@@ -214,6 +245,10 @@ class DataflowSettings(BatchSettings):
     """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
     (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
     """
+    alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
+    Unset: all at once.
+    """
     min_acceptance: float = Field(default=0.1, gt=0, le=1)
     """Floor of the moving average of groups surviving filters, used by admission."""
     lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
@@ -264,6 +299,10 @@ class RaasSettings(Section):
     """Tasks a node runs at once."""
     episode_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Time one episode may take."""
+    swap: Literal["in_place", "retract"] = "in_place"
+    """What becomes of running calls when a newer version is loaded: they go on with the keys and values that they have,
+    or these are computed anew with the new weights, which costs a prefill of each.
+    """
 
 
 class OptimizerSettings(Section):
@@ -299,6 +338,8 @@ class PublishSettings(Section):
     """
     collect_after_s: float = Field(default=900.0, ge=0, le=86_400)
     """Seconds between marking old parts and deleting them."""
+    probe: bool = True
+    """Publish with each version what it answers to fixed prompts; nodes compare what their engines answer."""
     codec: Literal["rice", "rice_ctx"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
     billed links. How to choose: docs/weights.md.
@@ -398,8 +439,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _policies_fit(self) -> Recipe:
-        if not any(policy.train for policy in self.policies.values()):
+        for name, snapshot in self.snapshots.items():
+            _check_snapshot(name, snapshot, policies=self.policies)
+        num_trained = sum(policy.train for policy in self.policies.values())
+        if not num_trained:
             raise ValueError("no policy is trained; take `train: false` from one of policies")
+        if self.dataflow.alternate_every_steps and num_trained == 1:
+            raise ValueError(
+                f"dataflow.alternate_every_steps is {self.dataflow.alternate_every_steps} and one policy is trained; "
+                "take it out, or train another policy"
+            )
         _ = self.resolved_roles
         return self
 
@@ -438,6 +487,13 @@ class Recipe(Section):
         return {
             name: policy.advantages.get(name, policy.trainer.algorithm.advantage)
             for name, policy in policies.items()
+        }
+
+    @property
+    def snapshots(self) -> Mapping[str, SnapshotSettings]:
+        """The policies that are past versions of trained ones."""
+        return {
+            name: policy.model.snapshot for name, policy in self.policies.items() if policy.model.snapshot
         }
 
     @property
@@ -490,16 +546,30 @@ class Recipe(Section):
         while True:
             model = self.policies[path[-1]].model
             tokenizer = model.tokenizer if key == "tokenizer.from_policy" else None
-            following = model.from_policy or (tokenizer and tokenizer.from_policy)
+            of = model.snapshot and model.snapshot.of
+            following = model.from_policy or of or (tokenizer and tokenizer.from_policy)
             if not following:
                 return path[-1]
             require_policy(following, self.policies, place=f"policies.{path[-1]}.model")
             if following in path:
                 circle = " → ".join([*path, following])
                 raise ValueError(
-                    f"policies.{policy_id}.model: `from_policy` leads in a circle, {circle}; break it"
+                    f"policies.{policy_id}.model: `{'snapshot' if of else 'from_policy'}` leads in a circle, {circle}; "
+                    "break it"
                 )
             path.append(following)
+
+
+def _check_snapshot(name: str, snapshot: SnapshotSettings, *, policies: Mapping[str, PolicySettings]) -> None:
+    """Raise ValueError unless the policy is not trained and its source is."""
+    require_policy(snapshot.of, policies, place=f"policies.{name}.model.snapshot.of")
+    if policies[name].train:
+        raise ValueError(f"policies.{name} is a snapshot and cannot be trained; set `train: false`")
+    if not policies[snapshot.of].train:
+        raise ValueError(
+            f"policies.{name}.model.snapshot.of: policy {snapshot.of!r} is not trained and has one version only; name "
+            "one that is, or use `from_policy`"
+        )
 
 
 def json_schema() -> dict[str, Any]:

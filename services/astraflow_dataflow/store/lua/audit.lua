@@ -40,12 +40,12 @@ local function last_entry(stream)
 end
 
 local function policy_state(P, policy, charged)
-  local unpublished = 0
+  local unpublished, whose, last = 0, turn(P)
   for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
   return { policy, call('SCARD', K.outstanding(P, policy)), call('ZCARD', K.ready(P, policy)), unpublished,
     free_credit(P, policy, 0), call('HGETALL', K.policy(P, policy)), call('HGETALL', K.staleness(P, policy)),
     call('LRANGE', K.recent(P, policy), 0, -1), call('HGETALL', K.unpublished(P, policy)), call('HLEN', K.steps(P, policy)), last_entry(K.consumed(P, policy)),
-    charged or 0 }
+    charged or 0, whose or '', last or 0 }
 end
 
 -- Training tasks that a node without lag may be given now, whether or not they are there.

@@ -184,6 +184,11 @@ local function acquire(keys, a)
   if call('HGET', K.run(P), 'state') == 'finished' then
     return refuse('PRECONDITION', 'the run is finished and binds no more batches')
   end
+  local whose, last = turn(P)
+  if whose and whose ~= policy then
+    note_wait(P, policy, 'turn', tonumber(a.wait_ms))
+    return { 'wait', 'turn', 'it is the turn of ' .. whose .. ', until its step ' .. last .. ' is finished' }
+  end
   local newest = tonumber(f[3] or -1)
   if base > newest + tonumber(a.max_behind) then
     note_wait(P, policy, 'publish', tonumber(a.wait_ms))
@@ -236,10 +241,10 @@ local function end_step(P, policy, step, id, stage, n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
   call('ZREM', K.batch_leases(P), id)
-  if not trained then
-    call('HDEL', K.unpublished(P, policy), step)
-    emit(P, 'work')
-  end
+  if not trained then call('HDEL', K.unpublished(P, policy), step) end
+  if not trained or turn(P) then emit(P, 'work') end
+  -- The trainer whose turn begins waits for a batch.
+  if turn(P) then emit(P, 'run') end
 end
 
 -- ack: policy, epoch, step, batch, digest, stage. Stages only move forward. Returns the stage recorded now.

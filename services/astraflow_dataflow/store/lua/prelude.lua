@@ -108,6 +108,22 @@ local function policies(P)
   return call('LRANGE', K.policies(P), 0, -1)
 end
 
+-- Whose turn it is to train, and the step that ends the turn; nil where all policies train at once, or have no steps left. It is the first, by
+-- name, of those with the fewest whole turns behind them, so it follows from the finished steps alone.
+local function turn(P)
+  local every = tonumber(call('HGET', K.run(P), 'alternate') or 0)
+  if every == 0 then return nil end
+  local whose, last, fewest
+  for _, policy in ipairs(policies(P)) do
+    local f = call('HMGET', K.policy(P, policy), 'frozen', 'finished', 'steps')
+    local turns = math.floor(tonumber(f[2]) / every)
+    if f[1] ~= '1' and tonumber(f[2]) < tonumber(f[3]) and (not fewest or turns < fewest) then
+      whose, last, fewest = policy, math.min((turns + 1) * every, tonumber(f[3])), turns
+    end
+  end
+  return whose, last
+end
+
 -- Trained roles in recipe order, as { name, policy }.
 local function trained_roles(P)
   local roles = {}

@@ -1,8 +1,9 @@
 -- Runs, nodes, evaluations, and states of plug-ins.
 
--- create_run: run id, digest, recipe, code, store, max attempts, 'any' or 'all', trained roles as lines of name and policy, then per policy:
--- name, '1' when it is not trained, '1' when it has no versions, window, floor, smoothing, max staleness, groups per step. Returns { '1' when new, digest stored }.
-SIGNATURE.create_run = { 'run', 'digest', 'recipe', 'code', 'store', 'max_attempts', 'admit', 'roles', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step' } }
+-- create_run: run id, digest, recipe, code, store, max attempts, 'any' or 'all', steps of a turn or 0, trained roles as lines of name and policy,
+-- then per policy: name, '1' when it is not trained, '1' when it has no versions, window, floor, smoothing, max staleness, groups per step, steps.
+-- Returns { '1' when new, digest stored }.
+SIGNATURE.create_run = { 'run', 'digest', 'recipe', 'code', 'store', 'max_attempts', 'admit', 'alternate', 'roles', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step', 'steps' } }
 local function create_run(keys, a)
   local P = keys[1]
   local known = call('HGET', K.run(P), 'digest')
@@ -12,11 +13,11 @@ local function create_run(keys, a)
   if known then return { '0', known } end
   local now = now_ms()
   call('HSET', K.run(P), 'digest', a.digest, 'recipe', a.recipe, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts,
-    'admit', a.admit, 'roles', a.roles, 'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
+    'admit', a.admit, 'alternate', a.alternate, 'roles', a.roles, 'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
   for _, item in ipairs(a.each) do
     call('RPUSH', K.policies(P), item.policy)
     call('HSET', K.policy(P, item.policy), 'frozen', item.frozen, 'external', item.external, 'window', item.window, 'floor', item.floor, 'smoothing', item.smoothing,
-      'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
+      'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'steps', item.steps, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
   end
   call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
   call('ZADD', RUNS, now, a.run)
@@ -45,8 +46,8 @@ local function advance(keys, a)
   return a.state
 end
 
--- join: node, incarnation (20 digits), region, pool, most tasks, engines. Returns { restarts, leases taken back }.
-SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines' }
+-- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back }.
+SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
 local function join(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
   local now, taken = now_ms(), 0
@@ -67,7 +68,8 @@ local function join(keys, a)
     call('HSET', N, 'join_ms', now)
   end
   call('SADD', K.nodes(P), a.node)
-  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now)
+  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
+    'hardware', a.hardware, 'price', a.price)
   emit(P, 'work')
   return { tonumber(call('HGET', N, 'restarts') or 0), taken }
 end

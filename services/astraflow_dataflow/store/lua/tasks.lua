@@ -131,14 +131,23 @@ local function feed(keys, a)
 end
 
 -- Groups that may still be leased for a policy: equation 5.1 of the protocol solved for new groups. A node that serves `lag` versions
--- less than the newest samples with weights that are that much older already: its window is that many steps shorter.
+-- less than the newest samples with weights that are that much older already: its window is that many steps shorter. Of policies that take
+-- turns one has room, and only for the steps that are left of its turn.
 local function free_credit(P, policy, lag)
-  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance', 'max_staleness')
+  local whose, last = turn(P)
+  if whose and whose ~= policy then return 0 end
+  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance', 'max_staleness', 'finished', 'groups_per_step')
   local survives = math.max(tonumber(f[3]), tonumber(f[2]))
-  local unpublished = 0
-  for _, n in ipairs(call('HVALS', K.unpublished(P, policy))) do unpublished = unpublished + tonumber(n) end
+  local unpublished, bound, of_step = 0, 0, call('HGETALL', K.unpublished(P, policy))
+  for i = 1, #of_step, 2 do
+    local n = tonumber(of_step[i + 1])
+    unpublished = unpublished + n
+    if tonumber(of_step[i]) > tonumber(f[5]) then bound = bound + n end
+  end
   local window = tonumber(f[1]) * (1 - lag / (tonumber(f[4]) + 1))
-  local room = window - call('ZCARD', K.ready(P, policy)) - unpublished
+  local ready = call('ZCARD', K.ready(P, policy))
+  local room = window - ready - unpublished
+  if whose then room = math.min(room, (last - tonumber(f[5])) * tonumber(f[6]) - ready - bound) end
   return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9))
 end
 
@@ -229,14 +238,14 @@ local function has_ended(P, policy)
   return f[1] ~= '0' and not f[2]
 end
 
--- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, unless its policy has ended; under
--- `any` one is enough.
+-- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, unless its policy has ended or it is
+-- another one's turn; under `any` one is enough.
 local function admitted(P, roles, credit)
-  local needs, fewest, most = {}, nil, 0
+  local needs, fewest, most, whose = {}, nil, 0, turn(P)
   for _, role in ipairs(roles) do needs[role.policy] = (needs[role.policy] or 0) + 1 end
   for policy, n in pairs(needs) do
     local whole = math.floor(credit[policy] / n)
-    if not has_ended(P, policy) then fewest = math.min(fewest or whole, whole) end
+    if policy == (whose or policy) and not has_ended(P, policy) then fewest = math.min(fewest or whole, whole) end
     most = math.max(most, math.ceil(credit[policy] / n))
   end
   return call('HGET', K.run(P), 'admit') == 'all' and fewest or most

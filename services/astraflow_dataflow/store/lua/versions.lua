@@ -66,3 +66,17 @@ local function publish(keys, a)
   emit(P, 'work')
   return { tostring(ms), a.body }
 end
+
+-- announce_snapshot: policy, version, manifest sha256 (hex), body. The next draw of a policy that is a snapshot of another; no trainer has it.
+-- Returns 1, or 0 when another server announced it.
+SIGNATURE.announce_snapshot = { 'policy', 'version', 'sha', 'body' }
+local function announce_snapshot(keys, a)
+  local P, Q = keys[1], K.policy(keys[1], a.policy)
+  if tonumber(a.version) ~= tonumber(call('HGET', Q, 'version') or -1) + 1 then return 0 end
+  local ms = now_ms()
+  call('HSET', K.versions(P, a.policy), a.version, ms .. ' ' .. a.sha .. ' ' .. a.body)
+  call('HSET', Q, 'version', a.version, 'publish_ms', ms)
+  emit(P, 'version ' .. a.policy)
+  emit(P, 'work')
+  return 1
+end

@@ -1,5 +1,6 @@
 """Which policy plays which role, and whether a workflow fits; every refusal names the nearest name and the remedy."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from astraflow.recipe import Recipe, declared_roles, workflow_roles
 from astraflow.recipe.advantage import Rae
 from astraflow.recipe.file import parse_recipe
 from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe.settings import SnapshotSettings
 
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
 
@@ -196,3 +198,42 @@ def test_the_roles_that_a_reward_asks_join_those_of_the_workflow(
     workflow: tuple[str, ...] | None, reward: tuple[str, ...], declared: tuple[str, ...] | None
 ) -> None:
     assert declared_roles(SimpleNamespace(roles=workflow), SimpleNamespace(roles=reward)) == declared
+
+
+def _with_rival(rival: str) -> Recipe:
+    return parse_recipe(
+        "run: {name: r, dataset: 'recipe:D'}\n"
+        "policies: {player: {model: {path: m}}, judge: {train: false, model: {path: j}}, "
+        f"rival: {rival}}}\nraas: {{reward: 'recipe:R'}}"
+    ).recipe
+
+
+def test_a_snapshot_has_the_model_of_the_policy_that_it_is_of() -> None:
+    recipe = _with_rival("{train: false, model: {snapshot: {of: player, every_versions: 4}}}")
+    assert recipe.policy("rival").model.path == "m"
+    assert recipe.snapshots == {"rival": SnapshotSettings(of="player", every_versions=4)}
+    assert recipe.served_policies == ("player", "judge", "rival")
+
+
+@pytest.mark.parametrize(
+    ("rival", "problem"),
+    [
+        ("{model: {snapshot: {of: player, version: 4}}}", "cannot be trained; set `train: false`"),
+        ("{train: false, model: {snapshot: {of: playr, version: 4}}}", "did you mean 'player'"),
+        ("{train: false, model: {snapshot: {of: judge, version: 4}}}", "'judge' is not trained"),
+        (
+            "{train: false, model: {snapshot: {of: player}}}",
+            "give `version`, which stays, or `every_versions`",
+        ),
+        (
+            "{train: false, model: {snapshot: {of: player, version: 4, every_versions: 2}}}",
+            "give `version`, which stays, or `every_versions`",
+        ),
+        ("{train: false, model: {snapshot: {of: player, version: 4, keep: 2}}}", "keep 2 is for a pool"),
+        ("{train: false, model: {path: m, snapshot: {of: player, version: 4}}}", "exactly one of"),
+        ("{train: false, model: {snapshot: {of: rival, version: 4}}}", "circle, rival → rival"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_played_is_refused(rival: str, problem: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        _with_rival(rival)

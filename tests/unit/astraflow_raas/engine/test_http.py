@@ -4,16 +4,31 @@ What it believes of an answer is in tests/integration/test_misbehaving_engine.py
 """
 
 import asyncio
+import json
+import pickle
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import structlog.testing
 
 from astraflow.plugins import VersionSpan
-from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineRefused, EngineUnavailable
+from astraflow_raas.engine.base import (
+    EngineDoubtful,
+    EngineFaulty,
+    EngineRefused,
+    EngineUnavailable,
+    PauseMode,
+)
+from astraflow_raas.engine.changed_elements import LOADER, ChangedOrders
 from astraflow_raas.engine.http import HttpEngine
+from astraflow_weights.codec.tensors import TensorSpec
+from astraflow_weights.mirror.changes import ChangedElements
+from astraflow_weights.mirror.checkpoint import create_weights_file
 from support import misbehaving_engine as bad
 from support.misbehaving_engine import MisbehavingEngine, Misbehaviour
 from support.raas_parts import generate_call
@@ -62,7 +77,7 @@ async def test_a_call_is_sent_in_sglangs_words(engine: HttpEngine, server: Misbe
     assert body["rid"] == ["r0", "r1"]
     assert body["input_ids"] == [[5, 6], [5, 6]]
     assert body["return_logprob"] is True
-    assert body["extra_key"] == "4"
+    assert body["extra_key"].endswith("-4")
     assert [params["sampling_seed"] for params in body["sampling_params"]] == [42, 43]
     assert "routed_dp_rank" not in body
     # Zero candidates mean all of them; SGLang says -1.
@@ -153,6 +168,66 @@ async def test_a_swap_pauses_in_place_loads_asks_and_continues(
     ]
 
 
+def straddling(exchange: bad.Exchange) -> None:
+    """An answer that was under way when version 4 became 5."""
+    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 3}]
+    exchange.answer[0]["meta_info"]["weight_versions"] = spans
+
+
+async def swapped_while_running(
+    engine: HttpEngine, server: MisbehavingEngine, running: PauseMode
+) -> tuple[VersionSpan, ...]:
+    """The spans of a call that ran when version 5 was loaded."""
+
+    async def swap_meanwhile(exchange: bad.Exchange) -> None:
+        await engine.swap(model_dir=V5, version=5, running=running)
+        straddling(exchange)
+        await exchange.send()
+
+    server.next("/generate", swap_meanwhile)
+    (generation,) = await engine.generate([CALL])
+    return generation.spans
+
+
+async def test_retracted_calls_find_no_older_prefix_and_their_spans_say_so(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    spans = await swapped_while_running(engine, server, PauseMode.RETRACT)
+    assert spans == (VersionSpan(0, 1, 4), VersionSpan(1, 3, 5, recomputed=True))
+    assert server.paths[1:] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/flush_cache",
+        "/continue_generation",
+    ]
+    assert server.asked[1][1] == {"mode": "retract"}
+
+
+async def test_a_cache_that_was_not_flushed_is_not_called_computed_anew(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    async def refuse(exchange: bad.Exchange) -> None:
+        exchange.status = 400
+        await exchange.send()
+
+    server.next("/flush_cache", refuse)
+    spans = await swapped_while_running(engine, server, PauseMode.RETRACT)
+    assert [span.recomputed for span in spans] == [False, False]
+    assert not server.paused
+
+
+async def test_a_repair_ends_running_calls_and_the_prefixes_of_its_version(
+    engine: HttpEngine, server: MisbehavingEngine
+) -> None:
+    await engine.generate([CALL])
+    await engine.swap(model_dir=V5, version=4, running=PauseMode.ABORT)
+    await engine.generate([CALL])
+    before, after = (body["extra_key"] for path, body in server.asked if path == "/generate")
+    assert server.asked[1] == ("/pause_generation", {"mode": "abort"})
+    assert before != after
+
+
 async def swap_begun(engine: HttpEngine, server: MisbehavingEngine) -> "asyncio.Task[None]":
     """A swap that waits for the engine to load."""
     server.may_update.clear()
@@ -171,7 +246,7 @@ async def test_calls_made_during_a_swap_wait_and_never_share_prefixes_with_older
     server.may_update.set()
     await asyncio.gather(swapping, calling)
     assert server.asked[-1][0] == "/generate"
-    assert server.asked[-1][1]["extra_key"] == "5"
+    assert server.asked[-1][1]["extra_key"].endswith("-5")
 
 
 async def test_a_cancelled_swap_never_leaves_the_engine_paused(
@@ -299,3 +374,112 @@ async def test_only_a_numbered_version_counts_as_ours(
 async def test_calls_are_aborted_by_their_id(engine: HttpEngine, server: MisbehavingEngine) -> None:
     await engine.abort(["r1", "r2"])
     assert server.asked == [("/abort_request", {"rid": "r1"}), ("/abort_request", {"rid": "r2"})]
+
+
+@dataclass
+class Changing:
+    """A client of an engine that was started with the loader, and a mirror that changed from version 4 to 5."""
+
+    engine: HttpEngine
+    orders: ChangedOrders
+    mirror: Path
+    changes: ChangedElements
+
+    async def swap(self, **changes: PauseMode) -> None:
+        await self.engine.swap(model_dir=self.mirror, version=5, changes=self.changes, **changes)
+
+
+@pytest.fixture
+async def changing(server: MisbehavingEngine, tmp_path: Path) -> AsyncIterator[Changing]:
+    server.server_info = {"custom_weight_loader": [LOADER]}
+    create_weights_file(tmp_path / "model.safetensors", [TensorSpec(name="w", dtype="bfloat16", shape=(4,))])
+    orders = ChangedOrders(tmp_path / "orders")
+    engine = HttpEngine(server.url, orders=orders)
+    await engine.introduce()
+    await engine.served_version()
+    changes = ChangedElements(base_version=4, version=5, positions={"w": np.array([1], np.uint32)})
+    yield Changing(engine, orders, tmp_path, changes)
+    await engine.close()
+
+
+def carried_out(server: MisbehavingEngine, folder: Path, **outcome: object) -> None:
+    """What the loader in the engine does, to the next order."""
+
+    async def carry_out(exchange: bad.Exchange) -> None:
+        nonce = json.loads((folder / "order.json").read_text())["nonce"]
+        (folder / "outcome-0.json").write_text(json.dumps({"nonce": nonce, **outcome}))
+        server.version = exchange.body["weight_version"]
+        await exchange.send()
+
+    server.next(TENSORS, carry_out)
+
+
+TENSORS, DISK = "/update_weights_from_tensor", "/update_weights_from_disk"
+
+
+async def test_changed_elements_take_the_place_of_a_whole_load(
+    server: MisbehavingEngine, changing: Changing, tmp_path: Path
+) -> None:
+    carried_out(server, tmp_path / "orders", written=1, whole=0)
+    await changing.swap()
+    assert DISK not in server.paths
+    (body,) = [body for path, body in server.asked if path == TENSORS]
+    assert (body["load_format"], body["weight_version"], body["flush_cache"]) == (LOADER, "5", False)
+    assert pickle.loads(b64decode(body["serialized_named_tensors"][0])) == []
+    assert server.paths.index("/pause_generation") < server.paths.index(TENSORS)
+
+
+async def test_an_order_that_failed_is_followed_by_a_whole_load_in_the_same_pause_and_is_the_last(
+    server: MisbehavingEngine, changing: Changing, tmp_path: Path
+) -> None:
+    carried_out(server, tmp_path / "orders", error="no plain copy")
+    with structlog.testing.capture_logs() as logs:
+        await changing.swap()
+    assert [line["reason"] for line in logs if line["event"] == "engine.whole_loads"] == [
+        "rank 0: no plain copy"
+    ]
+    assert server.paths.count("/pause_generation") == server.paths.count(DISK) == 1
+    await changing.swap()
+    assert server.paths.count(TENSORS) == 1
+
+
+@pytest.mark.parametrize(
+    "how", [bad.reset, bad.says(500, "CUDA error"), bad.says(400, "unknown load_format")]
+)
+async def test_an_order_whose_end_is_not_known_is_followed_by_a_whole_load(
+    server: MisbehavingEngine, changing: Changing, how: Misbehaviour
+) -> None:
+    server.next(TENSORS, how)
+    await changing.swap()
+    assert server.paths.count(DISK) == 1
+
+
+async def test_a_repair_and_changes_of_another_version_load_the_whole(
+    server: MisbehavingEngine, changing: Changing
+) -> None:
+    changing.changes = replace(changing.changes, base_version=3)
+    await changing.swap()
+    await changing.swap(running=PauseMode.ABORT)
+    assert (TENSORS in server.paths, server.paths.count(DISK)) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({"custom_weight_loader": None}, "not started with --custom-weight-loader"),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}, "2 data-parallel ranks"),
+        ({"quantization": "fp8"}, "it quantises"),
+        ({"speculative_algorithm": "EAGLE"}, "a draft model"),
+        ({"pp_size": 2}, "pipeline parallel"),
+    ],
+)
+async def test_an_engine_that_cannot_load_changes_says_so_once_and_loads_the_whole(
+    server: MisbehavingEngine, changing: Changing, info: dict[str, object], why: str
+) -> None:
+    server.server_info |= info
+    with structlog.testing.capture_logs() as logs:
+        await changing.engine.introduce()
+        await changing.swap()
+    (said,) = [line["reason"] for line in logs if line["event"] == "engine.whole_loads"]
+    assert why in said
+    assert (TENSORS in server.paths, server.paths.count(DISK)) == (False, 1)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from astraflow_raas.engine.base import Arithmetic
 from astraflow_raas.engine.server_info import EngineUnsuitable, read_server_info
 
 STATE = {"effective_max_running_requests_per_dp": 64}
@@ -16,6 +17,21 @@ SGLANG: dict[str, object] = {
 def test_a_supported_release_says_how_much_it_takes(version: str) -> None:
     info = read_server_info(SGLANG | {"version": version}, where="it")
     assert (info.slots_per_rank, info.num_ranks, info.is_embedded) == (60, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, Arithmetic.HALF),
+        ({"dtype": "auto", "kv_cache_dtype": "auto", "quantization": None}, Arithmetic.HALF),
+        ({"dtype": "float32"}, Arithmetic.FLOAT32),
+        ({"quantization": "fp8"}, Arithmetic.QUANTIZED),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}, Arithmetic.QUANTIZED),
+        ({"engine": "astraflow"}, Arithmetic.FLOAT32),
+    ],
+)
+def test_it_says_how_exactly_it_computes(changes: dict[str, object], expected: Arithmetic) -> None:
+    assert read_server_info(SGLANG | changes, where="it").arithmetic is expected
 
 
 def test_the_embedded_engine_has_no_release_and_overlaps_nothing() -> None:

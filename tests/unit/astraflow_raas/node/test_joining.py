@@ -29,7 +29,7 @@ async def test_the_run_is_found_with_its_recipe(client: AsyncClient) -> None:
 async def test_a_node_joins_with_places_for_episodes(server: RunningServer, client: AsyncClient) -> None:
     settings = NodeSettings(join=server.address, engine="http://10.0.0.7:30000", max_concurrent_tasks=3)
     found = await find_run(client, "", patience_s=5.0)
-    request = join_request(found, settings, node_id="node-1", incarnation=1)
+    request = join_request(found, settings, node_id="node-1", incarnation=1, hardware="2 × Any CPU")
     await join_run(client, request, patience_s=5.0)
     (joined,) = server.script.joins
     # Three tasks of four episodes: an evaluation task has one.
@@ -88,7 +88,7 @@ async def test_what_waiting_cannot_mend_is_said_at_once(
 async def test_a_name_in_use_is_refused_with_the_remedy(server: RunningServer, client: AsyncClient) -> None:
     settings = NodeSettings(join=server.address)
     found = await find_run(client, "", patience_s=5.0)
-    request = join_request(found, settings, node_id="node-1", incarnation=1)
+    request = join_request(found, settings, node_id="node-1", incarnation=1, hardware="2 × Any CPU")
     server.script.join_error = errors.FencedError("node-1 joined with a newer incarnation")
     with pytest.raises(errors.FencedError, match="newer incarnation; choose another --node-id"):
         await join_run(client, request, patience_s=5.0)

@@ -11,7 +11,8 @@ import structlog.testing
 
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineUnavailable
+from astraflow_raas.engine.base import EngineDoubtful, EngineFaulty, EngineUnavailable, PauseMode
+from astraflow_raas.policies.canary import WeightsDiffer
 from astraflow_raas.policies.mirror_source import MirrorSource
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -20,11 +21,14 @@ from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.probe import Probe, ProbeAnswer
 from support.fake_engine import FakeEngine
 from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually
 from support.weight_models import POLICY, RUN, make_model, same_model, trained
+
+ANSWER = ProbeAnswer(prompt_ids=(5, 6), token_ids=(11, 12), logprobs=(-0.5, -0.25), margins=(3.0, 2.0))
 
 
 @dataclass
@@ -33,12 +37,13 @@ class Trainer:
 
     publisher: ModelPublisher
     models: list[Model] = field(default_factory=list)
+    probe: Probe | None = None
 
     def publish(self) -> version_pb2.Version:
         """Commit the next version and return its announcement."""
         step = len(self.models)
         self.models.append(trained(self.models[-1], step) if self.models else make_model())
-        made = self.publisher.publish(self.models[-1], step=step)
+        made = self.publisher.publish(self.models[-1], step=step, probe=self.probe)
         return version_pb2.Version(policy_id=POLICY, version=step, manifest_sha256=made.manifest_sha256)
 
 
@@ -295,6 +300,63 @@ async def test_an_engine_that_does_not_prove_its_new_weights_samples_nothing_mor
     assert (serving.policy.version, serving.engine.version) == (1, 1)
 
 
+@pytest.fixture
+def proving(serving: Setup) -> Setup:
+    """The next versions say what they answer, and the engine answers that, except when it loaded something else."""
+    serving.trainer.probe = serving.engine.probe = (ANSWER,)
+    return serving
+
+
+async def test_an_engine_that_answers_otherwise_than_its_weights_is_given_them_again(proving: Setup) -> None:
+    proving.engine.num_wrong_loads = 1
+    with structlog.testing.capture_logs() as logs:
+        await proving.serve(proving.trainer.publish())
+    # Calls that sampled with those weights are made again, and it is over.
+    assert proving.engine.paused == [PauseMode.IN_PLACE, PauseMode.ABORT]
+    assert [version for _, version in proving.engine.swaps] == [1, 1]
+    assert "token 0 is 3, expected 11" in next(
+        entry["message"] for entry in logs if entry["event"] == "engine.weights_differ"
+    )
+    assert proving.sync.fault is None
+    assert not proving.engine.closed
+
+
+async def test_one_that_loads_the_wrong_weights_twice_is_replaced_and_reported_until_another_proves_itself(
+    proving: Setup,
+) -> None:
+    proving.engine.num_wrong_loads = 2
+    proving.announce_next()
+    await eventually(lambda: proving.engine.closed, what="nobody samples with it")
+    with pytest.raises(EngineDoubtful, match="loaded again: "):
+        proving.policy.engines[0].require_trust()
+    await eventually(lambda: proving.source.version == 1, what="the mirror is compared again")
+    fault = proving.sync.fault
+    assert fault is not None
+    assert (fault.policy_id, fault.version) == (POLICY, 1)
+    assert "does not answer as its weights do" in fault.problem
+    proving.engine = FakeEngine(version=1, probe=(ANSWER,))
+    await proving.sync.prove(proving.engine, version=1)
+    assert proving.sync.fault is None
+
+
+async def test_a_failed_second_load_also_takes_the_engine_out(proving: Setup) -> None:
+    proving.engine.num_wrong_loads = 1
+    proving.engine.swap_faults = [None, EngineUnavailable("it ended")]
+    proving.announce_next()
+    await eventually(lambda: proving.engine.closed, what="nobody samples with it")
+    assert proving.policy.engines[0].engine is None
+
+
+async def test_an_unanswered_proof_does_not_end_the_report(proving: Setup) -> None:
+    await proving.serve(proving.trainer.publish())
+    wrong = FakeEngine(version=1, probe=(ANSWER,), holds_wrong=True)
+    with pytest.raises(WeightsDiffer):
+        await proving.sync.prove(wrong, version=1)
+    wrong.canary_fault = EngineUnavailable("no answer in time")
+    await proving.sync.prove(wrong, version=1)
+    assert proving.sync.fault is not None
+
+
 async def test_an_engine_that_could_not_be_asked_for_its_proof_goes_on(serving: Setup) -> None:
     serving.engine.canary_fault = EngineUnavailable("no answer in time")
     await serving.serve(serving.trainer.publish())
@@ -391,3 +453,14 @@ async def test_a_restarted_node_finds_its_mirror_and_fetches_nothing(setup: Setu
     assert again.version == 0
     assert again.fetch(announced) == tmp_path / "mirror" / "checkpoint"
     assert again.counts.fetched_bytes == 0
+
+
+async def test_a_report_ends_with_the_proof_of_the_engine_that_it_is_about(proving: Setup) -> None:
+    await proving.serve(proving.trainer.publish())
+    wrong, right = (FakeEngine(version=1, probe=(ANSWER,), holds_wrong=wrong) for wrong in (True, False))
+    with pytest.raises(WeightsDiffer):
+        await proving.sync.prove(wrong, version=1, number=2)
+    await proving.sync.prove(right, version=1, number=1)
+    assert proving.sync.fault is not None
+    await proving.sync.prove(right, version=1, number=2)
+    assert proving.sync.fault is None

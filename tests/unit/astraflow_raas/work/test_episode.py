@@ -87,6 +87,13 @@ def test_versions_in_the_header_come_from_spans_that_hold_a_trainable_token() ->
     assert (header.min_version, header.max_version) == (4, 5)
 
 
+def test_a_span_says_that_its_prefix_was_computed_anew() -> None:
+    spans = (VersionSpan(2, 3, 8), VersionSpan(3, 4, 9, recomputed=True))
+    message = build(replace(GOOD, version_spans=spans)).trajectories[0]
+    sent = trajectory_pb2.Trajectory.FromString(message.body).version_spans
+    assert [span.recomputed for span in sent] == [False, True]
+
+
 def test_metrics_of_a_trajectory_are_named_after_its_policy_and_unusable_ones_are_left_out() -> None:
     broken = replace(GOOD, metrics={"length": 2.0, "speed": math.nan})
     assert dict(build(broken).metrics) == {"turns": 1.0, "solver.length": 2.0}

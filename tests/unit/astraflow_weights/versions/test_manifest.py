@@ -10,6 +10,7 @@ from astraflow.weights.v1 import manifest_pb2
 from astraflow_weights.codec.digest import model_root, sha256
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.versions import manifest as entries
+from astraflow_weights.versions.probe import ProbeAnswer
 from support.log_records import TENSORS, added_path, fence, manifest
 from support.weight_models import KEYS
 
@@ -30,6 +31,8 @@ MANIFEST = manifest(
     learning_rate=1e-6,
     created_time_s=1_700_000_000.25,
 )
+ANSWER = ProbeAnswer(prompt_ids=(5, 1), token_ids=(7, 0), logprobs=(-0.1, -2.5), margins=(0.0, 1 / 3))
+PROBE = (ANSWER, replace(ANSWER, prompt_ids=(9,)))
 FENCE = replace(fence(0, epoch=4), created_time_s=1_700_000_000.5)
 
 
@@ -38,6 +41,7 @@ FENCE = replace(fence(0, epoch=4), created_time_s=1_700_000_000.5)
     [
         MANIFEST,
         replace(MANIFEST, snapshot=None),
+        replace(MANIFEST, probe=PROBE),
         replace(MANIFEST, deltas=(), learning_rate=None, assets=()),
         replace(MANIFEST, version=0, parent_version=None, deltas=()),
         FENCE,

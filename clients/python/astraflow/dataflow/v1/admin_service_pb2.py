@@ -27,13 +27,14 @@ from astraflow.dataflow.v1 import run_pb2 as astraflow_dot_dataflow_dot_v1_dot_r
 from astraflow.dataflow.v1 import trace_pb2 as astraflow_dot_dataflow_dot_v1_dot_trace__pb2
 from astraflow.dataflow.v1 import version_pb2 as astraflow_dot_dataflow_dot_v1_dot_version__pb2
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
+from astraflow.rollout.v1 import engine_load_pb2 as astraflow_dot_rollout_dot_v1_dot_engine__load__pb2
 from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_task__pb2
 from astraflow.server.v1 import server_info_pb2 as astraflow_dot_server_dot_v1_dot_server__info__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/admin_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/account.proto\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a!astraflow/dataflow/v1/trace.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a%astraflow/server/v1/server_info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x1f\n\rStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x10StalenessSummary\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03p99\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x04\"\xab\x03\n\x0cPolicyStatus\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x1a\n\x12last_finished_step\x18\x03 \x01(\x04\x12\x15\n\rtrainer_epoch\x18\x04 \x01(\x04\x12\x1a\n\x12outstanding_groups\x18\x05 \x01(\x04\x12\x14\n\x0cready_groups\x18\x06 \x01(\x04\x12\x1a\n\x12unpublished_groups\x18\x07 \x01(\x04\x12\x12\n\nacceptance\x18\x08 \x01(\x01\x12\x0e\n\x06\x63redit\x18\t \x01(\x04\x12:\n\tstaleness\x18\n \x01(\x0b\x32\'.astraflow.dataflow.v1.StalenessSummary\x12\x1e\n\x16recent_training_reward\x18\x0b \x01(\x01\x12\x1e\n\x16no_credit_trajectories\x18\x0c \x01(\x04\x12\x14\n\x0c\x63redit_error\x18\r \x01(\x03\x12\x0e\n\x06\x66rozen\x18\x0e \x01(\x08\x12\x10\n\x08\x65xternal\x18\x0f \x01(\x08\"\xd8\x04\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08restarts\x18\x02 \x01(\r\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x10\n\x08\x65pisodes\x18\x04 \x01(\x04\x12\x14\n\x0ctrajectories\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12P\n\x10serving_versions\x18\x07 \x03(\x0b\x32\x36.astraflow.dataflow.v1.NodeStatus.ServingVersionsEntry\x12\x32\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x11\n\tconnected\x18\n \x01(\x08\x12\x13\n\x0bincarnation\x18\x0b \x01(\x04\x12\x0e\n\x06region\x18\x0c \x01(\t\x12\x0c\n\x04pool\x18\r \x01(\t\x12\x0f\n\x07\x65ngines\x18\x0e \x03(\t\x12\x1c\n\x14max_concurrent_tasks\x18\x0f \x01(\r\x12\x17\n\x0f\x65ngine_restarts\x18\x10 \x01(\r\x12\x14\n\x0c\x64rain_reason\x18\x11 \x01(\t\x12-\n\tjoin_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\rweight_faults\x18\x13 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFault\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"D\n\nRoleResult\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x01\"\xf1\x03\n\nEvaluation\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x04\x12\x13\n\x0bnum_planned\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\r\n\x05\x66inal\x18\x07 \x01(\x08\x12\x31\n\rcomplete_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\revaluation_id\x18\t \x01(\t\x12\x41\n\x08versions\x18\n \x03(\x0b\x32/.astraflow.dataflow.v1.Evaluation.VersionsEntry\x12\x30\n\x05roles\x18\x0b \x03(\x0b\x32!.astraflow.dataflow.v1.RoleResult\x12?\n\x07metrics\x18\x0c \x03(\x0b\x32..astraflow.dataflow.v1.Evaluation.MetricsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc1\x01\n\x04Wait\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x32\n\x0fwaited_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nsince_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0breleased_by\x18\x07 \x01(\t\"\xf3\x02\n\x0eStatusResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\x0ctrajectories\x18\x03 \x01(\x0b\x32(.astraflow.dataflow.v1.TrajectoryAccount\x12\x35\n\x08policies\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.PolicyStatus\x12\x30\n\x05nodes\x18\x05 \x03(\x0b\x32!.astraflow.dataflow.v1.NodeStatus\x12\x36\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12*\n\x05waits\x18\x07 \x03(\x0b\x32\x1b.astraflow.dataflow.v1.Wait\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x08 \x01(\x04\"q\n\x18\x41\x64minServiceWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x45\n\x11interval_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\xfa\xf3\x18\x0b\t\x9a\x99\x99\x99\x99\x99\xb9?P\x01\"c\n\x19\x41\x64minServiceWatchResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.astraflow.dataflow.v1.StatusResponse\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\"-\n\nWhyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\"\xa9\x01\n\x0bWhyResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12*\n\x05waits\x18\x03 \x03(\x0b\x32\x1b.astraflow.dataflow.v1.Wait\x12.\n\x04task\x18\x04 \x01(\x0b\x32 .astraflow.dataflow.v1.TaskTrace\"Z\n\x10ListNodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\tpage_size\x18\x02 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x11ListNodesResponse\x12\x30\n\x05nodes\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.NodeStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"Z\n\x10\x44rainNodeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12%\n\x06reason\x18\x03 \x01(\tB\x15\xfa\xf3\x18\x11J\x0f[a-z0-9_]{0,64}\"6\n\x11\x44rainNodeResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\x12\x11\n\tconnected\x18\x02 \x01(\x08\"\xfe\x01\n\nDeadLetter\x12\x16\n\x0e\x64\x65\x61\x64_letter_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x04task\x18\x08 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x13\n\x0bpayload_ref\x18\t \x01(\t\x12\x15\n\revaluation_id\x18\n \x01(\t\"\x99\x01\n\x16ListDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\tpage_size\x18\x02 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x7f@P\x01\x12\x34\n\npage_token\x18\x03 \x01(\tB \xfa\xf3\x18\x1cJ\x1a([0-9]{1,20}-[0-9]{1,20})?\x12\x15\n\rinclude_tasks\x18\x04 \x01(\x08\"z\n\x17ListDeadLettersResponse\x12\x37\n\x0c\x64\x65\x61\x64_letters\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.DeadLetter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\r\n\x05total\x18\x03 \x01(\x04\"f\n\x19RequeueDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0f\x64\x65\x61\x64_letter_ids\x18\x02 \x03(\tB \xfa\xf3\x18\x1c@\xf4\x03J\x17[0-9]{1,20}-[0-9]{1,20}\"M\n\x1aRequeueDeadLettersResponse\x12\x10\n\x08requeued\x18\x01 \x01(\r\x12\x0f\n\x07unknown\x18\x02 \x01(\r\x12\x0c\n\x04kept\x18\x03 \x01(\r\"d\n\x17PurgeDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0f\x64\x65\x61\x64_letter_ids\x18\x02 \x03(\tB \xfa\xf3\x18\x1c@\xf4\x03J\x17[0-9]{1,20}-[0-9]{1,20}\"*\n\x18PurgeDeadLettersResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\"#\n\x11PoolReportRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"I\n\x08PoolLoad\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\"\\\n\x12PoolReportResponse\x12.\n\x05pools\x18\x01 \x03(\x0b\x32\x1f.astraflow.dataflow.v1.PoolLoad\x12\x16\n\x0eleasable_tasks\x18\x02 \x01(\r2\xcf\t\n\x0c\x41\x64minService\x12u\n\rGetServerInfo\x12+.astraflow.dataflow.v1.GetServerInfoRequest\x1a,.astraflow.dataflow.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12\x63\n\x06Status\x12$.astraflow.dataflow.v1.StatusRequest\x1a%.astraflow.dataflow.v1.StatusResponse\"\x0c\xca\xf3\x18\x04\x03\x04\x02\x01\xd0\xf3\x18\x01\x12x\n\x05Watch\x12/.astraflow.dataflow.v1.AdminServiceWatchRequest\x1a\x30.astraflow.dataflow.v1.AdminServiceWatchResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12X\n\x03Why\x12!.astraflow.dataflow.v1.WhyRequest\x1a\".astraflow.dataflow.v1.WhyResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12k\n\tListNodes\x12\'.astraflow.dataflow.v1.ListNodesRequest\x1a(.astraflow.dataflow.v1.ListNodesResponse\"\x0b\xca\xf3\x18\x03\x02\x03\x04\xd0\xf3\x18\x01\x12i\n\tDrainNode\x12\'.astraflow.dataflow.v1.DrainNodeRequest\x1a(.astraflow.dataflow.v1.DrainNodeResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12|\n\x0fListDeadLetters\x12-.astraflow.dataflow.v1.ListDeadLettersRequest\x1a..astraflow.dataflow.v1.ListDeadLettersResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12\x84\x01\n\x12RequeueDeadLetters\x12\x30.astraflow.dataflow.v1.RequeueDeadLettersRequest\x1a\x31.astraflow.dataflow.v1.RequeueDeadLettersResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12~\n\x10PurgeDeadLetters\x12..astraflow.dataflow.v1.PurgeDeadLettersRequest\x1a/.astraflow.dataflow.v1.PurgeDeadLettersResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12m\n\nPoolReport\x12(.astraflow.dataflow.v1.PoolReportRequest\x1a).astraflow.dataflow.v1.PoolReportResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)astraflow/dataflow/v1/admin_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/account.proto\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a!astraflow/dataflow/v1/trace.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a%astraflow/server/v1/server_info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x1f\n\rStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x10StalenessSummary\x12\x0b\n\x03p50\x18\x01 \x01(\x01\x12\x0b\n\x03p99\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x04\"\xc6\x03\n\x0cPolicyStatus\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x1a\n\x12last_finished_step\x18\x03 \x01(\x04\x12\x15\n\rtrainer_epoch\x18\x04 \x01(\x04\x12\x1a\n\x12outstanding_groups\x18\x05 \x01(\x04\x12\x14\n\x0cready_groups\x18\x06 \x01(\x04\x12\x1a\n\x12unpublished_groups\x18\x07 \x01(\x04\x12\x12\n\nacceptance\x18\x08 \x01(\x01\x12\x0e\n\x06\x63redit\x18\t \x01(\x04\x12:\n\tstaleness\x18\n \x01(\x0b\x32\'.astraflow.dataflow.v1.StalenessSummary\x12\x1e\n\x16recent_training_reward\x18\x0b \x01(\x01\x12\x1e\n\x16no_credit_trajectories\x18\x0c \x01(\x04\x12\x14\n\x0c\x63redit_error\x18\r \x01(\x03\x12\x0e\n\x06\x66rozen\x18\x0e \x01(\x08\x12\x10\n\x08\x65xternal\x18\x0f \x01(\x08\x12\x19\n\x11waits_for_turn_of\x18\x10 \x01(\t\"\xa1\x07\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08restarts\x18\x02 \x01(\r\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x10\n\x08\x65pisodes\x18\x04 \x01(\x04\x12\x14\n\x0ctrajectories\x18\x05 \x01(\x04\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12P\n\x10serving_versions\x18\x07 \x03(\x0b\x32\x36.astraflow.dataflow.v1.NodeStatus.ServingVersionsEntry\x12\x32\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x11\n\tconnected\x18\n \x01(\x08\x12\x13\n\x0bincarnation\x18\x0b \x01(\x04\x12\x0e\n\x06region\x18\x0c \x01(\t\x12\x0c\n\x04pool\x18\r \x01(\t\x12\x0f\n\x07\x65ngines\x18\x0e \x03(\t\x12\x1c\n\x14max_concurrent_tasks\x18\x0f \x01(\r\x12\x17\n\x0f\x65ngine_restarts\x18\x10 \x01(\r\x12\x14\n\x0c\x64rain_reason\x18\x11 \x01(\t\x12-\n\tjoin_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\rweight_faults\x18\x13 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFault\x12\x10\n\x08hardware\x18\x14 \x01(\t\x12\x1b\n\x0eprice_per_hour\x18\x15 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x63redits\x18\x16 \x01(\r\x12\x14\n\x0cmax_episodes\x18\x17 \x01(\r\x12\x12\n\nbounded_by\x18\x18 \x01(\t\x12\x36\n\x0c\x65ngine_loads\x18\x19 \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoad\x12\x14\n\x0ctokens_per_s\x18\x1a \x01(\x01\x12H\n\x0cversion_lags\x18\x1b \x03(\x0b\x32\x32.astraflow.dataflow.v1.NodeStatus.VersionLagsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x32\n\x10VersionLagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x11\n\x0f_price_per_hour\"D\n\nRoleResult\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x01\"\xf1\x03\n\nEvaluation\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x04\x12\x13\n\x0bnum_planned\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\r\n\x05\x66inal\x18\x07 \x01(\x08\x12\x31\n\rcomplete_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\revaluation_id\x18\t \x01(\t\x12\x41\n\x08versions\x18\n \x03(\x0b\x32/.astraflow.dataflow.v1.Evaluation.VersionsEntry\x12\x30\n\x05roles\x18\x0b \x03(\x0b\x32!.astraflow.dataflow.v1.RoleResult\x12?\n\x07metrics\x18\x0c \x03(\x0b\x32..astraflow.dataflow.v1.Evaluation.MetricsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc1\x01\n\x04Wait\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x32\n\x0fwaited_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nsince_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0breleased_by\x18\x07 \x01(\t\"\xf3\x02\n\x0eStatusResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12>\n\x0ctrajectories\x18\x03 \x01(\x0b\x32(.astraflow.dataflow.v1.TrajectoryAccount\x12\x35\n\x08policies\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.PolicyStatus\x12\x30\n\x05nodes\x18\x05 \x03(\x0b\x32!.astraflow.dataflow.v1.NodeStatus\x12\x36\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12*\n\x05waits\x18\x07 \x03(\x0b\x32\x1b.astraflow.dataflow.v1.Wait\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x08 \x01(\x04\"q\n\x18\x41\x64minServiceWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x45\n\x11interval_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\xfa\xf3\x18\x0b\t\x9a\x99\x99\x99\x99\x99\xb9?P\x01\"c\n\x19\x41\x64minServiceWatchResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.astraflow.dataflow.v1.StatusResponse\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\"-\n\nWhyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\"\xa9\x01\n\x0bWhyResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12*\n\x05waits\x18\x03 \x03(\x0b\x32\x1b.astraflow.dataflow.v1.Wait\x12.\n\x04task\x18\x04 \x01(\x0b\x32 .astraflow.dataflow.v1.TaskTrace\"Z\n\x10ListNodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\tpage_size\x18\x02 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x11ListNodesResponse\x12\x30\n\x05nodes\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.NodeStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"Z\n\x10\x44rainNodeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12%\n\x06reason\x18\x03 \x01(\tB\x15\xfa\xf3\x18\x11J\x0f[a-z0-9_]{0,64}\"6\n\x11\x44rainNodeResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\x12\x11\n\tconnected\x18\x02 \x01(\x08\"\xfe\x01\n\nDeadLetter\x12\x16\n\x0e\x64\x65\x61\x64_letter_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x04task\x18\x08 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x13\n\x0bpayload_ref\x18\t \x01(\t\x12\x15\n\revaluation_id\x18\n \x01(\t\"\x99\x01\n\x16ListDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\tpage_size\x18\x02 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x7f@P\x01\x12\x34\n\npage_token\x18\x03 \x01(\tB \xfa\xf3\x18\x1cJ\x1a([0-9]{1,20}-[0-9]{1,20})?\x12\x15\n\rinclude_tasks\x18\x04 \x01(\x08\"z\n\x17ListDeadLettersResponse\x12\x37\n\x0c\x64\x65\x61\x64_letters\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.DeadLetter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\r\n\x05total\x18\x03 \x01(\x04\"f\n\x19RequeueDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0f\x64\x65\x61\x64_letter_ids\x18\x02 \x03(\tB \xfa\xf3\x18\x1c@\xf4\x03J\x17[0-9]{1,20}-[0-9]{1,20}\"M\n\x1aRequeueDeadLettersResponse\x12\x10\n\x08requeued\x18\x01 \x01(\r\x12\x0f\n\x07unknown\x18\x02 \x01(\r\x12\x0c\n\x04kept\x18\x03 \x01(\r\"d\n\x17PurgeDeadLettersRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0f\x64\x65\x61\x64_letter_ids\x18\x02 \x03(\tB \xfa\xf3\x18\x1c@\xf4\x03J\x17[0-9]{1,20}-[0-9]{1,20}\"*\n\x18PurgeDeadLettersResponse\x12\x0e\n\x06purged\x18\x01 \x01(\x04\"#\n\x11PoolReportRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"I\n\x08PoolLoad\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\"\\\n\x12PoolReportResponse\x12.\n\x05pools\x18\x01 \x03(\x0b\x32\x1f.astraflow.dataflow.v1.PoolLoad\x12\x16\n\x0eleasable_tasks\x18\x02 \x01(\r2\xcf\t\n\x0c\x41\x64minService\x12u\n\rGetServerInfo\x12+.astraflow.dataflow.v1.GetServerInfoRequest\x1a,.astraflow.dataflow.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12\x63\n\x06Status\x12$.astraflow.dataflow.v1.StatusRequest\x1a%.astraflow.dataflow.v1.StatusResponse\"\x0c\xca\xf3\x18\x04\x03\x04\x02\x01\xd0\xf3\x18\x01\x12x\n\x05Watch\x12/.astraflow.dataflow.v1.AdminServiceWatchRequest\x1a\x30.astraflow.dataflow.v1.AdminServiceWatchResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12X\n\x03Why\x12!.astraflow.dataflow.v1.WhyRequest\x1a\".astraflow.dataflow.v1.WhyResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12k\n\tListNodes\x12\'.astraflow.dataflow.v1.ListNodesRequest\x1a(.astraflow.dataflow.v1.ListNodesResponse\"\x0b\xca\xf3\x18\x03\x02\x03\x04\xd0\xf3\x18\x01\x12i\n\tDrainNode\x12\'.astraflow.dataflow.v1.DrainNodeRequest\x1a(.astraflow.dataflow.v1.DrainNodeResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12|\n\x0fListDeadLetters\x12-.astraflow.dataflow.v1.ListDeadLettersRequest\x1a..astraflow.dataflow.v1.ListDeadLettersResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12\x84\x01\n\x12RequeueDeadLetters\x12\x30.astraflow.dataflow.v1.RequeueDeadLettersRequest\x1a\x31.astraflow.dataflow.v1.RequeueDeadLettersResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12~\n\x10PurgeDeadLetters\x12..astraflow.dataflow.v1.PurgeDeadLettersRequest\x1a/.astraflow.dataflow.v1.PurgeDeadLettersResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12m\n\nPoolReport\x12(.astraflow.dataflow.v1.PoolReportRequest\x1a).astraflow.dataflow.v1.PoolReportResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +44,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
   _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._loaded_options = None
   _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._serialized_options = b'8\001'
+  _globals['_NODESTATUS_VERSIONLAGSENTRY']._loaded_options = None
+  _globals['_NODESTATUS_VERSIONLAGSENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATION_VERSIONSENTRY']._loaded_options = None
   _globals['_EVALUATION_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATION_METRICSENTRY']._loaded_options = None
@@ -83,68 +86,70 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINSERVICE'].methods_by_name['PurgeDeadLetters']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_ADMINSERVICE'].methods_by_name['PoolReport']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['PoolReport']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001'
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=383
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=405
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=407
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=479
-  _globals['_STATUSREQUEST']._serialized_start=481
-  _globals['_STATUSREQUEST']._serialized_end=512
-  _globals['_STALENESSSUMMARY']._serialized_start=514
-  _globals['_STALENESSSUMMARY']._serialized_end=571
-  _globals['_POLICYSTATUS']._serialized_start=574
-  _globals['_POLICYSTATUS']._serialized_end=1001
-  _globals['_NODESTATUS']._serialized_start=1004
-  _globals['_NODESTATUS']._serialized_end=1604
-  _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._serialized_start=1550
-  _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._serialized_end=1604
-  _globals['_ROLERESULT']._serialized_start=1606
-  _globals['_ROLERESULT']._serialized_end=1674
-  _globals['_EVALUATION']._serialized_start=1677
-  _globals['_EVALUATION']._serialized_end=2174
-  _globals['_EVALUATION_VERSIONSENTRY']._serialized_start=2079
-  _globals['_EVALUATION_VERSIONSENTRY']._serialized_end=2126
-  _globals['_EVALUATION_METRICSENTRY']._serialized_start=2128
-  _globals['_EVALUATION_METRICSENTRY']._serialized_end=2174
-  _globals['_WAIT']._serialized_start=2177
-  _globals['_WAIT']._serialized_end=2370
-  _globals['_STATUSRESPONSE']._serialized_start=2373
-  _globals['_STATUSRESPONSE']._serialized_end=2744
-  _globals['_ADMINSERVICEWATCHREQUEST']._serialized_start=2746
-  _globals['_ADMINSERVICEWATCHREQUEST']._serialized_end=2859
-  _globals['_ADMINSERVICEWATCHRESPONSE']._serialized_start=2861
-  _globals['_ADMINSERVICEWATCHRESPONSE']._serialized_end=2960
-  _globals['_WHYREQUEST']._serialized_start=2962
-  _globals['_WHYREQUEST']._serialized_end=3007
-  _globals['_WHYRESPONSE']._serialized_start=3010
-  _globals['_WHYRESPONSE']._serialized_end=3179
-  _globals['_LISTNODESREQUEST']._serialized_start=3181
-  _globals['_LISTNODESREQUEST']._serialized_end=3271
-  _globals['_LISTNODESRESPONSE']._serialized_start=3273
-  _globals['_LISTNODESRESPONSE']._serialized_end=3367
-  _globals['_DRAINNODEREQUEST']._serialized_start=3369
-  _globals['_DRAINNODEREQUEST']._serialized_end=3459
-  _globals['_DRAINNODERESPONSE']._serialized_start=3461
-  _globals['_DRAINNODERESPONSE']._serialized_end=3515
-  _globals['_DEADLETTER']._serialized_start=3518
-  _globals['_DEADLETTER']._serialized_end=3772
-  _globals['_LISTDEADLETTERSREQUEST']._serialized_start=3775
-  _globals['_LISTDEADLETTERSREQUEST']._serialized_end=3928
-  _globals['_LISTDEADLETTERSRESPONSE']._serialized_start=3930
-  _globals['_LISTDEADLETTERSRESPONSE']._serialized_end=4052
-  _globals['_REQUEUEDEADLETTERSREQUEST']._serialized_start=4054
-  _globals['_REQUEUEDEADLETTERSREQUEST']._serialized_end=4156
-  _globals['_REQUEUEDEADLETTERSRESPONSE']._serialized_start=4158
-  _globals['_REQUEUEDEADLETTERSRESPONSE']._serialized_end=4235
-  _globals['_PURGEDEADLETTERSREQUEST']._serialized_start=4237
-  _globals['_PURGEDEADLETTERSREQUEST']._serialized_end=4337
-  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_start=4339
-  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_end=4381
-  _globals['_POOLREPORTREQUEST']._serialized_start=4383
-  _globals['_POOLREPORTREQUEST']._serialized_end=4418
-  _globals['_POOLLOAD']._serialized_start=4420
-  _globals['_POOLLOAD']._serialized_end=4493
-  _globals['_POOLREPORTRESPONSE']._serialized_start=4495
-  _globals['_POOLREPORTRESPONSE']._serialized_end=4587
-  _globals['_ADMINSERVICE']._serialized_start=4590
-  _globals['_ADMINSERVICE']._serialized_end=5821
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=423
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=445
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=447
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=519
+  _globals['_STATUSREQUEST']._serialized_start=521
+  _globals['_STATUSREQUEST']._serialized_end=552
+  _globals['_STALENESSSUMMARY']._serialized_start=554
+  _globals['_STALENESSSUMMARY']._serialized_end=611
+  _globals['_POLICYSTATUS']._serialized_start=614
+  _globals['_POLICYSTATUS']._serialized_end=1068
+  _globals['_NODESTATUS']._serialized_start=1071
+  _globals['_NODESTATUS']._serialized_end=2000
+  _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._serialized_start=1875
+  _globals['_NODESTATUS_SERVINGVERSIONSENTRY']._serialized_end=1929
+  _globals['_NODESTATUS_VERSIONLAGSENTRY']._serialized_start=1931
+  _globals['_NODESTATUS_VERSIONLAGSENTRY']._serialized_end=1981
+  _globals['_ROLERESULT']._serialized_start=2002
+  _globals['_ROLERESULT']._serialized_end=2070
+  _globals['_EVALUATION']._serialized_start=2073
+  _globals['_EVALUATION']._serialized_end=2570
+  _globals['_EVALUATION_VERSIONSENTRY']._serialized_start=2475
+  _globals['_EVALUATION_VERSIONSENTRY']._serialized_end=2522
+  _globals['_EVALUATION_METRICSENTRY']._serialized_start=2524
+  _globals['_EVALUATION_METRICSENTRY']._serialized_end=2570
+  _globals['_WAIT']._serialized_start=2573
+  _globals['_WAIT']._serialized_end=2766
+  _globals['_STATUSRESPONSE']._serialized_start=2769
+  _globals['_STATUSRESPONSE']._serialized_end=3140
+  _globals['_ADMINSERVICEWATCHREQUEST']._serialized_start=3142
+  _globals['_ADMINSERVICEWATCHREQUEST']._serialized_end=3255
+  _globals['_ADMINSERVICEWATCHRESPONSE']._serialized_start=3257
+  _globals['_ADMINSERVICEWATCHRESPONSE']._serialized_end=3356
+  _globals['_WHYREQUEST']._serialized_start=3358
+  _globals['_WHYREQUEST']._serialized_end=3403
+  _globals['_WHYRESPONSE']._serialized_start=3406
+  _globals['_WHYRESPONSE']._serialized_end=3575
+  _globals['_LISTNODESREQUEST']._serialized_start=3577
+  _globals['_LISTNODESREQUEST']._serialized_end=3667
+  _globals['_LISTNODESRESPONSE']._serialized_start=3669
+  _globals['_LISTNODESRESPONSE']._serialized_end=3763
+  _globals['_DRAINNODEREQUEST']._serialized_start=3765
+  _globals['_DRAINNODEREQUEST']._serialized_end=3855
+  _globals['_DRAINNODERESPONSE']._serialized_start=3857
+  _globals['_DRAINNODERESPONSE']._serialized_end=3911
+  _globals['_DEADLETTER']._serialized_start=3914
+  _globals['_DEADLETTER']._serialized_end=4168
+  _globals['_LISTDEADLETTERSREQUEST']._serialized_start=4171
+  _globals['_LISTDEADLETTERSREQUEST']._serialized_end=4324
+  _globals['_LISTDEADLETTERSRESPONSE']._serialized_start=4326
+  _globals['_LISTDEADLETTERSRESPONSE']._serialized_end=4448
+  _globals['_REQUEUEDEADLETTERSREQUEST']._serialized_start=4450
+  _globals['_REQUEUEDEADLETTERSREQUEST']._serialized_end=4552
+  _globals['_REQUEUEDEADLETTERSRESPONSE']._serialized_start=4554
+  _globals['_REQUEUEDEADLETTERSRESPONSE']._serialized_end=4631
+  _globals['_PURGEDEADLETTERSREQUEST']._serialized_start=4633
+  _globals['_PURGEDEADLETTERSREQUEST']._serialized_end=4733
+  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_start=4735
+  _globals['_PURGEDEADLETTERSRESPONSE']._serialized_end=4777
+  _globals['_POOLREPORTREQUEST']._serialized_start=4779
+  _globals['_POOLREPORTREQUEST']._serialized_end=4814
+  _globals['_POOLLOAD']._serialized_start=4816
+  _globals['_POOLLOAD']._serialized_end=4889
+  _globals['_POOLREPORTRESPONSE']._serialized_start=4891
+  _globals['_POOLREPORTRESPONSE']._serialized_end=4983
+  _globals['_ADMINSERVICE']._serialized_start=4986
+  _globals['_ADMINSERVICE']._serialized_end=6217
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from astraflow.dataflow.v1 import account_pb2 as _account_pb2
 from astraflow.dataflow.v1 import run_pb2 as _run_pb2
 from astraflow.dataflow.v1 import trace_pb2 as _trace_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
+from astraflow.rollout.v1 import engine_load_pb2 as _engine_load_pb2
 from astraflow.rollout.v1 import task_pb2 as _task_pb2
 from astraflow.server.v1 import server_info_pb2 as _server_info_pb2
 from collections import abc as _abc
@@ -140,6 +141,7 @@ class PolicyStatus(_message.Message):
     CREDIT_ERROR_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_TURN_OF_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -166,6 +168,8 @@ class PolicyStatus(_message.Message):
     """The run does not train it: it has no trainer, no window and no evaluation, and its version stays 0."""
     external: _builtins.bool
     """It is an endpoint elsewhere, so it has no versions either."""
+    waits_for_turn_of: _builtins.str
+    """Policy whose turn it is to train, while this one waits for its own (dataflow.alternate_every_steps); else empty."""
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """Newest announced version; unset before the first."""
@@ -192,10 +196,11 @@ class PolicyStatus(_message.Message):
         credit_error: _builtins.int = ...,
         frozen: _builtins.bool = ...,
         external: _builtins.bool = ...,
+        waits_for_turn_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,6 +214,26 @@ class NodeStatus(_message.Message):
 
     @_typing.final
     class ServingVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class VersionLagsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -246,6 +271,14 @@ class NodeStatus(_message.Message):
     DRAIN_REASON_FIELD_NUMBER: _builtins.int
     JOIN_TIME_FIELD_NUMBER: _builtins.int
     WEIGHT_FAULTS_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
+    PRICE_PER_HOUR_FIELD_NUMBER: _builtins.int
+    CREDITS_FIELD_NUMBER: _builtins.int
+    MAX_EPISODES_FIELD_NUMBER: _builtins.int
+    BOUNDED_BY_FIELD_NUMBER: _builtins.int
+    ENGINE_LOADS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    VERSION_LAGS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -274,6 +307,18 @@ class NodeStatus(_message.Message):
     """Engine restarts since its start, as it reports."""
     drain_reason: _builtins.str
     """Why it must drain: the reason given to DrainNode; empty when it need not."""
+    hardware: _builtins.str
+    """What its machine is, as it says."""
+    price_per_hour: _builtins.float
+    """What an hour of it costs, as it says; unset when nobody said."""
+    credits: _builtins.int
+    """Tasks that it takes now beside the leases it holds, as it reports."""
+    max_episodes: _builtins.int
+    """Episodes that it would run at once by the load of its engines, as it reports; 0 when it does not."""
+    bounded_by: _builtins.str
+    """What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
+    tokens_per_s: _builtins.float
+    """Tokens that its engines sample per second together: the sum of `engine_loads`."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves on it, as it reports."""
@@ -293,6 +338,14 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
         """Versions that it cannot activate because their bytes are wrong, as it reports."""
+
+    @_builtins.property
+    def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:
+        """How busy its engines are, by policy, as it reports."""
+
+    @_builtins.property
+    def version_lags(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Newest announced version less the version served, of each policy that it serves; 0 when it is up to date."""
 
     def __init__(
         self,
@@ -316,12 +369,22 @@ class NodeStatus(_message.Message):
         drain_reason: _builtins.str = ...,
         join_time: _timestamp_pb2.Timestamp | None = ...,
         weight_faults: _abc.Iterable[_version_pb2.WeightFault] | None = ...,
+        hardware: _builtins.str = ...,
+        price_per_hour: _builtins.float | None = ...,
+        credits: _builtins.int = ...,
+        max_episodes: _builtins.int = ...,
+        bounded_by: _builtins.str = ...,
+        engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
+        tokens_per_s: _builtins.float = ...,
+        version_lags: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["join_time", b"join_time", "last_seen_time", b"last_seen_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "drain_reason", b"drain_reason", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "trajectories", b"trajectories", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
+    _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_hour) -> _WhichOneofReturnType__price_per_hour | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
 

@@ -288,6 +288,8 @@ class JoinRunRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_TASKS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
+    PRICE_PER_HOUR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run to join; empty means the only run."""
     node_id: _builtins.str
@@ -300,6 +302,10 @@ class JoinRunRequest(_message.Message):
     """Pool the node belongs to; empty when there is one."""
     max_concurrent_tasks: _builtins.int
     """Tasks the node can run at once."""
+    hardware: _builtins.str
+    """What the node's machine is, for people, for example `8 × NVIDIA H100 80GB HBM3`."""
+    price_per_hour: _builtins.float
+    """What an hour of the machine costs, in the one currency that the operators use; unset when nobody said."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engine kinds the node can serve, for example `astraflow_engine` or `sglang`."""
@@ -314,12 +320,16 @@ class JoinRunRequest(_message.Message):
         pool: _builtins.str = ...,
         max_concurrent_tasks: _builtins.int = ...,
         engines: _abc.Iterable[_builtins.str] | None = ...,
+        hardware: _builtins.str = ...,
+        price_per_hour: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "incarnation", b"incarnation", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "region", b"region", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "engines", b"engines", "hardware", b"hardware", "incarnation", b"incarnation", "max_concurrent_tasks", b"max_concurrent_tasks", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
+    _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_hour) -> _WhichOneofReturnType__price_per_hour | None: ...
 
 Global___JoinRunRequest: _TypeAlias = JoinRunRequest  # noqa: Y015
 

@@ -5,6 +5,7 @@ Submitting tasks and leasing them to nodes."""
 
 from astraflow.dataflow.v1 import durability_pb2 as _durability_pb2
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
+from astraflow.rollout.v1 import engine_load_pb2 as _engine_load_pb2
 from astraflow.rollout.v1 import task_pb2 as _task_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -148,6 +149,9 @@ class Credits(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     LEASES_RECEIVED_FIELD_NUMBER: _builtins.int
     WEIGHT_FAULTS_FIELD_NUMBER: _builtins.int
+    MAX_EPISODES_FIELD_NUMBER: _builtins.int
+    BOUNDED_BY_FIELD_NUMBER: _builtins.int
+    ENGINE_LOADS_FIELD_NUMBER: _builtins.int
     tasks: _builtins.int
     """Training tasks wanted."""
     tokens_sampled: _builtins.int
@@ -161,6 +165,12 @@ class Credits(_message.Message):
     what it sent since, so that leases that cross this message on the wire are not granted twice. Unset: nothing is
     subtracted.
     """
+    max_episodes: _builtins.int
+    """Episodes that the node would run at once, those it runs included: by the load of its engines, at most what the
+    recipe allows. For status; `tasks` says what it takes now.
+    """
+    bounded_by: _builtins.str
+    """What bounds `max_episodes`: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves now on this node; evaluation leases are offered only for exactly these. A policy that is
@@ -172,6 +182,10 @@ class Credits(_message.Message):
     def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
         """Versions that this node cannot activate because their bytes are wrong, now."""
 
+    @_builtins.property
+    def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:
+        """How busy the engines are, one of each policy, for status."""
+
     def __init__(
         self,
         *,
@@ -182,10 +196,13 @@ class Credits(_message.Message):
         waiting_for: _builtins.str = ...,
         leases_received: _builtins.int | None = ...,
         weight_faults: _abc.Iterable[_version_pb2.WeightFault] | None = ...,
+        max_episodes: _builtins.int = ...,
+        bounded_by: _builtins.str = ...,
+        engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "leases_received", b"leases_received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "bounded_by", b"bounded_by", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "max_episodes", b"max_episodes", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leases_received: _TypeAlias = _typing.Literal["leases_received"]  # noqa: Y015
     _WhichOneofArgType__leases_received: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received"]  # noqa: Y015

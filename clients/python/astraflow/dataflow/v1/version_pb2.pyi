@@ -34,6 +34,8 @@ class Version(_message.Message):
     DENSITY_FIELD_NUMBER: _builtins.int
     PUBLISH_TIME_FIELD_NUMBER: _builtins.int
     ROLLBACK_OF_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_OF_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_VERSION_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     version: _builtins.int
@@ -54,6 +56,12 @@ class Version(_message.Message):
     """Changed elements / elements against its parent; 0 for the initial version."""
     rollback_of: _builtins.int
     """Set for a rollback: the older version whose weights it has, bit for bit."""
+    snapshot_of: _builtins.str
+    """Set for a policy that is a snapshot: the trained policy whose version it is. Then `version` counts the draws of the
+    snapshot policy, and sequence, manifest and step are those of the version drawn.
+    """
+    snapshot_version: _builtins.int
+    """The version of `snapshot_of` that was drawn."""
     @_builtins.property
     def publish_time(self) -> _timestamp_pb2.Timestamp:
         """When it was announced, by the server's clock."""
@@ -72,10 +80,12 @@ class Version(_message.Message):
         density: _builtins.float = ...,
         publish_time: _timestamp_pb2.Timestamp | None = ...,
         rollback_of: _builtins.int | None = ...,
+        snapshot_of: _builtins.str = ...,
+        snapshot_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of", "publish_time", b"publish_time", "rollback_of", b"rollback_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of", "delta_bytes", b"delta_bytes", "density", b"density", "manifest_sha256", b"manifest_sha256", "policy_id", b"policy_id", "publish_time", b"publish_time", "rollback_of", b"rollback_of", "sequence", b"sequence", "snapshot_bytes", b"snapshot_bytes", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of", "delta_bytes", b"delta_bytes", "density", b"density", "manifest_sha256", b"manifest_sha256", "policy_id", b"policy_id", "publish_time", b"publish_time", "rollback_of", b"rollback_of", "sequence", b"sequence", "snapshot_bytes", b"snapshot_bytes", "snapshot_of", b"snapshot_of", "snapshot_version", b"snapshot_version", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rollback_of: _TypeAlias = _typing.Literal["rollback_of"]  # noqa: Y015
     _WhichOneofArgType__rollback_of: _TypeAlias = _typing.Literal["_rollback_of", b"_rollback_of"]  # noqa: Y015

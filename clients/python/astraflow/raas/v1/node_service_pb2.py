@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
+from astraflow.rollout.v1 import engine_load_pb2 as astraflow_dot_rollout_dot_v1_dot_engine__load__pb2
 from astraflow.server.v1 import server_info_pb2 as astraflow_dot_server_dot_v1_dot_server__info__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$astraflow/raas/v1/node_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/server/v1/server_info.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x0f\n\rStatusRequest\"\xb4\x02\n\x0cServedPolicy\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0emirror_version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x19\n\x11snapshots_fetched\x18\x04 \x01(\x04\x12\x16\n\x0e\x64\x65ltas_fetched\x18\x05 \x01(\x04\x12\x1e\n\x16snapshot_bytes_fetched\x18\x06 \x01(\x04\x12\x1b\n\x13\x64\x65lta_bytes_fetched\x18\x07 \x01(\x04\x12\x1d\n\x15verification_failures\x18\x08 \x01(\x04\x12\x30\n\x07\x65ngines\x18\t \x03(\x0b\x32\x1f.astraflow.raas.v1.PolicyEngineB\n\n\x08_versionB\x11\n\x0f_mirror_version\"Q\n\x0cPolicyEngine\x12\x14\n\x07version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\r\x12\x10\n\x08restarts\x18\x03 \x01(\rB\n\n\x08_version\"\xf8\x01\n\x0eStatusResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x18\n\x10\x65pisodes_running\x18\x04 \x01(\r\x12\x18\n\x10\x65pisodes_unacked\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x07 \x01(\r\x12\x31\n\x08policies\x18\x08 \x03(\x0b\x32\x1f.astraflow.raas.v1.ServedPolicy\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"\x0e\n\x0c\x44rainRequest\"\x1f\n\rDrainResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\"(\n\x13ListVersionsRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\"n\n\x0bNodeVersion\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x10\n\x08mirrored\x18\x04 \x01(\x08\x12\x18\n\x10newest_announced\x18\x05 \x01(\x08\"H\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.raas.v1.NodeVersion2\xaa\x03\n\x0bNodeService\x12m\n\rGetServerInfo\x12\'.astraflow.raas.v1.GetServerInfoRequest\x1a(.astraflow.raas.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12Y\n\x06Status\x12 .astraflow.raas.v1.StatusRequest\x1a!.astraflow.raas.v1.StatusResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12U\n\x05\x44rain\x12\x1f.astraflow.raas.v1.DrainRequest\x1a .astraflow.raas.v1.DrainResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12z\n\x0cListVersions\x12&.astraflow.raas.v1.ListVersionsRequest\x1a\'.astraflow.raas.v1.ListVersionsResponse\"\x19\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x0b\n\tNOT_FOUNDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$astraflow/raas/v1/node_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a%astraflow/server/v1/server_info.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x0f\n\rStatusRequest\"\xb4\x02\n\x0cServedPolicy\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0emirror_version\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x19\n\x11snapshots_fetched\x18\x04 \x01(\x04\x12\x16\n\x0e\x64\x65ltas_fetched\x18\x05 \x01(\x04\x12\x1e\n\x16snapshot_bytes_fetched\x18\x06 \x01(\x04\x12\x1b\n\x13\x64\x65lta_bytes_fetched\x18\x07 \x01(\x04\x12\x1d\n\x15verification_failures\x18\x08 \x01(\x04\x12\x30\n\x07\x65ngines\x18\t \x03(\x0b\x32\x1f.astraflow.raas.v1.PolicyEngineB\n\n\x08_versionB\x11\n\x0f_mirror_version\"Q\n\x0cPolicyEngine\x12\x14\n\x07version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\r\x12\x10\n\x08restarts\x18\x03 \x01(\rB\n\n\x08_version\"\xda\x02\n\x0eStatusResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0e\n\x06leases\x18\x03 \x01(\r\x12\x18\n\x10\x65pisodes_running\x18\x04 \x01(\r\x12\x18\n\x10\x65pisodes_unacked\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x07 \x01(\r\x12\x31\n\x08policies\x18\x08 \x03(\x0b\x32\x1f.astraflow.raas.v1.ServedPolicy\x12\x13\n\x0bwaiting_for\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x14\n\x0cmax_episodes\x18\x0b \x01(\r\x12\x12\n\nbounded_by\x18\x0c \x01(\t\x12\x36\n\x0c\x65ngine_loads\x18\r \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoad\"\x0e\n\x0c\x44rainRequest\"\x1f\n\rDrainResponse\x12\x0e\n\x06leases\x18\x01 \x01(\r\"(\n\x13ListVersionsRequest\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\"n\n\x0bNodeVersion\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x10\n\x08mirrored\x18\x04 \x01(\x08\x12\x18\n\x10newest_announced\x18\x05 \x01(\x08\"H\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.raas.v1.NodeVersion2\xaa\x03\n\x0bNodeService\x12m\n\rGetServerInfo\x12\'.astraflow.raas.v1.GetServerInfoRequest\x1a(.astraflow.raas.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12Y\n\x06Status\x12 .astraflow.raas.v1.StatusRequest\x1a!.astraflow.raas.v1.StatusResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12U\n\x05\x44rain\x12\x1f.astraflow.raas.v1.DrainRequest\x1a .astraflow.raas.v1.DrainResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12z\n\x0cListVersions\x12&.astraflow.raas.v1.ListVersionsRequest\x1a\'.astraflow.raas.v1.ListVersionsResponse\"\x19\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\xda\xf3\x18\x0b\n\tNOT_FOUNDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,28 +43,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODESERVICE'].methods_by_name['Drain']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_NODESERVICE'].methods_by_name['ListVersions']._loaded_options = None
   _globals['_NODESERVICE'].methods_by_name['ListVersions']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001\332\363\030\013\n\tNOT_FOUND'
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=134
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=156
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=158
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=230
-  _globals['_STATUSREQUEST']._serialized_start=232
-  _globals['_STATUSREQUEST']._serialized_end=247
-  _globals['_SERVEDPOLICY']._serialized_start=250
-  _globals['_SERVEDPOLICY']._serialized_end=558
-  _globals['_POLICYENGINE']._serialized_start=560
-  _globals['_POLICYENGINE']._serialized_end=641
-  _globals['_STATUSRESPONSE']._serialized_start=644
-  _globals['_STATUSRESPONSE']._serialized_end=892
-  _globals['_DRAINREQUEST']._serialized_start=894
-  _globals['_DRAINREQUEST']._serialized_end=908
-  _globals['_DRAINRESPONSE']._serialized_start=910
-  _globals['_DRAINRESPONSE']._serialized_end=941
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=943
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=983
-  _globals['_NODEVERSION']._serialized_start=985
-  _globals['_NODEVERSION']._serialized_end=1095
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1097
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1169
-  _globals['_NODESERVICE']._serialized_start=1172
-  _globals['_NODESERVICE']._serialized_end=1598
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=174
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=196
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=198
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=270
+  _globals['_STATUSREQUEST']._serialized_start=272
+  _globals['_STATUSREQUEST']._serialized_end=287
+  _globals['_SERVEDPOLICY']._serialized_start=290
+  _globals['_SERVEDPOLICY']._serialized_end=598
+  _globals['_POLICYENGINE']._serialized_start=600
+  _globals['_POLICYENGINE']._serialized_end=681
+  _globals['_STATUSRESPONSE']._serialized_start=684
+  _globals['_STATUSRESPONSE']._serialized_end=1030
+  _globals['_DRAINREQUEST']._serialized_start=1032
+  _globals['_DRAINREQUEST']._serialized_end=1046
+  _globals['_DRAINRESPONSE']._serialized_start=1048
+  _globals['_DRAINRESPONSE']._serialized_end=1079
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=1081
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=1121
+  _globals['_NODEVERSION']._serialized_start=1123
+  _globals['_NODEVERSION']._serialized_end=1233
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1235
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1307
+  _globals['_NODESERVICE']._serialized_start=1310
+  _globals['_NODESERVICE']._serialized_end=1736
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@
 isort:skip_file
 A RaaS node as seen from outside."""
 
+from astraflow.rollout.v1 import engine_load_pb2 as _engine_load_pb2
 from astraflow.server.v1 import server_info_pb2 as _server_info_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -188,6 +189,9 @@ class StatusResponse(_message.Message):
     POLICIES_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    MAX_EPISODES_FIELD_NUMBER: _builtins.int
+    BOUNDED_BY_FIELD_NUMBER: _builtins.int
+    ENGINE_LOADS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     run_id: _builtins.str
@@ -206,9 +210,17 @@ class StatusResponse(_message.Message):
     """What the node waits for; empty when it works."""
     draining: _builtins.bool
     """True while it drains."""
+    max_episodes: _builtins.int
+    """Episodes it runs at once at most, by the load of its engines and the recipe."""
+    bounded_by: _builtins.str
+    """What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedPolicy]:
         """Policies served."""
+
+    @_builtins.property
+    def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:
+        """How busy its engines are, by policy."""
 
     def __init__(
         self,
@@ -223,10 +235,13 @@ class StatusResponse(_message.Message):
         policies: _abc.Iterable[Global___ServedPolicy] | None = ...,
         waiting_for: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        max_episodes: _builtins.int = ...,
+        bounded_by: _builtins.str = ...,
+        engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "engine_restarts", b"engine_restarts", "episodes_running", b"episodes_running", "episodes_unacked", b"episodes_unacked", "leases", b"leases", "node_id", b"node_id", "policies", b"policies", "run_id", b"run_id", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounded_by", b"bounded_by", "draining", b"draining", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "episodes_running", b"episodes_running", "episodes_unacked", b"episodes_unacked", "leases", b"leases", "max_episodes", b"max_episodes", "node_id", b"node_id", "policies", b"policies", "run_id", b"run_id", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

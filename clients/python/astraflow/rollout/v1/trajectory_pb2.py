@@ -27,7 +27,7 @@ from astraflow.rollout.v1 import blob_pb2 as astraflow_dot_rollout_dot_v1_dot_bl
 from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_task__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%astraflow/rollout/v1/trajectory.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/blob.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\":\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\"D\n\x08TurnSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\x01\"T\n\tMediaSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12+\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef\"\xb9\x03\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x1e\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x0b\xfa\xf3\x18\x07(\x04\x30\x80\x80\x80\x02\x12\x39\n\rlogprob_dtype\x18\x03 \x01(\x0e\x32\".astraflow.rollout.v1.LogprobDtype\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x38\n\rversion_spans\x18\x06 \x03(\x0b\x32!.astraflow.rollout.v1.VersionSpan\x12\x32\n\nturn_spans\x18\x07 \x03(\x0b\x32\x1e.astraflow.rollout.v1.TurnSpan\x12\x36\n\x08sampling\x18\x08 \x01(\x0b\x32$.astraflow.rollout.v1.SamplingParams\x12\x35\n\x0e\x65xpert_routing\x18\t \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef\x12\x37\n\x05media\x18\n \x03(\x0b\x32\x1f.astraflow.rollout.v1.MediaSpanB\x07\xfa\xf3\x18\x03@\x80\x02\"\x9f\x03\n\x10TrajectoryHeader\x12)\n\rtrajectory_id\x18\x01 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\tB\x11\xfa\xf3\x18\rJ\x0b[!-~]{0,64}\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12+\n\x14num_trainable_tokens\x18\x05 \x01(\rB\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x13\n\x0bmax_version\x18\x07 \x01(\x04\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12L\n\x07metrics\x18\n \x03(\x0b\x32\x33.astraflow.rollout.v1.TrajectoryHeader.MetricsEntryB\x06\xfa\xf3\x18\x02@@\x12\x0e\n\x06member\x18\x0b \x01(\r\x12\x0c\n\x04turn\x18\x0c \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\x0eTrajectoryItem\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.astraflow.rollout.v1.TrajectoryHeader\x12\x17\n\x04\x62ody\x18\x02 \x01(\x0c\x42\t\xfa\xf3\x18\x05\x30\x80\x80\x80\x10\"\xb0\x03\n\x07\x45pisode\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x07task_id\x18\x02 \x01(\tB\x06\xfa\xf3\x18\x02\x18\x01\x12&\n\nepisode_id\x18\x03 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x1d\n\x06member\x18\x04 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\xf8\x8f@\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\x33\n\x06status\x18\x07 \x01(\x0e\x32#.astraflow.rollout.v1.EpisodeStatus\x12\x16\n\x0e\x66\x61ilure_reason\x18\x08 \x01(\t\x12\x42\n\x0ctrajectories\x18\t \x03(\x0b\x32$.astraflow.rollout.v1.TrajectoryItemB\x06\xfa\xf3\x18\x02@@\x12\x43\n\x07metrics\x18\n \x03(\x0b\x32*.astraflow.rollout.v1.Episode.MetricsEntryB\x06\xfa\xf3\x18\x02@@\x12\r\n\x05hedge\x18\x0b \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\\\n\x0cLogprobDtype\x12\x1d\n\x19LOGPROB_DTYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROB_DTYPE_F32\x10\x01\x12\x16\n\x12LOGPROB_DTYPE_BF16\x10\x02*g\n\rEpisodeStatus\x12\x1e\n\x1a\x45PISODE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45PISODE_STATUS_FINISHED\x10\x01\x12\x19\n\x15\x45PISODE_STATUS_FAILED\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%astraflow/rollout/v1/trajectory.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/blob.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\"N\n\x0bVersionSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x12\n\nrecomputed\x18\x04 \x01(\x08\"D\n\x08TurnSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\x01\"T\n\tMediaSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12+\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef\"\xb9\x03\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x1e\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x0b\xfa\xf3\x18\x07(\x04\x30\x80\x80\x80\x02\x12\x39\n\rlogprob_dtype\x18\x03 \x01(\x0e\x32\".astraflow.rollout.v1.LogprobDtype\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x38\n\rversion_spans\x18\x06 \x03(\x0b\x32!.astraflow.rollout.v1.VersionSpan\x12\x32\n\nturn_spans\x18\x07 \x03(\x0b\x32\x1e.astraflow.rollout.v1.TurnSpan\x12\x36\n\x08sampling\x18\x08 \x01(\x0b\x32$.astraflow.rollout.v1.SamplingParams\x12\x35\n\x0e\x65xpert_routing\x18\t \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef\x12\x37\n\x05media\x18\n \x03(\x0b\x32\x1f.astraflow.rollout.v1.MediaSpanB\x07\xfa\xf3\x18\x03@\x80\x02\"\x9f\x03\n\x10TrajectoryHeader\x12)\n\rtrajectory_id\x18\x01 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\tB\x11\xfa\xf3\x18\rJ\x0b[!-~]{0,64}\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12+\n\x14num_trainable_tokens\x18\x05 \x01(\rB\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x13\n\x0bmax_version\x18\x07 \x01(\x04\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12\x15\n\rfinish_reason\x18\t \x01(\t\x12L\n\x07metrics\x18\n \x03(\x0b\x32\x33.astraflow.rollout.v1.TrajectoryHeader.MetricsEntryB\x06\xfa\xf3\x18\x02@@\x12\x0e\n\x06member\x18\x0b \x01(\r\x12\x0c\n\x04turn\x18\x0c \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\x0eTrajectoryItem\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.astraflow.rollout.v1.TrajectoryHeader\x12\x17\n\x04\x62ody\x18\x02 \x01(\x0c\x42\t\xfa\xf3\x18\x05\x30\x80\x80\x80\x10\"\xb0\x03\n\x07\x45pisode\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x07task_id\x18\x02 \x01(\tB\x06\xfa\xf3\x18\x02\x18\x01\x12&\n\nepisode_id\x18\x03 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x1d\n\x06member\x18\x04 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\xf8\x8f@\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x0f\n\x07node_id\x18\x06 \x01(\t\x12\x33\n\x06status\x18\x07 \x01(\x0e\x32#.astraflow.rollout.v1.EpisodeStatus\x12\x16\n\x0e\x66\x61ilure_reason\x18\x08 \x01(\t\x12\x42\n\x0ctrajectories\x18\t \x03(\x0b\x32$.astraflow.rollout.v1.TrajectoryItemB\x06\xfa\xf3\x18\x02@@\x12\x43\n\x07metrics\x18\n \x03(\x0b\x32*.astraflow.rollout.v1.Episode.MetricsEntryB\x06\xfa\xf3\x18\x02@@\x12\r\n\x05hedge\x18\x0b \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\\\n\x0cLogprobDtype\x12\x1d\n\x19LOGPROB_DTYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROB_DTYPE_F32\x10\x01\x12\x16\n\x12LOGPROB_DTYPE_BF16\x10\x02*g\n\rEpisodeStatus\x12\x1e\n\x1a\x45PISODE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45PISODE_STATUS_FINISHED\x10\x01\x12\x19\n\x15\x45PISODE_STATUS_FAILED\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -63,26 +63,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EPISODE'].fields_by_name['trajectories']._serialized_options = b'\372\363\030\002@@'
   _globals['_EPISODE'].fields_by_name['metrics']._loaded_options = None
   _globals['_EPISODE'].fields_by_name['metrics']._serialized_options = b'\372\363\030\002@@'
-  _globals['_LOGPROBDTYPE']._serialized_start=1777
-  _globals['_LOGPROBDTYPE']._serialized_end=1869
-  _globals['_EPISODESTATUS']._serialized_start=1871
-  _globals['_EPISODESTATUS']._serialized_end=1974
+  _globals['_LOGPROBDTYPE']._serialized_start=1797
+  _globals['_LOGPROBDTYPE']._serialized_end=1889
+  _globals['_EPISODESTATUS']._serialized_start=1891
+  _globals['_EPISODESTATUS']._serialized_end=1994
   _globals['_VERSIONSPAN']._serialized_start=165
-  _globals['_VERSIONSPAN']._serialized_end=223
-  _globals['_TURNSPAN']._serialized_start=225
-  _globals['_TURNSPAN']._serialized_end=293
-  _globals['_MEDIASPAN']._serialized_start=295
-  _globals['_MEDIASPAN']._serialized_end=379
-  _globals['_TRAJECTORY']._serialized_start=382
-  _globals['_TRAJECTORY']._serialized_end=823
-  _globals['_TRAJECTORYHEADER']._serialized_start=826
-  _globals['_TRAJECTORYHEADER']._serialized_end=1241
-  _globals['_TRAJECTORYHEADER_METRICSENTRY']._serialized_start=1195
-  _globals['_TRAJECTORYHEADER_METRICSENTRY']._serialized_end=1241
-  _globals['_TRAJECTORYITEM']._serialized_start=1243
-  _globals['_TRAJECTORYITEM']._serialized_end=1340
-  _globals['_EPISODE']._serialized_start=1343
-  _globals['_EPISODE']._serialized_end=1775
-  _globals['_EPISODE_METRICSENTRY']._serialized_start=1195
-  _globals['_EPISODE_METRICSENTRY']._serialized_end=1241
+  _globals['_VERSIONSPAN']._serialized_end=243
+  _globals['_TURNSPAN']._serialized_start=245
+  _globals['_TURNSPAN']._serialized_end=313
+  _globals['_MEDIASPAN']._serialized_start=315
+  _globals['_MEDIASPAN']._serialized_end=399
+  _globals['_TRAJECTORY']._serialized_start=402
+  _globals['_TRAJECTORY']._serialized_end=843
+  _globals['_TRAJECTORYHEADER']._serialized_start=846
+  _globals['_TRAJECTORYHEADER']._serialized_end=1261
+  _globals['_TRAJECTORYHEADER_METRICSENTRY']._serialized_start=1215
+  _globals['_TRAJECTORYHEADER_METRICSENTRY']._serialized_end=1261
+  _globals['_TRAJECTORYITEM']._serialized_start=1263
+  _globals['_TRAJECTORYITEM']._serialized_end=1360
+  _globals['_EPISODE']._serialized_start=1363
+  _globals['_EPISODE']._serialized_end=1795
+  _globals['_EPISODE_METRICSENTRY']._serialized_start=1215
+  _globals['_EPISODE_METRICSENTRY']._serialized_end=1261
 # @@protoc_insertion_point(module_scope)

@@ -80,22 +80,28 @@ class VersionSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """First position, inclusive."""
     end: _builtins.int
     """Last position, exclusive; > start."""
     version: _builtins.int
     """Weight version of the policy; ≥ 0."""
+    recomputed: _builtins.bool
+    """The weights were swapped before `start`, in the middle of the call, and the keys and values of all tokens before it
+    were computed anew with the new ones. False: the call went on with those that it had, or began with this version.
+    """
     def __init__(
         self,
         *,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
         version: _builtins.int = ...,
+        recomputed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "recomputed", b"recomputed", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

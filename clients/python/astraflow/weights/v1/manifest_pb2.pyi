@@ -120,6 +120,7 @@ class Manifest(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     CREATED_TIME_FIELD_NUMBER: _builtins.int
     ROLLBACK_OF_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -174,6 +175,10 @@ class Manifest(_message.Message):
     def created_time(self) -> _timestamp_pb2.Timestamp:
         """When the manifest was made, by the writer's clock. For people; nothing is decided by it."""
 
+    @_builtins.property
+    def probe(self) -> Global___Probe:
+        """What a model with these weights answers; absent when nobody computed it. Readers that serve the version compare."""
+
     def __init__(
         self,
         *,
@@ -196,10 +201,11 @@ class Manifest(_message.Message):
         learning_rate: _builtins.float | None = ...,
         created_time: _timestamp_pb2.Timestamp | None = ...,
         rollback_of: _builtins.int | None = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "created_time", b"created_time", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "rollback_of", b"rollback_of", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "created_time", b"created_time", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "probe", b"probe", "rollback_of", b"rollback_of", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "rollback_of", b"rollback_of", "run_id", b"run_id", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "tensors", b"tensors", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "probe", b"probe", "rollback_of", b"rollback_of", "run_id", b"run_id", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "tensors", b"tensors", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
@@ -215,6 +221,72 @@ class Manifest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollback_of) -> _WhichOneofReturnType__rollback_of | None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Known answers of a version, by which whoever serves it proves that its weights arrived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeAnswer]:
+        """1 to 16, each to a prompt of its own."""
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___ProbeAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class ProbeAnswer(_message.Message):
+    """The greedy continuation of one prompt, computed in float32 from the published weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    MARGINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt; at least 1, and at most 256 together with token_ids."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most likely token after the prompt and all before it; at least 1. Goes on past ends of text."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log of each token's probability at temperature 1."""
+
+    @_builtins.property
+    def margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By how much each log-prob exceeds that of the second most likely token; ≥ 0."""
+
+    def __init__(
+        self,
+        *,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        margins: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "margins", b"margins", "prompt_ids", b"prompt_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeAnswer: _TypeAlias = ProbeAnswer  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):

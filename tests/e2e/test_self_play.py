@@ -1,0 +1,58 @@
+"""A policy and past versions of itself in one episode: the node serves what was drawn, also when that is older."""
+
+import json
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from support.development import RunFiles, dev, finish, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+WORKFLOW = {
+    "use": "astraflow_raas.workflows.planner_worker:PlannerWorker",
+    "with": {"planner_prompt": "{problem} Plan.", "worker_prompt": "{problem} {plan}"},
+}
+RIVAL = {
+    "train": False,
+    "model": {"snapshot": {"of": "solver", "every_versions": 1, "keep": 4}},
+    "sampling": {"max_new_tokens": 8},
+}
+
+
+def _logged(files: RunFiles, pattern: str, event: str) -> list[dict[str, object]]:
+    lines = (
+        line for path in (files.data_dir / "logs").glob(pattern) for line in path.read_text().splitlines()
+    )
+    return [
+        entry
+        for entry in map(json.loads, filter(lambda line: event in line, lines))
+        if entry["event"] == event
+    ]
+
+
+def test_a_policy_trains_beside_snapshots_of_itself(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    roles = ("--set", "roles.planner=rival", "--set", "roles.worker=solver")
+    with dev(
+        tmp_path,
+        *("--steps", "1000", *roles),
+        *("--set", f"policies.rival={json.dumps(RIVAL)}"),
+        *("--set", f"raas.workflow={json.dumps(WORKFLOW)}"),
+    ) as launcher:
+        wait_for(lambda: files.steps_taken() >= 12)
+        launcher.send_signal(signal.SIGINT)
+        summary = finish(launcher, tmp_path)
+    assert summary["conservation_error"] == 0
+    drawn = {entry["draw"]: entry["version"] for entry in _logged(files, "dataflow*", "snapshot.announced")}
+    served = [
+        drawn[entry["version"]]
+        for entry in _logged(files, "node*", "weights.activated")
+        if entry["policy_id"] == "rival"
+    ]
+    assert len(served) >= 3
+    assert any(later < earlier for earlier, later in pairwise(served)), (
+        "an older version was drawn, and served"
+    )
