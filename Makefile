@@ -29,6 +29,8 @@ SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requi
 # TextWorld and ALFWorld, for the tests that play them: an environment of its own, for parts of them are under the GPL.
 GAMES_VENV  := .venv-env
 GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
+VERIFIERS_VENV  := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(WANTED)
 
 # Where pip finds torch; empty means the default index (on Linux that build carries CUDA, about 3 GB).
 TORCH_INDEX ?=
@@ -61,7 +63,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup sglang-env text-games-env
+.PHONY: lint format types proto proto-check breaking schema setup sglang-env text-games-env verifiers-env
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -97,6 +99,9 @@ sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 mi
 text-games-env: $(GAMES_STAMP) ## TextWorld and ALFWorld in .venv-env (0.4 GB, 2 min)
 	@echo 'text-games-env: ready; tests that need it find it'
 
+verifiers-env: $(VERIFIERS_STAMP) ## The package verifiers in .venv-verifiers (0.6 GB, 2 min)
+	@echo 'verifiers-env: ready; tests that need it find it'
+
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
@@ -104,7 +109,7 @@ clean: ## Remove caches and build output
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
-	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV)
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV)
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -149,6 +154,12 @@ $(GAMES_STAMP):
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(GAMES_VENV) || { echo '$(APT)'; exit 1; }
 	@$(GAMES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --editable '.[environment,gymnasium,alfworld,textworld]'
+	@touch $@
+
+# It needs an older openai and mcp than constraints.txt has, hence its own environment without that file.
+$(VERIFIERS_STAMP):
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(VERIFIERS_VENV) || { echo '$(APT)'; exit 1; }
+	@$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[verifiers]'
 	@touch $@
 
 comma := ,

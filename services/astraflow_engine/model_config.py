@@ -23,9 +23,7 @@ DOWN = "mlp.down_proj"
 
 # What `architectures` says, by `model_type`.
 _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_REMEDY = (
-    "let nodes serve this model with SGLang: --engine sglang (under astraflow dev: ASTRAFLOW_ENGINE=sglang)"
-)
+_REMEDY = "let nodes serve this model with SGLang: --engine sglang"
 # Fields whose other values change the arithmetic.
 _REQUIRED: Mapping[str, object] = {
     "hidden_act": "silu",

@@ -15,6 +15,7 @@ ENVIRONMENT_READERS = (
     "astraflow_bench/",
     "/failpoints.py",
     "/agent.py",
+    "/verifiers_agent.py",
 )
 # Runs only within a sandbox, in a process made for it: what a sandbox is for.
 IN_A_SANDBOX = "services/astraflow_raas/sandbox/inside.py"

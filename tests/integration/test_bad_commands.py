@@ -92,6 +92,12 @@ ROWS: dict[str, Row] = {
     "no node": Row(
         dev("--nodes", "0"), ("--nodes 0 leaves no node to run tasks; give at least 1, or --without raas",)
     ),
+    "no such engine": Row(
+        dev("--engine", "vllm"), ("must be `astraflow_engine`, `sglang` or the http:// address",)
+    ),
+    "environment without a port": Row(
+        dev("--environment", "Game=10.0.0.9"), ("'Game=10.0.0.9' is not NAME=HOST:PORT",)
+    ),
     "more nodes than there may be": Row(dev("--nodes", "65"), ("--nodes",)),
     "part that is none": Row(
         dev("--without", "redis"), ("'redis' is not one of 'dataflow', 'raas', 'trainer'",)

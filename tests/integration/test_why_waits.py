@@ -134,6 +134,21 @@ async def test_an_evaluation_waits_until_a_node_serves_its_version(world: World)
         await gone(world, "evaluate/no_node_at_version")
 
 
+async def test_an_environment_that_does_not_answer_is_named_with_its_node_and_soon_forgotten(
+    world: World,
+) -> None:
+    _, node = await world.started("task", max_attempts=1)
+    async with session(world, solver=0):
+        (lease,) = await node.lease(wait_s=10)
+        problem = "no environment Game at 10.0.0.9:7100"
+        assert await node.fail(lease, "environment_unavailable", detail=problem), "it costs no attempt"
+        wait = await seen(world, "lease/environment_unavailable", released_by="astraflow environment")
+        assert f"n1: {problem}" in wait.detail
+        (status,) = (await world.status()).nodes
+        age_ms = status.last_seen_time.ToMilliseconds() - status.environment_fault_time.ToMilliseconds()
+        assert abs(age_ms) < 30_000
+
+
 async def test_no_capable_node_ends_when_a_node_joins_that_has_not_refused(world: World) -> None:
     _, first = await world.started("hard", max_attempts=1)
     second = await world.node("n2")

@@ -305,9 +305,13 @@ class Node:
             timeout_s=wait_s + 10,
         )
 
-    async def fail(self, lease: task_pb2.Lease, reason: str, *, retryable: bool = True) -> bool:
+    async def fail(
+        self, lease: task_pb2.Lease, reason: str, *, retryable: bool = True, detail: str = ""
+    ) -> bool:
         """Give a lease back; return whether it was queued again."""
-        failure = task_pb.LeaseFailure(lease_id=lease.lease_id, reason=reason, retryable=retryable)
+        failure = task_pb.LeaseFailure(
+            lease_id=lease.lease_id, reason=reason, retryable=retryable, detail=detail
+        )
         reply = await self.world.ask(task_pb.FailTaskResponse, node_id=self.node_id, failure=failure)
         return reply.requeued
 

@@ -110,7 +110,12 @@ async def local_node(
             joined=await join_run(client, request, patience_s=5.0),
             client=client,
             workflow=load_workflow(
-                found.run, found.recipe, into=folder / "code", allowed=False, endpoint=endpoint, served=served
+                found.run,
+                found.recipe,
+                into=folder / "code",
+                allowed=settings.allow_recipe_code,
+                endpoint=endpoint,
+                served=served,
             ),
             endpoint=endpoint,
             served=served,
@@ -121,6 +126,9 @@ async def local_node(
         )
         pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
         node = connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
+        if settings.allow_recipe_code:
+            # Programs of a recipe ask here.
+            await endpoint.start()
         running = [asyncio.create_task(service.run()) for service in node.services]
         local = LocalNode(node, engines, drain_requested)
         try:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from astraflow_bench.commands.bench_policies import policies
 from astraflow_bench.commands.bench_rewards import rewards
+from astraflow_bench.commands.bench_rollout import rollout
 from astraflow_bench.commands.bench_wan import wan
 from astraflow_bench.machine import Origin
 from astraflow_bench.weights import benchmark as measure
@@ -27,6 +28,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command()(wan)
 app.command()(policies)
 app.command()(rewards)
+app.command()(rollout)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]
 _MERGE_SPAN = 8

@@ -27,6 +27,8 @@ _PLUGIN_FAULTS = {
     "filter": ("batch", "groups it fails on are dropped as filter_failed"),
     "selector": ("batch", "batches take the groups whose deadline is nearest"),
 }
+_FRESH_MS = 30_000
+"""A node that meets an environment's service again within this time shows it, or does not ask it any more."""
 _MANY_SKIPPED = 1024
 _MANY_UNUSED = 0.02
 
@@ -80,6 +82,7 @@ def current_waits(
         waits += _lease_waits(audit, connected, faults, skipped)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
+    waits += _environment_faults(connected, now_ms=audit.now_ms)
     for policy in audit.policies:
         if audit.life is Life.ACTIVE:
             waits += _node_waits(policy, connected)
@@ -102,6 +105,23 @@ def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
             policy_id=policy_id,
             detail=f"{node_id} serves an older version: {_place(fault)}: {fault.problem}{more}",
             released_by=f"the damaged object is repaired; `astraflow weights verify {fault.version}` names it",
+        )
+
+
+def _environment_faults(connected: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
+    """Nodes that lately gave tasks back because the service of their environment did not answer."""
+    found = [
+        node
+        for node in connected
+        if node.environment_fault and now_ms - node.environment_fault_time.ToMilliseconds() < _FRESH_MS
+    ]
+    if found:
+        more = f" (and {len(found) - 1} more nodes)" if len(found) > 1 else ""
+        yield Wait(
+            stage="lease",
+            reason="environment_unavailable",
+            detail=f"{found[0].node_id}: {found[0].environment_fault}{more}; its tasks are leased again, at no cost",
+            released_by="start the service (`astraflow environment`), or give nodes another --environment",
         )
 
 

@@ -324,7 +324,10 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int
         credits=as_int(fields.get("credits")),
         max_episodes=as_int(fields.get("max_episodes")),
         bounded_by=as_text(fields.get("bounded_by")),
+        environment_fault=as_text(fields.get("environment_fault")),
     )
+    if "environment_fault_ms" in fields:
+        node.environment_fault_time.CopyFrom(timestamp(as_int(fields["environment_fault_ms"])))
     for fault in json.loads(fields.get("weight_faults", b"[]")):
         ParseDict(fault, node.weight_faults.add())
     for load in json.loads(fields.get("engine_loads", b"[]")):

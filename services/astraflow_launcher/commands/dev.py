@@ -5,6 +5,7 @@ programs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,18 @@ def dev(
         str,
         typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
     ] = "",
+    engine: Annotated[
+        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: astraflow_engine, sglang, http://…")
+    ] = "",
+    engine_python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Interpreter that starts it: SGLang has its own.")
+    ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=HOST:PORT", help="Where `served:NAME` of the recipe is served; repeatable."
+        ),
+    ] = None,
     trainer_ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
     ] = 1,
@@ -103,9 +116,9 @@ def dev(
         raise InvalidArgumentError(
             "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
         )
-    if serve:
-        # Refused here rather than by the first node: nothing has been started yet.
-        load(NodeSettings, {"join": "127.0.0.1:1", "serve": serve}).engines_of(loaded.recipe.served_policies)
+    node_options = _node_options(
+        loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
+    )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if store:
         # Refused here rather than by the trainer, after servers were started and a model was warmed up.
@@ -116,7 +129,7 @@ def dev(
         loaded=loaded,
         folder=folder,
         num_nodes=nodes,
-        serve=serve,
+        node_options=node_options,
         trainer_ranks=trainer_ranks,
         redis_url=redis,
         store_uri=store,
@@ -156,6 +169,18 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
     if quiet:
         return QuietView()
     return LiveView(console, title=title) if console.is_terminal else LineView(console)
+
+
+def _node_options(
+    recipe: Recipe, *, serve: str, engine: str, engine_python: Path | None, environments: Sequence[str]
+) -> tuple[str, ...]:
+    """Options of each node. Refused here rather than by the first node: nothing has been started yet."""
+    named = {"serve": serve, "engine": engine, "engine_python": str(engine_python) if engine_python else ""}
+    given = {name: value for name, value in named.items() if value}
+    many = {"environments": tuple(environments)} if environments else {}
+    load(NodeSettings, {"join": "127.0.0.1:1", **given, **many}).engines_of(recipe.served_policies)
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return (*options, *(part for each in environments for part in ("--environment", each)))
 
 
 def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:

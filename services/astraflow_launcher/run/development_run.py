@@ -62,8 +62,8 @@ class Options:
     loaded: LoadedRecipe
     folder: RunFolder
     num_nodes: int = 1
-    serve: str = ""
-    """Engines of each policy on each node, as `astraflow raas --serve` takes them."""
+    node_options: tuple[str, ...] = ()
+    """Options of every node, as `astraflow raas` takes them."""
     trainer_ranks: int = 1
     """Processes of each policy's trainer."""
     redis_url: str | None = None
@@ -204,7 +204,7 @@ class DevelopmentRun:
             # A development run keeps all it has in its folder.
             *("--mirror-dir", str(self._folder.work(name) / "mirror")),
             "--allow-recipe-code",
-            *(("--serve", self._options.serve) if self._options.serve else ()),
+            *self._options.node_options,
         )
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:

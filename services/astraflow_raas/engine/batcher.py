@@ -1,10 +1,10 @@
 """Joins calls that wait at the same moment into one engine request.
 
 Invariant: a call waits only for a place in an engine or for calls with the same key, and never for a timer: what is
-queued is sent in the next turn of the loop, unless `max_requests` of that key are in flight, whose first answer then
-sends all that has queued up. An HTTP request costs milliseconds on both sides, as much as a short call itself, so
-hundreds of short calls share a few requests; a cancelled call is aborted in the engine and the others go on. Called by
-`served_policy`.
+queued is sent in the next turn of the loop, unless `max_requests` of that key are in flight: then it waits for the
+first answer, or until calls for 512 tokens have queued up. An HTTP request costs milliseconds on both sides, as much
+as a short call itself, so hundreds of short calls share a few requests; a cancelled call is aborted in the engine and
+the others go on. Called by `served_policy`.
 """
 
 import asyncio
@@ -20,6 +20,9 @@ from astraflow_raas.engine.base import Engine, EngineRefused, GenerateCall, Gene
 from astraflow_raas.engine.replicas import Places, Replicas
 
 log = get_logger(__name__)
+
+_ENOUGH_TOKENS = 512
+"""Calls that ask for as many are worth a request of their own: while they were held, places would be empty."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +52,7 @@ class CallBatcher:
         pending = _Pending(call, loop.create_future())
         queue = self._queues.setdefault(key, [])
         queue.append(pending)
-        if len(queue) == 1 and self._in_flight[key] < self._max_requests:
+        if len(queue) == 1 or _is_enough(queue):
             loop.call_soon(self._send, key)
         return await pending.answer
 
@@ -60,7 +63,7 @@ class CallBatcher:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def _send(self, key: Hashable) -> None:
-        if self._in_flight[key] >= self._max_requests:
+        if self._in_flight[key] >= self._max_requests and not _is_enough(self._queues.get(key, ())):
             return
         batch = [pending for pending in self._queues.pop(key, []) if not pending.answer.done()]
         if batch:
@@ -141,6 +144,10 @@ async def _abort(engine: Engine, rid: str) -> None:
     except AstraflowError as error:
         # The call ends by its own bound; only engine time is lost.
         log.info("engine.abort_failed", rid=rid, message=error.message)
+
+
+def _is_enough(queue: Sequence[_Pending]) -> bool:
+    return sum(pending.call.max_new_tokens for pending in queue) >= _ENOUGH_TOKENS
 
 
 def _num_wanted(waiting: list[_Pending]) -> int:

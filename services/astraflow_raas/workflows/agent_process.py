@@ -154,7 +154,8 @@ class AgentProcess:
 
 def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ...]:
     """The command with paths of the recipe's files; `python` is the node's own. Raises MissingCapability."""
-    files = {path.name: str(path) for path in recipe_dir.iterdir() if path.is_file()}
+    # A recipe without code has no folder here.
+    files = {path.name: str(path) for path in recipe_dir.glob("*") if path.is_file()}
     program, *arguments = (files.get(word, word) for word in settings.command)
     found = sys.executable if program == "python" else shutil.which(program)
     if found is None:

@@ -434,6 +434,9 @@ local function fail(keys, a)
     if a.reason == 'missing_capability' then
       call('HSET', T, 'avoid', (call('HGET', T, 'avoid') or '\n') .. node .. '\n')
     end
+    if a.reason == 'environment_unavailable' then
+      call('HSET', K.node(P, node), 'environment_fault', a.detail, 'environment_fault_ms', now)
+    end
   elseif a.retryable ~= '1' then
     bury(P, task, a.reason, a.detail, now)
     return 0

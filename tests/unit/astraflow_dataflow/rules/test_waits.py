@@ -116,6 +116,14 @@ def test_tasks_that_every_connected_node_refused_wait_for_a_capable_one() -> Non
     assert reasons(AUDIT, NODE, refused=Refused()) == []
 
 
+def test_an_environment_that_did_not_answer_is_named_for_a_while() -> None:
+    apart = node(environment_fault="no Game at 10.0.0.9:7100")
+    now_ms = AUDIT.now_ms
+    for age_ms, expected in ((29_000, [("lease", "environment_unavailable")]), (30_000, [])):
+        apart.environment_fault_time.FromMilliseconds(now_ms - age_ms)
+        assert reasons(AUDIT, apart) == expected
+
+
 def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> None:
     fault = WeightFault(policy_id="solver", version=5, tensor="w", tile=3, problem="its parts are damaged")
     faulty = [node(node_id=name, weight_faults=[fault]) for name in ("n1", "n2")]

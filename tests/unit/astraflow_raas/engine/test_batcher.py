@@ -82,6 +82,19 @@ async def test_calls_beyond_the_requests_in_flight_wait_and_share_the_next_one()
     assert setup.sizes == [1, 1, 3]
 
 
+async def test_calls_long_enough_for_a_request_do_not_wait_for_those_in_flight() -> None:
+    setup = Setup(max_requests=1)
+    calls = await setup.stalled("a")
+    for number in range(4):
+        assert setup.sizes == [1]
+        long = call(f"long-{number}", max_new_tokens=128)
+        calls.append(asyncio.create_task(setup.batcher.generate(long, key="task")))
+        await asyncio.sleep(0.01)
+    assert setup.sizes == [1, 4]
+    setup.engine.may_answer.set()
+    await asyncio.gather(*calls)
+
+
 async def test_a_cancelled_call_is_aborted_and_its_neighbours_go_on(setup: Setup) -> None:
     doomed, lucky = await setup.stalled("doomed", "lucky")
     doomed.cancel()

@@ -142,6 +142,7 @@ class PolicyStatus(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
     WAITS_FOR_TURN_OF_FIELD_NUMBER: _builtins.int
+    RATINGS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -178,6 +179,10 @@ class PolicyStatus(_message.Message):
     def staleness(self) -> Global___StalenessSummary:
         """Staleness of what was bound to batches."""
 
+    @_builtins.property
+    def ratings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotRating]:
+        """Of a snapshot policy: the ratings in its pool, that of the trained policy itself first, then by version."""
+
     def __init__(
         self,
         *,
@@ -197,14 +202,47 @@ class PolicyStatus(_message.Message):
         frozen: _builtins.bool = ...,
         external: _builtins.bool = ...,
         waits_for_turn_of: _builtins.str = ...,
+        ratings: _abc.Iterable[Global___SnapshotRating] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ratings", b"ratings", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyStatus: _TypeAlias = PolicyStatus  # noqa: Y015
+
+@_typing.final
+class SnapshotRating(_message.Message):
+    """Elo rating of a version that a snapshot policy played, by the results of training episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    RATING_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version; unset: the trained policy as it is now."""
+    rating: _builtins.float
+    """1000 at first, or that of the trained policy when they first met."""
+    episodes: _builtins.int
+    """Episodes that it was rated by."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int | None = ...,
+        rating: _builtins.float = ...,
+        episodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "episodes", b"episodes", "rating", b"rating", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SnapshotRating: _TypeAlias = SnapshotRating  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):
@@ -279,6 +317,8 @@ class NodeStatus(_message.Message):
     ENGINE_LOADS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     VERSION_LAGS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FAULT_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FAULT_TIME_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -319,6 +359,10 @@ class NodeStatus(_message.Message):
     """What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
     tokens_per_s: _builtins.float
     """Tokens that its engines sample per second together: the sum of `engine_loads`."""
+    environment_fault: _builtins.str
+    """What the node said when it last gave a task back because the service of its environment did not answer; empty when
+    it never did.
+    """
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves on it, as it reports."""
@@ -346,6 +390,10 @@ class NodeStatus(_message.Message):
     @_builtins.property
     def version_lags(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Newest announced version less the version served, of each policy that it serves; 0 when it is up to date."""
+
+    @_builtins.property
+    def environment_fault_time(self) -> _timestamp_pb2.Timestamp:
+        """When that was."""
 
     def __init__(
         self,
@@ -377,10 +425,12 @@ class NodeStatus(_message.Message):
         engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
         tokens_per_s: _builtins.float = ...,
         version_lags: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        environment_fault: _builtins.str = ...,
+        environment_fault_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
@@ -553,7 +603,7 @@ class Wait(_message.Message):
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
     """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`, `node_behind`, `policy_not_served`.
+    `weight_fault`, `node_behind`, `policy_not_served`, `environment_unavailable`.
     """
     detail: _builtins.str
     """For people: the figures."""

@@ -1,0 +1,34 @@
+"""A figure with a limit is a target, and CPU time counts whole families of processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from astraflow_bench.rollout.figures import Figure, cpu_seconds
+
+
+@pytest.mark.parametrize(
+    ("limits", "met"),
+    [
+        ({}, None),
+        ({"least": 2.0}, True),
+        ({"least": 2.1}, False),
+        ({"most": 2.0}, True),
+        ({"most": 1.9}, False),
+    ],
+)
+def test_a_target_is_met_within_its_limits(limits: dict[str, float], met: bool | None) -> None:
+    assert Figure(what="it", engine="", value=2.0, unit="×", **limits).met is met
+
+
+def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does_not() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert cpu_seconds([process.pid]) >= 0.3
+        process.communicate(b"\n")
+    assert cpu_seconds([process.pid]) == 0.0
