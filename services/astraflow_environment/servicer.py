@@ -12,6 +12,7 @@ from astraflow_kit.serve import Context
 _DEFAULT_DEADLINE_S = 30.0
 _MAX_DEADLINE_S = bounds_of(contract.StepRequest, "deadline_duration").max
 _MAX_ID = 128
+_MAX_HOLDER = bounds_of(contract.ResetRequest, "holder").max_len
 
 
 class EnvironmentServicer(environment_service_pb2_grpc.EnvironmentServiceServicer):
@@ -26,6 +27,8 @@ class EnvironmentServicer(environment_service_pb2_grpc.EnvironmentServiceService
             raise InvalidArgumentError(
                 f"session_id {name[:_MAX_ID]!r}: expected 1–{_MAX_ID} printable ASCII characters without blanks"
             )
+        if len(request.holder) > _MAX_HOLDER:
+            raise InvalidArgumentError(f"holder has {len(request.holder)} characters, at most {_MAX_HOLDER}")
         return await self._sessions.reset(request, deadline_s=_deadline_s(request.deadline_duration))
 
     async def Step(self, request: contract.StepRequest, context: Context) -> contract.StepResponse:

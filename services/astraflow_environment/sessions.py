@@ -53,6 +53,8 @@ class Session:
 
     session_id: str
     worker: WorkerProcess
+    holder: str
+    incarnation: int
     born_s: float
     used_s: float
     turn: int = 0
@@ -149,6 +151,7 @@ class Sessions:
             raise NotFoundError(
                 f"environment {request.environment!r} is not served here, but {served}; call the service that has it"
             )
+        self._end_those_before(request.holder, request.holder_incarnation)
         worker = self._pool.take()
         if worker is None:
             raise ResourceExhaustedError(
@@ -158,12 +161,24 @@ class Sessions:
             )
         now_s = _now_s()
         session = Session(
-            session_id=request.session_id, worker=worker, born_s=now_s, used_s=now_s, digest=digest
+            session_id=request.session_id,
+            worker=worker,
+            holder=request.holder,
+            incarnation=request.holder_incarnation,
+            born_s=now_s,
+            used_s=now_s,
+            digest=digest,
         )
         self._sessions[request.session_id] = session
         self._forget_oldest()
         self._publish()
         return session
+
+    def _end_those_before(self, holder: str, incarnation: int) -> None:
+        """Nobody will call the sessions of a holder's earlier incarnations again."""
+        for session in self._sessions.values():
+            if holder and session.is_open and session.holder == holder and session.incarnation < incarnation:
+                self._end(session, "its holder was started anew", cause="holder_restarted")
 
     def _find(self, session_id: str) -> Session:
         session = self._sessions.get(session_id)

@@ -118,7 +118,7 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.served_policies)
-    endpoint, served = Endpoint(metrics), _served_environments(settings)
+    endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
     workflow = load_workflow(
         found.run,
         found.recipe,
@@ -256,9 +256,14 @@ async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
         folder.release()
 
 
-def _served_environments(settings: NodeSettings) -> ServedEnvironments:
+def _served_environments(settings: NodeSettings, folder: NodeFolder) -> ServedEnvironments:
     file = settings.environment_token_file
-    return ServedEnvironments(settings.environment_addresses, token=read_secret(file) if file else None)
+    return ServedEnvironments(
+        settings.environment_addresses,
+        token=read_secret(file) if file else None,
+        holder=folder.fingerprint,
+        incarnation=folder.incarnation,
+    )
 
 
 def _client(settings: NodeSettings) -> AsyncClient:

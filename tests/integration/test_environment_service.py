@@ -40,9 +40,13 @@ async def client(service: ServedEnvironment) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def session(client: AsyncClient, *, turn_timeout_s: float = 20.0) -> RemoteEnvironment:
+def session(
+    client: AsyncClient, *, turn_timeout_s: float = 20.0, holder: str = "", incarnation: int = 0
+) -> RemoteEnvironment:
     """What one episode acts in."""
-    return RemoteEnvironment(client, name="Counter", turn_timeout_s=turn_timeout_s)
+    return RemoteEnvironment(
+        client, name="Counter", turn_timeout_s=turn_timeout_s, holder=holder, incarnation=incarnation
+    )
 
 
 def said(text: str) -> Message:
@@ -87,6 +91,22 @@ async def reason_of(call: object) -> str:
     with pytest.raises(AstraflowError) as refused:
         await call  # type: ignore[misc]
     return refused.value.reason
+
+
+async def test_a_node_that_is_started_again_ends_the_sessions_of_the_killed_one(client: AsyncClient) -> None:
+    killed = session(client, holder="node", incarnation=1)
+    other = session(client, holder="other", incarnation=1)
+    for taken in (killed, other):
+        await taken.reset(TASK)
+    for _ in range(2):  # it holds one of the two places at a time, whatever it held before
+        again = session(client, holder="node", incarnation=2)
+        async with asyncio.timeout(30):
+            await again.reset(TASK)
+        assert (await again.step(said("2"))).reward == 2.0
+        await again.close()
+    with pytest.raises(EnvironmentFailed, match="its holder was started anew"):
+        await killed.step(said("2"))
+    assert (await other.step(said("2"))).reward == 2.0
 
 
 FAULTS = {

@@ -238,8 +238,7 @@ def _kept_environment(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
     """Who starts the served environment `Echo` as often as it dies, and its address."""
     port = free_port()
     service = f"{sys.executable} -m astraflow_environment --use support.environments:Echo --port {port}"
-    # Sessions of a killed node are free again soon.
-    bounds = "--workers 2 --sessions-per-worker 16 --idle-timeout-s 10"
+    bounds = "--workers 2 --sessions-per-worker 16"
     loop = f"while :; do {service} {bounds}; done"
     paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
     with (

@@ -43,8 +43,18 @@ class EnvironmentUnavailable(Exception):
 class RemoteEnvironment:
     """One session; `reset` waits for a free one for as long as its caller does."""
 
-    def __init__(self, client: AsyncClient, *, name: str, turn_timeout_s: float) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        name: str,
+        turn_timeout_s: float,
+        holder: str = "",
+        incarnation: int = 0,
+    ) -> None:
         self._client = client
+        self._holder = holder
+        self._incarnation = incarnation
         self._service = EnvironmentServiceStub(client.channel)
         self._name = name
         self._timeout_s = min(turn_timeout_s, _MAX_DEADLINE_S)
@@ -58,6 +68,8 @@ class RemoteEnvironment:
             environment=self._name,
             task=task_to_proto(task),
             deadline_duration=self._deadline(),
+            holder=self._holder,
+            holder_incarnation=self._incarnation,
         )
         try:
             answer = await self._when_free(lambda: self._call(self._service.Reset, request))

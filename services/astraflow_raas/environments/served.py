@@ -15,9 +15,19 @@ from astraflow_raas.environments.remote import RemoteEnvironment
 class ServedEnvironments:
     """Opens sessions by name; connects when the first is opened."""
 
-    def __init__(self, addresses: Mapping[str, str] | None = None, *, token: str | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Mapping[str, str] | None = None,
+        *,
+        token: str | None = None,
+        holder: str = "",
+        incarnation: int = 0,
+    ) -> None:
+        """`holder` names the node over restarts, which `incarnation` counts."""
         self._addresses = dict(addresses or {})
         self._token = token
+        self._holder = holder
+        self._incarnation = incarnation
         self._clients: dict[str, AsyncClient] = {}
         self._stopping = asyncio.Event()
 
@@ -35,7 +45,13 @@ class ServedEnvironments:
         self.require(name)
         if name not in self._clients:
             self._clients[name] = AsyncClient(self._addresses[name], token=self._token)
-        return RemoteEnvironment(self._clients[name], name=name, turn_timeout_s=turn_timeout_s)
+        return RemoteEnvironment(
+            self._clients[name],
+            name=name,
+            turn_timeout_s=turn_timeout_s,
+            holder=self._holder,
+            incarnation=self._incarnation,
+        )
 
     async def start(self) -> None:
         """Nothing to bind."""

@@ -5,6 +5,7 @@ one owner and an incarnation number is used once. Opened by `server` before the 
 """
 
 import fcntl
+import hashlib
 import os
 import re
 import socket
@@ -26,6 +27,12 @@ class NodeFolder:
     path: Path
     incarnation: int
     lock: int
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits, the same at every start from this folder on this machine, and nowhere else."""
+        place = f"{socket.gethostname()}:{self.path.resolve()}"
+        return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
 
     @property
     def code(self) -> Path:

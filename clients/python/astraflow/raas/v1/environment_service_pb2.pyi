@@ -122,10 +122,18 @@ class ResetRequest(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     DEADLINE_DURATION_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Names the session in every call; the caller draws it at random, for whoever knows it may act."""
     environment: _builtins.str
     """Environment, as the service names it."""
+    holder: _builtins.str
+    """Who acts, by a name that outlives its process; empty for a caller that has none. A Reset of a higher incarnation ends
+    the open sessions of lower ones: the process that held them is gone.
+    """
+    holder_incarnation: _builtins.int
+    """Counts the starts of the holder."""
     @_builtins.property
     def task(self) -> _task_pb2.Task:
         """What to start from: everything that varies, seeds included, is in the task, so equal tasks start equally."""
@@ -141,10 +149,12 @@ class ResetRequest(_message.Message):
         environment: _builtins.str = ...,
         task: _task_pb2.Task | None = ...,
         deadline_duration: _duration_pb2.Duration | None = ...,
+        holder: _builtins.str = ...,
+        holder_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline_duration", b"deadline_duration", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_duration", b"deadline_duration", "environment", b"environment", "session_id", b"session_id", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_duration", b"deadline_duration", "environment", b"environment", "holder", b"holder", "holder_incarnation", b"holder_incarnation", "session_id", b"session_id", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
