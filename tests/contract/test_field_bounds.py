@@ -112,7 +112,7 @@ def _items(bounds: Any, described: FieldDescriptor, element: Callable[[int], Any
 
     def some(count: int) -> Any:
         found = [element(index) for index in range(count)]
-        return dict.fromkeys(found, 1.0) if is_map else found
+        return dict.fromkeys(found, 1) if is_map else found
 
     least, most = bounds.min_items, bounds.max_items
     inside = [some(count) for count in (least, most) if count]
@@ -241,6 +241,7 @@ ROWS = [
     Row(push(), "episode.member"),
     Row(push(), "episode.trajectories", element=lambda i: make_trajectory(f"e.{i}"), slugs=("too_many_trajectories",)),
     Row(push(), "episode.metrics", slugs=("bad_metrics",)),
+    Row(push(), "episode.draws", slugs=("too_many_draws",)),
     Row(push(), "episode.trajectories.body", slugs=("too_large",)),
     Row(push(), "episode.trajectories.header.trajectory_id", ["~" * 128], ["", "a b", "a" * 129], slugs=("bad_id",)),
     Row(push(), "episode.trajectories.header.role", ["", "~" * 64], ["a b", "a" * 65], slugs=("bad_role",)),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.client import Client
+from astraflow.dataflow.v1.admin_service_pb2 import StatusRequest
 from support.development import RunFiles, dev, finish, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -17,7 +19,9 @@ WORKFLOW = {
 }
 RIVAL = {
     "train": False,
-    "model": {"snapshot": {"of": "solver", "every_versions": 1, "keep": 4}},
+    "model": {
+        "snapshot": {"of": "solver", "every_versions": 1, "keep": 4, "draw": "rating", "result": "team"}
+    },
     "sampling": {"max_new_tokens": 8},
 }
 
@@ -41,11 +45,19 @@ def test_a_policy_trains_beside_snapshots_of_itself(tmp_path: Path) -> None:
         *("--steps", "1000", *roles),
         *("--set", f"policies.rival={json.dumps(RIVAL)}"),
         *("--set", f"raas.workflow={json.dumps(WORKFLOW)}"),
+        *("--set", "raas.swap_seats=[planner, worker]"),
     ) as launcher:
         wait_for(lambda: files.steps_taken() >= 12)
+        server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
+        with Client(server) as client:
+            status = client.call(client.admin.Status, StatusRequest())
         launcher.send_signal(signal.SIGINT)
         summary = finish(launcher, tmp_path)
     assert summary["conservation_error"] == 0
+    (rival,) = [policy for policy in status.policies if policy.version.snapshot_of == "solver"]
+    own, *met = rival.ratings
+    assert sum(item.episodes for item in met) == own.episodes > 0
+    assert len(met) > 1
     drawn = {entry["draw"]: entry["version"] for entry in _logged(files, "dataflow*", "snapshot.announced")}
     served = [
         drawn[entry["version"]]

@@ -21,11 +21,17 @@ async def play(world: World, *, overrides: list[str]) -> Trainer:
     return await world.trainer()
 
 
-async def train(world: World, trainer: Trainer, *, through: int, since: int = 0) -> None:
-    """Take steps up to this one, each of which publishes a version."""
+async def train(
+    world: World, trainer: Trainer, *, through: int, since: int = 0, win: float | None = None
+) -> None:
+    """Take steps up to this one, each of which publishes a version; `win` is the result of their first episodes."""
     node = await world.node()
     for step in range(since + 1, through + 1):
         (lease,) = await answered(lambda: node.lease(1))
+        if win is not None:
+            episode = node.episode(lease, lease.members[0], version=step - 1)
+            episode.draws["rival"], episode.metrics["win"] = 0, win
+            await node.outcome(episode)
         await node.complete(lease, version=step - 1)
         await trainer.train(step, base_version=step - 1)
 
@@ -87,6 +93,26 @@ async def test_nobody_publishes_for_a_snapshot(world: World) -> None:
         await rival.publish(version=1, step=1)
 
 
+async def test_results_move_the_ratings_once_and_a_new_opponent_starts_where_the_trained_one_is(
+    world: World,
+) -> None:
+    trainer = await play(world, overrides=[POOL])
+    await announced(world, 0)
+    await world.submit("t", group_size=2)
+    node = await world.node()
+    (lease,) = await node.lease(1)
+    for member, score in ((0, 1.0), (1, 0.0)):
+        episode = node.episode(lease, member)
+        episode.draws["rival"], episode.metrics["win"] = 0, score
+        assert [await node.outcome(episode) for _ in range(2)] == ["ACCEPTED", "DUPLICATE"]
+    # 8 points for a win against an equal; then a loss as the better one costs 8.37.
+    own, first = (await announced(world, 0)).ratings
+    assert (own.HasField("version"), own.episodes, first.version, first.episodes) == (False, 2, 0, 2)
+    assert own.rating == pytest.approx(999.632, abs=1e-3)
+    assert own.rating + first.rating == pytest.approx(2000)
+    await trainer.release()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 async def test_a_server_that_was_killed_goes_on_with_the_same_draws(process: DataflowProcess) -> None:
@@ -94,10 +120,10 @@ async def test_a_server_that_was_killed_goes_on_with_the_same_draws(process: Dat
     async with process.world(retry_s=30) as world:
         trainer = await play(world, overrides=[POOL])
         await announced(world, 0)
-        await train(world, trainer, through=1)
+        await train(world, trainer, through=1, win=1.0)
         process.kill()
         process.start()
-        await answered(world.status)
+        assert [item.episodes for item in (await answered(lambda: announced(world, 0))).ratings] == [1, 1]
         await train(world, trainer, since=1, through=3)
         assert (await announced(world, 1)).version.snapshot_version in (0, 2)
         assert set(await pins(world)) == {0, 2}

@@ -30,10 +30,18 @@ from astraflow_weights.mirror.checkpoint import map_model, map_weights
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store.file import FileStore
-from support.node_process import WeightPublisher
+from support.node_process import WeightPublisher, node_of
 from support.published_models import RUN, read_log
 from support.raas_parts import generate_call, write_tokenizer
-from support.sglang_server import START_DEADLINE_S, needs_sglang, report, started_sglang
+from support.scripted_dataflow import RUN_ID, ScriptedDataflow, a_run, eventually, running
+from support.sglang_server import (
+    CPU_OPTIONS,
+    SGLANG_PYTHON,
+    START_DEADLINE_S,
+    needs_sglang,
+    report,
+    started_sglang,
+)
 from support.tiny_models import TinyShape, load_reference, save_tiny_model, widened
 
 pytestmark = [
@@ -207,3 +215,28 @@ def change(bits: Mapping[str, Array], share: float, *, version: int) -> ChangedE
         positions[name] = np.unique(draw.integers(0, each.size, count)).astype(np.uint32)
         flat_unsigned(each)[positions[name]] ^= np.uint16(1)
     return ChangedElements(base_version=version - 1, version=version, positions=positions)
+
+
+async def test_a_node_loads_changed_elements_when_its_setting_says_so(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    trainer = WeightPublisher.open(store, run_id=RUN_ID, policy_id=POLICY, checkpoint=checkpoint)
+    options = ["--engine", "sglang", "--engine-python", str(SGLANG_PYTHON), "--engine-update", "changed"]
+    options += [f"--engine-arg={option}" for option in (*CPU_OPTIONS, "--max-running-requests=9")]
+    async with running(ScriptedDataflow(run=a_run(store_uri=store.as_uri()))) as server:
+        script = server.script
+        script.versions = [trainer.publish()]
+        async with node_of(server.address, tmp_path, *options) as node:
+            for version in range(3):
+                if version:
+                    script.send(version=trainer.publish())
+                await eventually(
+                    lambda now=version: (
+                        script.credits and script.credits[-1].serving_versions.get(POLICY) == now
+                    ),
+                    what=f"version {version} serves",
+                    patience_s=START_DEADLINE_S,
+                )
+            assert [line["version"] for line in node.events("engine.changes_loaded")] == [1, 2]
+            assert not node.events("engine.whole_loads")

@@ -126,8 +126,9 @@ async def local_node(
         )
         pusher = Pusher(client, metrics=metrics, limits=limits, files=SpoolFiles(folder / "spool" / node_id))
         node = connect_node(inputs, policies=PolicyTable(parts), pusher=pusher)
-        for service in node.services:
-            await service.start()
+        if settings.allow_recipe_code:
+            # Programs of a recipe ask here.
+            await endpoint.start()
         running = [asyncio.create_task(service.run()) for service in node.services]
         local = LocalNode(node, engines, drain_requested)
         try:

@@ -41,6 +41,8 @@ MAX_TRAJECTORIES = bounds_of(trajectory_pb2.Episode, "trajectories").max_items
 """Of one episode."""
 MAX_METRICS = bounds_of(trajectory_pb2.Episode, "metrics").max_items
 """Of one episode."""
+MAX_DRAWS = bounds_of(trajectory_pb2.Episode, "draws").max_items
+"""Of one episode."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 REASONS: Mapping[str, str] = {
@@ -71,6 +73,7 @@ REASONS: Mapping[str, str] = {
     "token_out_of_range": "a token id is not in [0, 2^31)",
     "too_large": "the message is larger than one push may be",
     "too_long": "more than 1,048,576 tokens",
+    "too_many_draws": "more than 64 draws of snapshot policies in an episode",
     "too_many_media": "more than 256 media",
     "too_many_trajectories": "more than 64 trajectories in an episode",
     "unknown_policy": "the run has no such policy",

@@ -24,6 +24,7 @@ from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Committed, CompleteTask
 from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.snapshots import results
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
@@ -39,6 +40,7 @@ log = get_logger(__name__)
 EPISODES_PER_PIPELINE = 64
 _VERSION_GRACE_S = 1.0
 _MAX_MEMBER = 1024
+_ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 _INTERRUPTED = "the commit was interrupted; push again"
 
 
@@ -159,7 +161,27 @@ class Ingest:
             raise
         for waiting, reply in zip(batch, replies, strict=True):
             _answer(waiting.result, reply)
+        accepted = [
+            waiting.episode
+            for waiting, reply in zip(batch, replies, strict=True)
+            if isinstance(reply, Committed) and reply.result.outcome in _ACCEPTED
+        ]
+        try:
+            await self._rate(context, accepted)
+        except AstraflowError as error:
+            log.warning("ratings.missed", episodes=len(accepted), message=error.message)
         return [reply.completed for reply in replies if isinstance(reply, Committed) and reply.completed]
+
+    async def _rate(self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]) -> None:
+        """Change ratings by what these episodes ended with: once each, or never where the server dies here."""
+        scored: dict[str, list[tuple[int, float]]] = {}
+        snapshots = context.recipe.snapshots
+        for episode in episodes if snapshots else ():
+            for policy_id, draw, score in results(episode, snapshots):
+                for version in await self.store.versions.several(context.run_id, policy_id, [draw]):
+                    scored.setdefault(policy_id, []).append((version.snapshot_version, score))
+        for policy_id, own in scored.items():
+            await self.store.versions.rate(context.run_id, policy_id, own)
 
     async def _settle(self, context: RunContext, task: CompleteTask) -> None:
         bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)

@@ -20,6 +20,7 @@ from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import (
+    MAX_DRAWS,
     MAX_METRICS,
     MAX_TOKENS,
     MAX_TRAJECTORIES,
@@ -102,6 +103,10 @@ def _check_frame(episode: trajectory_pb2.Episode) -> None:
     if len({item.header.trajectory_id for item in items}) != len(items):
         raise BadTrajectory(
             "duplicate_id", "two trajectories of the episode have one trajectory_id; ids are unique in a run"
+        )
+    if len(episode.draws) > MAX_DRAWS:
+        raise BadTrajectory(
+            "too_many_draws", f"{len(episode.draws)} draws, at most {MAX_DRAWS}; one for each snapshot policy"
         )
     for metrics in (episode.metrics, *(item.header.metrics for item in items)):
         if len(metrics) > MAX_METRICS or not all(map(math.isfinite, metrics.values())):

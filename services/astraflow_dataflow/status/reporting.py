@@ -15,6 +15,7 @@ from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
+from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
@@ -57,6 +58,9 @@ class Reporting:
         for policy in policies:
             if policy.policy_id in versions:
                 policy.version.CopyFrom(versions[policy.policy_id])
+            if policy.policy_id in context.recipe.snapshots:
+                rated = await self.store.versions.ratings(context.run_id, policy.policy_id)
+                policy.ratings.extend(rating_messages(rated))
         return admin_service_pb2.StatusResponse(
             state=RUN_STATES[audit.life],
             run_id=context.run_id,
@@ -198,6 +202,15 @@ def policy_message(policy: PolicyState) -> admin_service_pb2.PolicyStatus:
         credit_error=policy.outstanding - policy.charged,
         waits_for_turn_of=policy.waits_for_turn_of,
     )
+
+
+def rating_messages(ratings: Ratings) -> list[admin_service_pb2.SnapshotRating]:
+    """Return the contract's form of ratings, the trained policy first."""
+    ordered = sorted(ratings.items(), key=lambda item: -1 if item[0] is None else item[0])
+    return [
+        admin_service_pb2.SnapshotRating(version=version, rating=rating, episodes=episodes)
+        for version, (rating, episodes) in ordered
+    ]
 
 
 def mean_reward(recent: Sequence[tuple[float, int]]) -> float:

@@ -238,6 +238,20 @@ class VersionStore:
         arguments = (version.policy_id, version.version, sha, text)
         await self._connection.call(Keys(run_id), "announce_snapshot", *arguments)
 
+    async def rate(self, run_id: str, policy_id: str, results: Sequence[tuple[int, float]]) -> None:
+        """Change the ratings of a snapshot policy by (version it played, score of the trained policy) of episodes."""
+        arguments = [part for version, score in results for part in (version, repr(score))]
+        await self._connection.call(Keys(run_id), "rate", policy_id, *arguments)
+
+    async def ratings(self, run_id: str, policy_id: str) -> dict[int | None, tuple[float, int]]:
+        """Return rating and episodes of each version that was rated; None stands for the trained policy."""
+        stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("ratings", policy_id)))
+        return {
+            None if name == "trained" else int(name): (float(value), int(stored[f"episodes {name}"]))
+            for name, value in stored.items()
+            if not name.startswith("episodes ")
+        }
+
     async def newest(self, run_id: str, policy_id: str) -> int | None:
         """Return the newest announced number, or None before the first."""
         reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("policy", policy_id), "version"))

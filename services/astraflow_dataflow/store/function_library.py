@@ -55,6 +55,7 @@ _RELEASES = (
     "save_states",
 )
 _WRITES = (
+    "rate",
     "submit",
     "feed",
     "lease",

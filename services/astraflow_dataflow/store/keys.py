@@ -60,6 +60,7 @@ _SUFFIXES = {
     "versions": "versions:%s",
     "version_steps": "version_steps:%s",
     "pins": "pins:%s",
+    "ratings": "ratings:%s",
     # plug-ins
     "plugin_state": "plugin_state:%s",
     "plugin_revisions": "plugin_revisions",

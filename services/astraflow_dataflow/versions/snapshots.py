@@ -52,7 +52,8 @@ class Snapshots:
     ) -> None:
         due, seed = newest_draw(settings, newest=newest), context.recipe.run.seed
         for number in range(context.newest_versions.get(policy_id, -1) + 1, due + 1):
-            version = drawn(settings, policy_id=policy_id, draw=number, seed=seed)
+            ratings = await self.store.versions.ratings(context.run_id, policy_id)
+            version = drawn(settings, policy_id=policy_id, draw=number, seed=seed, ratings=ratings)
             (source,) = await self.store.versions.several(context.run_id, settings.of, [version])
             message = version_pb2.Version()
             message.CopyFrom(source)

@@ -132,6 +132,8 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
         coalesce_max_new_tokens=inputs.settings.coalesce_max_new_tokens,
         sampling=inputs.found.sampling,
         roles=inputs.workflow.roles,
+        snapshots=inputs.found.recipe.snapshots,
+        swap_seats=inputs.found.recipe.raas.swap_seats,
     )
     served = {name: part.policy for name, part in policies.parts.items()}
     workflow = inputs.workflow.workflow

@@ -69,6 +69,8 @@ class PolicyHandle:
         """True while a call waits for an engine that is down: then a timeout is the engine's fault."""
         self.unavailable: PolicyUnavailable | None = None
         """What the last call was refused with because there is no engine."""
+        self.versions: set[int] = set()
+        """Versions that sampled for it."""
         self.lost_calls = 0
         """Calls that an engine took along when it was lost."""
 
@@ -110,6 +112,7 @@ class PolicyHandle:
         call = self._next_call(prompt_ids, max_new_tokens=max_new_tokens)
         failpoints.hit("raas.generating")
         generation = await self._sample(call)
+        self.versions.update(span.version for span in generation.spans)
         return GenerateResult(
             token_ids=generation.token_ids,
             logprobs=generation.logprobs,

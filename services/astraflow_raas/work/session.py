@@ -6,7 +6,7 @@ says why not. Called by `worker`, which reports the failure and renews the lease
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -70,6 +70,10 @@ class SessionSettings:
     """The recipe's sampling of each policy, for leases that leave it open."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
+    snapshots: Collection[str] = ()
+    """The policies that are past versions of others."""
+    swap_seats: tuple[str, str] | None = None
+    """Roles that change places in odd members."""
 
 
 class Session:
@@ -164,9 +168,10 @@ class Session:
         handles = self._handles(lease, member=member, episode_id=episode_id)
         try:
             async with asyncio.timeout(self._settings.episode_timeout_s):
-                episode = await self._workflow.run(task, handles)
+                episode = await self._workflow.run(task, self._seated(handles, member=member))
             ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
             message = build_episode(episode, lease=lease, ids=ids, roles=self._settings.roles)
+            message.draws.update(self._draws(handles.values()))
             self._show(episode, member=member)
             return message, None
         except TimeoutError as error:
@@ -212,6 +217,21 @@ class Session:
             )
             for name, role in self._settings.roles.items()
         }
+
+    def _seated(self, handles: dict[str, Handle], *, member: int) -> dict[str, Handle]:
+        """The handles by the places that they take in this episode."""
+        if self._settings.swap_seats is None or member % 2 == 0:
+            return handles
+        first, second = self._settings.swap_seats
+        return handles | {first: handles[second], second: handles[first]}
+
+    def _draws(self, handles: Iterable[Handle]) -> dict[str, int]:
+        """The draw of each snapshot policy that answered all calls of an episode."""
+        seen: dict[str, set[int]] = {}
+        for handle in handles:
+            if isinstance(handle, PolicyHandle) and handle.name in self._settings.snapshots:
+                seen.setdefault(handle.name, set()).update(handle.versions)
+        return {name: min(versions) for name, versions in seen.items() if len(versions) == 1}
 
     def _show(self, episode: plugins.Episode, *, member: int) -> None:
         """Log what a policy said, a few times a second at most: people look at samples."""

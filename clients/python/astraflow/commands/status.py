@@ -131,8 +131,17 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
             *(str(policy.ready_groups), str(policy.outstanding_groups)),
             *(str(policy.unpublished_groups), str(policy.credit)),
         )
+    rated = [Text(f"  {_ratings(policy)}") for policy in status.policies if policy.ratings]
     note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
-    return [heading("policies"), shown, Text(note, style="dim")]
+    return [heading("policies"), shown, *rated, Text(note, style="dim")]
+
+
+def _ratings(policy: pb.PolicyStatus) -> str:
+    """The trained policy's rating and those of the versions that it met, the newest eight."""
+    of = policy.version.snapshot_of
+    own = "".join(f"{of} {item.rating:.0f}" for item in policy.ratings if not item.HasField("version"))
+    met = [f"@{item.version} {item.rating:.0f}" for item in policy.ratings if item.HasField("version")][-8:]
+    return f"ratings of {policy.policy_id}: {own}; {', '.join(met)}"
 
 
 def _kind(policy: pb.PolicyStatus) -> str:

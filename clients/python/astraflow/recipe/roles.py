@@ -113,10 +113,10 @@ def resolve_roles(
     return resolved
 
 
-def require_policy(policy_id: str, policies: Collection[str], *, place: str) -> None:
-    """Raise ValueError with the nearest name unless a recipe has the policy that `place` names."""
-    if policy_id not in policies:
-        raise ValueError(f"{place}: there is no policy {policy_id!r}; {_near(policy_id, policies)}")
+def require_policy(name: str, known: Collection[str], *, place: str, kind: str = "policy") -> None:
+    """Raise ValueError with the nearest name unless a recipe has the policy, or role, that `place` names."""
+    if name not in known:
+        raise ValueError(f"{place}: there is no {kind} {name!r}; {_near(name, known)}")
 
 
 def declared_roles(workflow: object, reward: object) -> Any:  # noqa: ANN401 - what a plug-in wrote

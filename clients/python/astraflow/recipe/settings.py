@@ -139,7 +139,11 @@ class SnapshotSettings(Section):
     every_versions: int = Field(default=0, ge=0, le=2_097_151)
     """Each multiple of this joins the pool, and another member of the pool is drawn then."""
     keep: int = Field(default=1, ge=1, le=256)
-    """Size of the pool: its newest members, each drawn alike. 1: always the newest."""
+    """Size of the pool: its newest members. 1: always the newest."""
+    draw: Literal["uniform", "rating"] = "uniform"
+    """Each member alike, or by rating: p · (1 − p), with p what the trained policy is expected to score against it."""
+    result: str = Field(default="win", min_length=1, max_length=128)
+    """Metric of episodes that ratings are by: what the trained policy scored, 1 won, 0.5 drawn, 0 lost."""
 
     @model_validator(mode="after")
     def _one_rule(self) -> SnapshotSettings:
@@ -303,6 +307,16 @@ class RaasSettings(Section):
     """What becomes of running calls when a newer version is loaded: they go on with the keys and values that they have,
     or these are computed anew with the new weights, which costs a prefill of each.
     """
+    swap_seats: tuple[RoleName, RoleName] | None = None
+    """Two roles that change places in every other episode of a task."""
+
+    @model_validator(mode="after")
+    def _seats_differ(self) -> RaasSettings:
+        if self.swap_seats and self.swap_seats[0] == self.swap_seats[1]:
+            raise ValueError(
+                f"swap_seats names {self.swap_seats[0]!r} twice; name two roles, or leave it out"
+            )
+        return self
 
 
 class OptimizerSettings(Section):
@@ -441,6 +455,8 @@ class Recipe(Section):
     def _policies_fit(self) -> Recipe:
         for name, snapshot in self.snapshots.items():
             _check_snapshot(name, snapshot, policies=self.policies)
+        for name in self.raas.swap_seats or ():
+            require_policy(name, self.resolved_roles, place="raas.swap_seats", kind="role")
         num_trained = sum(policy.train for policy in self.policies.values())
         if not num_trained:
             raise ValueError("no policy is trained; take `train: false` from one of policies")

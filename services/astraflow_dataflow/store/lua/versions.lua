@@ -80,3 +80,22 @@ local function announce_snapshot(keys, a)
   emit(P, 'work')
   return 1
 end
+
+local FIRST_RATING, ELO_K = 1000, 16
+
+-- rate: snapshot policy, then per episode: version that it played, score of the trained policy in [0, 1]. Elo; a version starts with the rating
+-- that the trained policy has when they first meet. Returns 1.
+SIGNATURE.rate = { 'policy', each = { 'version', 'score' } }
+local function rate(keys, a)
+  local R = K.ratings(keys[1], a.policy)
+  for _, item in ipairs(a.each) do
+    local f = call('HMGET', R, 'trained', item.version)
+    local own = tonumber(f[1] or FIRST_RATING)
+    local other = tonumber(f[2] or own)
+    local gain = ELO_K * (tonumber(item.score) - 1 / (1 + 10 ^ ((other - own) / 400)))
+    call('HSET', R, 'trained', precise(own + gain), item.version, precise(other - gain))
+    call('HINCRBY', R, 'episodes trained', 1)
+    call('HINCRBY', R, 'episodes ' .. item.version, 1)
+  end
+  return 1
+end

@@ -237,3 +237,19 @@ def test_a_snapshot_has_the_model_of_the_policy_that_it_is_of() -> None:
 def test_a_snapshot_that_cannot_be_played_is_refused(rival: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(problem)):
         _with_rival(rival)
+
+
+@pytest.mark.parametrize(
+    ("seats", "problem"),
+    [
+        ("[plan, wrok]", "there is no role 'wrok'; did you mean 'work'"),
+        ("[plan, plan]", "names 'plan' twice"),
+    ],
+)
+def test_seats_that_cannot_change_are_refused(seats: str, problem: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        parse_recipe(
+            f"run: {{name: r, dataset: 'recipe:D'}}\npolicies: {{{POLICIES}}}\n"
+            "roles: {plan: solver, work: verifier}\n"
+            f"raas: {{reward: 'recipe:R', swap_seats: {seats}}}"
+        )

@@ -163,6 +163,10 @@ def too_many(parts: Parts) -> None:
     parts.whole.trajectories.extend(make_trajectory(f"more-{number}") for number in range(64))
 
 
+def too_many_draws(parts: Parts) -> None:
+    parts.whole.draws.update(dict.fromkeys(map(str, range(65)), 0))
+
+
 def metrics(*values: float) -> Spoil:
     """Add metrics of the episode."""
     return lambda parts: parts.whole.metrics.update({f"m{n}": value for n, value in enumerate(values)})
@@ -244,6 +248,7 @@ POISON: list[tuple[str, Spoil, str]] = [
     ("a failed episode with trajectories", episode(status=2), "failed_with_trajectories"),
     ("one trajectory twice", twice, "duplicate_id"),
     ("too many trajectories", too_many, "too_many_trajectories"),
+    ("too many draws", too_many_draws, "too_many_draws"),
     ("too many metrics", metrics(*[1.0] * 65), "bad_metrics"),
     ("a metric that is infinite", metrics(INF), "bad_metrics"),
 ]

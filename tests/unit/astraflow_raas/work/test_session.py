@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,17 @@ import pytest
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import trajectory_service_pb2 as outcomes
-from astraflow.plugins import Message, MissingCapability, RewardFailed, Score, TaskSpec
+from astraflow.plugins import (
+    Episode,
+    Message,
+    MissingCapability,
+    Policy,
+    RewardFailed,
+    Score,
+    TaskSpec,
+    TrajectoryBuilder,
+)
+from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
@@ -298,3 +308,45 @@ async def test_a_cancelled_lease_stops_its_calls_in_the_engine(setup: Setup) -> 
             await running
         await eventually(lambda: len(setup.engine.aborted) == 2, what="both calls are aborted")
     assert setup.pushed == []
+
+
+class _TwoSeats:
+    """The first seat speaks, then the second; whoever is trained has a trajectory."""
+
+    def __init__(self) -> None:
+        self.first: list[str] = []
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        self.first.append(policies["first"].name)
+        said = []
+        for seat in ("first", "second"):
+            builder = TrajectoryBuilder(policies[seat])
+            builder.add_prompt(task.messages)
+            await builder.generate()
+            said += [builder.build(reward=1.0)] if policies[seat].wants_trajectory else []
+        return Episode(tuple(said), {"win": 1.0})
+
+
+async def test_seats_change_in_every_other_episode_and_the_draw_that_was_met_is_told(setup: Setup) -> None:
+    """The trained role stays one role, so its group holds both seats."""
+    settings = SessionSettings(
+        node_id="node-1",
+        episode_timeout_s=20,
+        coalesce_max_new_tokens=128,
+        sampling={"solver": SAMPLING, "rival": SAMPLING},
+        roles={
+            "first": ResolvedRole("first", "solver", is_trained=True),
+            "second": ResolvedRole("second", "rival", is_trained=False),
+        },
+        snapshots={"rival"},
+        swap_seats=("first", "second"),
+    )
+    workflow = _TwoSeats()
+    parts: dict[str, Any] = {"pusher": Mock(push=setup.push), "metrics": Metrics()}
+    policies = {"solver": setup.policy, "rival": setup.policy}
+    assert await Session(workflow, settings=settings, policies=policies, **parts).run(leased()) is None
+    assert sorted(workflow.first) == ["rival", "solver"]
+    for episode in setup.pushed:
+        (item,) = episode.trajectories
+        assert (item.header.policy_id, item.header.role) == ("solver", "first")
+        assert dict(episode.draws) == {"rival": 7}

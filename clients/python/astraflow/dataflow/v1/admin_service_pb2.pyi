@@ -142,6 +142,7 @@ class PolicyStatus(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     EXTERNAL_FIELD_NUMBER: _builtins.int
     WAITS_FOR_TURN_OF_FIELD_NUMBER: _builtins.int
+    RATINGS_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -178,6 +179,10 @@ class PolicyStatus(_message.Message):
     def staleness(self) -> Global___StalenessSummary:
         """Staleness of what was bound to batches."""
 
+    @_builtins.property
+    def ratings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotRating]:
+        """Of a snapshot policy: the ratings in its pool, that of the trained policy itself first, then by version."""
+
     def __init__(
         self,
         *,
@@ -197,14 +202,47 @@ class PolicyStatus(_message.Message):
         frozen: _builtins.bool = ...,
         external: _builtins.bool = ...,
         waits_for_turn_of: _builtins.str = ...,
+        ratings: _abc.Iterable[Global___SnapshotRating] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ratings", b"ratings", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyStatus: _TypeAlias = PolicyStatus  # noqa: Y015
+
+@_typing.final
+class SnapshotRating(_message.Message):
+    """Elo rating of a version that a snapshot policy played, by the results of training episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    RATING_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version; unset: the trained policy as it is now."""
+    rating: _builtins.float
+    """1000 at first, or that of the trained policy when they first met."""
+    episodes: _builtins.int
+    """Episodes that it was rated by."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int | None = ...,
+        rating: _builtins.float = ...,
+        episodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "episodes", b"episodes", "rating", b"rating", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___SnapshotRating: _TypeAlias = SnapshotRating  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):

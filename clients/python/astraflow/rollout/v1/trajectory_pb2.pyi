@@ -394,6 +394,26 @@ class Episode(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class DrawsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     TASK_ID_FIELD_NUMBER: _builtins.int
     EPISODE_ID_FIELD_NUMBER: _builtins.int
@@ -405,6 +425,7 @@ class Episode(_message.Message):
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     HEDGE_FIELD_NUMBER: _builtins.int
+    DRAWS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run of the task."""
     task_id: _builtins.str
@@ -431,6 +452,10 @@ class Episode(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named numbers for people (turns, tool calls)."""
 
+    @_builtins.property
+    def draws(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The draw of each snapshot policy that answered all calls which the episode made of it."""
+
     def __init__(
         self,
         *,
@@ -445,10 +470,11 @@ class Episode(_message.Message):
         trajectories: _abc.Iterable[Global___TrajectoryItem] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         hedge: _builtins.bool = ...,
+        draws: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "episode_id", b"episode_id", "failure_reason", b"failure_reason", "hedge", b"hedge", "member", b"member", "metrics", b"metrics", "node_id", b"node_id", "run_id", b"run_id", "status", b"status", "task_id", b"task_id", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draws", b"draws", "episode_id", b"episode_id", "failure_reason", b"failure_reason", "hedge", b"hedge", "member", b"member", "metrics", b"metrics", "node_id", b"node_id", "run_id", b"run_id", "status", b"status", "task_id", b"task_id", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
