@@ -35,6 +35,8 @@ EPISODES = 64
 _GROUP = 8
 _START_S = 300.0
 _WARM_UP_S = 2.0
+_GENERATIONS = 2
+"""Answers of each place in a turn, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,14 @@ async def measure_node(recipe: Path, load: Load, *, folder: Path) -> list[Figure
     with _run(recipe, load, folder=folder) as run:
         node, engine = await _until_sampling(run)
         prompts = await asyncio.to_thread(_prompts, recipe, engine)
+        num_tokens = _GENERATIONS * EPISODES * load.num_new_tokens
+        turn = partial(_turn, node, engine, seconds=load.seconds, num_tokens=num_tokens)
         through, direct = list[_Turn](), list[_Turn]()
         for _ in range(load.turns):
-            through.append(await _turn(node, engine, seconds=load.seconds))
+            through.append(await turn())
             node.send_signal(signal.SIGSTOP)
             asking = asyncio.create_task(_ask(engine, prompts, num_new_tokens=load.num_new_tokens))
-            direct.append(await _turn(node, engine, seconds=load.seconds))
+            direct.append(await turn())
             asking.cancel()
             await asyncio.wait([asking])
             node.send_signal(signal.SIGCONT)
@@ -191,8 +195,11 @@ def _url(engine: psutil.Process) -> str:
     return f"http://127.0.0.1:{_option(engine, '--port')}"
 
 
-async def _turn(node: psutil.Process, engine: psutil.Process, *, seconds: float) -> _Turn:
-    """What happened in some seconds, after a moment in which the last turn's sequences end."""
+async def _turn(node: psutil.Process, engine: psutil.Process, *, seconds: float, num_tokens: int) -> _Turn:
+    """What happened in some seconds and tokens, after a moment in which the last turn's sequences end.
+
+    Answers must begin and end within it: without prefill, an engine that has just been filled looks faster than it is.
+    """
 
     async def now() -> _Turn:
         found = None
@@ -204,8 +211,11 @@ async def _turn(node: psutil.Process, engine: psutil.Process, *, seconds: float)
     async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
         await asyncio.sleep(_WARM_UP_S)
         began = await now()
-        await asyncio.sleep(seconds)
-        return (await now()).since(began)
+        while True:
+            await asyncio.sleep(seconds)
+            passed = (await now()).since(began)
+            if passed.tokens >= num_tokens:
+                return passed
 
 
 def _prompts(recipe: Path, engine: psutil.Process) -> list[tuple[int, ...]]:
