@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.clients: dict[str, AsyncClient] = {}
+        self.streams: dict[str, AsyncGenerator[Message]] = {}
         self.pushes: dict[str, OpenPushes] = {}
         self.sessions: dict[str, OpenSession] = {}
 
@@ -116,17 +117,19 @@ class Driver:
         with nullcontext() if correlation_id is None else correlated(correlation_id):
             return as_json(await self.client(operation).call(rpc, request, **timeout))
 
-    async def stream(self, operation: Operation) -> object:
-        """Read the first responses of a server stream and leave it."""
+    async def stream_open(self, operation: Operation) -> None:
+        """Open a server stream."""
         rpc, request = self._rpc(operation)
-        answers = []
-        stream = self.client(operation).stream(rpc, request)
-        async for answer in stream:
-            answers.append(as_json(answer))
-            if len(answers) == operation.get("take"):
-                break
-        await stream.aclose()
-        return answers
+        self.streams[operation.get("stream", "main")] = self.client(operation).stream(rpc, request)
+
+    async def stream_next(self, operation: Operation) -> object:
+        """The next response of a server stream."""
+        answer = await anext(self.streams[operation.get("stream", "main")], None)
+        return {"ended": True} if answer is None else as_json(answer)
+
+    async def stream_close(self, operation: Operation) -> None:
+        """Leave a server stream."""
+        await self.streams.pop(operation.get("stream", "main")).aclose()
 
     def _rpc(self, operation: Operation) -> tuple[Any, Message]:
         service, name = operation["rpc"].split("/")
@@ -228,6 +231,8 @@ class Driver:
         for opened in self.pushes.values():
             await opened.pusher.stop(deadline_s=0)
             opened.running.cancel()
+        for stream in self.streams.values():
+            await stream.aclose()
         for client in self.clients.values():
             await client.close()
         self.__init__()  # type: ignore[misc]  # as it began

@@ -100,9 +100,11 @@ class Driver:
         try:
             for line in self._process.stdout:
                 reply = json.loads(line)
-                self._waiting.pop(reply.pop("id")).set_result(reply)
+                waiting = self._waiting.pop(reply.pop("id"))
+                if waiting.set_running_or_notify_cancel():
+                    waiting.set_result(reply)
         finally:
-            for waiting in self._waiting.values():
+            for waiting in filter(Future.set_running_or_notify_cancel, self._waiting.values()):
                 waiting.set_exception(AssertionError(f"the driver ended, or wrote no reply: {self._process.args}"))
 
 

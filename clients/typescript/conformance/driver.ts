@@ -4,7 +4,15 @@
  * The operations are in docs/clients.md; what is right is decided by whoever sends them.
  */
 import { createInterface } from "node:readline";
-import { fromBinary, fromJson, toBinary, toJson, type DescMethod, type DescService, type JsonObject } from "@bufbuild/protobuf";
+import {
+  fromBinary,
+  fromJson,
+  toBinary,
+  toJson,
+  type DescMethod,
+  type DescService,
+  type JsonObject,
+} from "@bufbuild/protobuf";
 import * as astraflow from "../src/index.js";
 import * as dataflow from "../src/dataflow.js";
 import { EpisodeSchema, LeaseSchema, TrajectorySchema, type Lease } from "../src/rollout.js";
@@ -46,6 +54,7 @@ const SERVICES: Record<string, [keyof astraflow.Client, DescService]> = {
   VersionService: ["versions", dataflow.VersionService],
 };
 const clients = new Map<string, astraflow.Client>();
+const streams = new Map<string, { messages: AsyncGenerator<any>; method: DescMethod }>();
 const pushes = new Map<string, astraflow.PushStream>();
 const sessions = new Map<string, OpenSession>();
 
@@ -80,23 +89,36 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
     const id: string | undefined = operation["correlation_id"];
     return toJson(method.output, await (id === undefined ? call() : astraflow.correlated(id, call)));
   },
-  async stream(operation) {
+  "stream.open"(operation) {
     const [rpc, method] = rpcOf(named(clients, operation, "client"), operation["rpc"]);
-    const answers: unknown[] = [];
-    for await (const answer of rpc(fromJson(method.input, operation["request"] ?? {}))) {
-      answers.push(toJson(method.output, answer));
-      if (answers.length === operation["take"]) break;
-    }
-    return answers;
+    streams.set(operation["stream"] ?? "main", {
+      messages: rpc(fromJson(method.input, operation["request"] ?? {})),
+      method,
+    });
+  },
+  async "stream.next"(operation) {
+    const { messages, method } = named(streams, operation, "stream");
+    const { done, value } = await messages.next();
+    return done ? { ended: true } : toJson(method.output, value);
+  },
+  async "stream.close"(operation) {
+    await named(streams, operation, "stream").messages.return(undefined);
   },
   encode_columns({ trajectory_id, token_ids, loss_mask, logprobs, version_spans }) {
-    const versionSpans = version_spans.map(([start, end, version]: number[]) => ({ start, end, version: BigInt(version!) }));
+    const versionSpans = version_spans.map(([start, end, version]: number[]) => ({
+      start,
+      end,
+      version: BigInt(version!),
+    }));
     const columns = { tokenIds: token_ids, lossMask: loss_mask, logprobs, versionSpans };
     return toJson(TrajectorySchema, astraflow.encodeColumns(columns, trajectory_id));
   },
   decode_columns({ message }) {
     // As from the wire, where columns lie at any offset.
-    const received = fromBinary(TrajectorySchema, toBinary(TrajectorySchema, fromJson(TrajectorySchema, message)));
+    const received = fromBinary(
+      TrajectorySchema,
+      toBinary(TrajectorySchema, fromJson(TrajectorySchema, message)),
+    );
     const { tokenIds, lossMask, logprobs, versionSpans } = astraflow.decodeColumns(received);
     return {
       token_ids: [...tokenIds],
@@ -111,7 +133,9 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
   async push(operation) {
     const stream = named(pushes, operation, "stream");
     const episodes: any[] = operation["episodes"];
-    const results = await Promise.all(episodes.map((episode) => stream.push(fromJson(EpisodeSchema, episode))));
+    const results = await Promise.all(
+      episodes.map((episode) => stream.push(fromJson(EpisodeSchema, episode))),
+    );
     return results.map((result) => toJson(dataflow.PushResultSchema, result));
   },
   async "push.close"(operation) {
@@ -137,7 +161,7 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
     await Promise.allSettled([...sessions.values()].map(({ served }) => served));
     await Promise.all([...pushes.values()].map((stream) => stream.close({ timeoutMs: 0 })));
     for (const client of clients.values()) client.close();
-    for (const map of [sessions, pushes, clients]) map.clear();
+    for (const map of [sessions, pushes, streams, clients]) map.clear();
   },
 };
 
@@ -148,18 +172,27 @@ async function openSession(operation: Operation): Promise<void> {
   const session = await astraflow.joinRun(client, node);
   const [stop, events, leases] = [new AbortController(), new Events(), new Map()];
   const servingVersions = Object.fromEntries(
-    Object.entries(operation["serving_versions"] ?? {}).map(([policy, version]) => [policy, BigInt(version as number)]),
+    Object.entries(operation["serving_versions"] ?? {}).map(([policy, version]) => [
+      policy,
+      BigInt(version as number),
+    ]),
   );
   const run = async (lease: Lease, signal: AbortSignal) => {
     events.add({ lease: toJson(LeaseSchema, lease) });
-    signal.addEventListener("abort", () => events.add({ cancelled: lease.leaseId, reason: String(signal.reason) }));
+    signal.addEventListener("abort", () =>
+      events.add({ cancelled: lease.leaseId, reason: String(signal.reason) }),
+    );
     await new Promise<void>((resolve, reject) => {
       leases.set(lease.leaseId, { resolve, reject });
       signal.addEventListener("abort", () => resolve());
     });
   };
-  const onVersion = ({ policyId, version }: dataflow.Version) => events.add({ version: { policy_id: policyId, version: Number(version) } });
-  const served = session.serve({ run, onVersion, state: () => ({ servingVersions }) }, { signal: stop.signal, drainMs: 0 });
+  const onVersion = ({ policyId, version }: dataflow.Version) =>
+    events.add({ version: { policy_id: policyId, version: Number(version) } });
+  const served = session.serve(
+    { run, onVersion, state: () => ({ servingVersions }) },
+    { signal: stop.signal, drainMs: 0 },
+  );
   served.then(
     (reason) => events.add({ ended: reason }),
     (error: unknown) => events.add({ error: described(error) }),
@@ -169,7 +202,11 @@ async function openSession(operation: Operation): Promise<void> {
 
 function described(error: unknown): JsonObject {
   if (!(error instanceof astraflow.AstraflowError)) throw error;
-  const branches = { retryable: astraflow.RetryableError, request: astraflow.RequestError, state: astraflow.StateError };
+  const branches = {
+    retryable: astraflow.RetryableError,
+    request: astraflow.RequestError,
+    state: astraflow.StateError,
+  };
   const branch = Object.entries(branches).find(([, kind]) => error instanceof kind)?.[0] ?? "other";
   const retryAfterS = error.retryAfterMs === undefined ? null : error.retryAfterMs / 1_000;
   const { reason, code, message } = error;
@@ -192,4 +229,6 @@ async function answer(line: string): Promise<void> {
   process.stdout.write(`${JSON.stringify({ id: operation["id"], ...reply })}\n`);
 }
 
-createInterface({ input: process.stdin }).on("line", (line) => void answer(line)).on("close", () => process.exit(0));
+createInterface({ input: process.stdin })
+  .on("line", (line) => void answer(line))
+  .on("close", () => process.exit(0));

@@ -1,4 +1,4 @@
-/** The client of the dataflow server: its services over one connection, and whether both sides understand each other. */
+/** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { baseUrlOf } from "./address.js";
@@ -11,7 +11,10 @@ import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { VersionService } from "./gen/astraflow/dataflow/v1/version_service_pb.js";
 import { contract_version } from "./gen/astraflow/options/v1/options_pb.js";
-import { file_astraflow_server_v1_server_info, type ServerInfo } from "./gen/astraflow/server/v1/server_info_pb.js";
+import {
+  file_astraflow_server_v1_server_info,
+  type ServerInfo,
+} from "./gen/astraflow/server/v1/server_info_pb.js";
 import { DEFAULT_RETRY, type RetryPolicy } from "./retry.js";
 import { serviceClient, type CallOptions, type ServiceClient } from "./service.js";
 
@@ -41,7 +44,10 @@ export class Client {
   readonly #connection: Connection;
 
   /** Connects with the first call. Throws InvalidArgumentError for an address that is not `HOST:PORT`. */
-  constructor(readonly address: string, { token, retry }: ConnectOptions = {}) {
+  constructor(
+    readonly address: string,
+    { token, retry }: ConnectOptions = {},
+  ) {
     const baseUrl = baseUrlOf(address);
     this.#connection = new Connection(baseUrl);
     const transport = createGrpcTransport({
@@ -62,7 +68,8 @@ export class Client {
   /** Asks the server who it is; needs no token. Throws IncompatibleError when this client cannot talk to it. */
   async serverInfo(options?: CallOptions): Promise<ServerInfo> {
     const { server } = await this.admin.getServerInfo({}, options);
-    if (server === undefined) throw new InternalError(`the server at ${this.address} did not introduce itself`);
+    if (server === undefined)
+      throw new InternalError(`the server at ${this.address} did not introduce itself`);
     requireCompatible(server, this.address);
     return server;
   }

@@ -64,7 +64,8 @@ export function decodeColumns(message: Trajectory): Columns {
   if (logprobs.length !== numTokens || message.lossMask.length !== maskBytes) {
     throw mismatch(
       `trajectory ${message.trajectoryId}: ${numTokens} token ids, ${logprobs.length} log-probs and ` +
-        `${message.lossMask.length} mask bytes do not belong together; expected equal counts and ${maskBytes} mask bytes`,
+        `${message.lossMask.length} mask bytes do not belong together; expected equal counts and ` +
+        `${maskBytes} mask bytes`,
     );
   }
   const versionSpans = message.versionSpans.map(({ start, end, version }) => ({ start, end, version }));
@@ -102,10 +103,12 @@ function littleEndian(column: Int32Array<ArrayBuffer> | Float32Array<ArrayBuffer
   return inHostOrder(new Uint8Array(column.buffer), 4);
 }
 
-/** The bytes where a typed array of this width can lie, in the order of this machine; copied only where they must be. */
+/** The bytes where a typed array of this width can lie, in this machine's order; copied only where they must be. */
 function aligned(raw: Uint8Array, width: 2 | 4, name: string, trajectoryId: string): Uint8Array {
   if (raw.length % width !== 0) {
-    throw mismatch(`trajectory ${trajectoryId}: ${name} holds ${raw.length} bytes, not a multiple of ${width}`);
+    throw mismatch(
+      `trajectory ${trajectoryId}: ${name} holds ${raw.length} bytes, not a multiple of ${width}`,
+    );
   }
   const bytes = raw.byteOffset % width === 0 && endianness() === "LE" ? raw : new Uint8Array(raw);
   return inHostOrder(bytes, width);

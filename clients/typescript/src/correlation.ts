@@ -11,7 +11,9 @@ const current = new AsyncLocalStorage<string>();
  */
 export function correlated<Result>(correlationId: string, work: () => Result): Result {
   if (!/^[ -~]{1,64}$/.test(correlationId)) {
-    throw new InvalidArgumentError(`correlation id '${correlationId}' must have 1 to 64 printable ASCII characters`);
+    throw new InvalidArgumentError(
+      `correlation id '${correlationId}' must have 1 to 64 printable ASCII characters`,
+    );
   }
   return current.run(correlationId, work);
 }

@@ -4,8 +4,13 @@ import { encodeColumns, type ColumnsInit } from "./columns.js";
 import { InvalidTrajectoryError } from "./errors.js";
 import type { Lease, SamplingParamsSchema } from "./gen/astraflow/rollout/v1/task_pb.js";
 import {
-  EpisodeSchema, EpisodeStatus, TrajectoryItemSchema, TrajectorySchema,
-  type Episode, type TrajectoryItem, type TurnSpanSchema,
+  EpisodeSchema,
+  EpisodeStatus,
+  TrajectoryItemSchema,
+  TrajectorySchema,
+  type Episode,
+  type TrajectoryItem,
+  type TurnSpanSchema,
 } from "./gen/astraflow/rollout/v1/trajectory_pb.js";
 
 /** One policy's tokens of one episode, with what they earned. */
@@ -46,7 +51,9 @@ export function trajectoryItem(init: TrajectoryInit): TrajectoryItem {
   body.turnSpans = create(TrajectorySchema, { turnSpans: init.turnSpans ?? [] }).turnSpans;
   const trained = Array.from(init.lossMask).flatMap((isTrained, token) => (isTrained ? [token] : []));
   if (trained.length === 0) {
-    throw new InvalidTrajectoryError(`trajectory ${init.trajectoryId}: no token is trained on; leave it out of the episode`);
+    throw new InvalidTrajectoryError(
+      `trajectory ${init.trajectoryId}: no token is trained on; leave it out of the episode`,
+    );
   }
   const versions = trained.map((token) => versionAt(init, token));
   return create(TrajectoryItemSchema, {
@@ -81,7 +88,8 @@ function versionAt(init: TrajectoryInit, token: number): bigint {
   const span = init.versionSpans.find(({ start, end }) => start <= token && token < end);
   if (span !== undefined) return span.version;
   throw new InvalidTrajectoryError(
-    `trajectory ${init.trajectoryId}: token ${token} is trained on and in no version span; name the version it was sampled under`,
+    `trajectory ${init.trajectoryId}: token ${token} is trained on and in no version span; ` +
+      "name the version it was sampled under",
     { metadata: { reason: "bad_spans" } },
   );
 }

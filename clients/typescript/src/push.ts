@@ -10,7 +10,11 @@ import { toBinary, type MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "./client.js";
 import { InternalError, InvalidArgumentError } from "./errors.js";
 import { Durability, type Watermark } from "./gen/astraflow/dataflow/v1/durability_pb.js";
-import type { PushRequestSchema, PushResponse, PushResult } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
+import type {
+  PushRequestSchema,
+  PushResponse,
+  PushResult,
+} from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { EpisodeSchema, type Episode } from "./gen/astraflow/rollout/v1/trajectory_pb.js";
 import { mayComeBack, Outbox, pause } from "./streams.js";
 
@@ -26,7 +30,11 @@ export interface PushLimits {
 }
 
 const DEFAULT_LIMITS: PushLimits = {
-  maxEpisodes: 4_096, maxBytes: 2 ** 28, windowEpisodes: 64, windowBytes: 2 ** 24, retainMs: 3_000,
+  maxEpisodes: 4_096,
+  maxBytes: 2 ** 28,
+  windowEpisodes: 64,
+  windowBytes: 2 ** 24,
+  retainMs: 3_000,
 };
 
 interface Kept {
@@ -71,7 +79,8 @@ export class PushStream {
   async push(episode: Episode): Promise<PushResult> {
     const bytes = toBinary(EpisodeSchema, episode).length;
     while (!this.#hasRoom(bytes)) await this.#change();
-    if (this.#stopped.signal.aborted) throw new InvalidArgumentError("the push stream is closed; open another one");
+    if (this.#stopped.signal.aborted)
+      throw new InvalidArgumentError("the push stream is closed; open another one");
     return new Promise((resolve, reject) => {
       this.#unsent.push({ episode, bytes, resolve, reject, position: 0n, ackedMs: 0 });
       this.#start();
@@ -103,7 +112,9 @@ export class PushStream {
     this.#stopped.abort();
     await this.#running;
     const left = [...this.#inFlight.splice(0), ...this.#unsent.splice(0)];
-    const error = new InvalidArgumentError("the push stream was closed before the server answered; push it again");
+    const error = new InvalidArgumentError(
+      "the push stream was closed before the server answered; push it again",
+    );
     for (const kept of left) kept.reject(error);
     return left.length === 0;
   }
@@ -118,7 +129,7 @@ export class PushStream {
 
   async #run(): Promise<void> {
     const { signal } = this.#stopped;
-    for (let failures = 0; !signal.aborted; ) {
+    for (let failures = 0; !signal.aborted;) {
       let hintMs: number | undefined;
       try {
         await this.#converse(signal, () => (failures = 0));
@@ -164,7 +175,8 @@ export class PushStream {
     const [next] = this.#unsent;
     if (next === undefined) return undefined;
     const { windowEpisodes, windowBytes } = this.#limits;
-    const isFull = this.#inFlight.length >= windowEpisodes || bytesOf(this.#inFlight) + next.bytes > windowBytes;
+    const isFull =
+      this.#inFlight.length >= windowEpisodes || bytesOf(this.#inFlight) + next.bytes > windowBytes;
     if (this.#inFlight.length > 0 && isFull) return undefined;
     this.#unsent.shift();
     this.#inFlight.push(next);
@@ -173,7 +185,8 @@ export class PushStream {
 
   #acknowledge({ result, watermark }: PushResponse): void {
     const kept = this.#inFlight.shift();
-    if (kept === undefined || result === undefined) throw new InternalError("the server acknowledged what was not sent");
+    if (kept === undefined || result === undefined)
+      throw new InternalError("the server acknowledged what was not sent");
     kept.resolve(result);
     if (result.durability < Durability.FSYNCED) {
       kept.position = result.position;
@@ -194,7 +207,9 @@ export class PushStream {
   #forgetSafe(): void {
     const before = performance.now() - this.#limits.retainMs;
     const isSafe = ({ position, ackedMs }: Kept) =>
-      this.#durablePosition !== undefined && position > 0n ? position <= this.#durablePosition : ackedMs < before;
+      this.#durablePosition !== undefined && position > 0n
+        ? position <= this.#durablePosition
+        : ackedMs < before;
     while (this.#acked[0] !== undefined && isSafe(this.#acked[0])) this.#acked.shift();
   }
 

@@ -1,8 +1,14 @@
 /** Services as objects whose methods throw typed errors and repeat what the contract says is harmless. */
 import { setTimeout as delay } from "node:timers/promises";
 import type {
-  DescMethod, DescMethodBiDiStreaming, DescMethodServerStreaming, DescMethodStreaming, DescMethodUnary, DescService,
-  MessageInitShape, MessageShape,
+  DescMethod,
+  DescMethodBiDiStreaming,
+  DescMethodServerStreaming,
+  DescMethodStreaming,
+  DescMethodUnary,
+  DescService,
+  MessageInitShape,
+  MessageShape,
 } from "@bufbuild/protobuf";
 import { makeAnyClient, type Transport } from "@connectrpc/connect";
 import { currentCorrelationId } from "./correlation.js";
@@ -29,7 +35,10 @@ export type ServiceClient<S extends DescService> = {
     : S["method"][M] extends DescMethodServerStreaming<infer I, infer O>
       ? (request: MessageInitShape<I>, options?: CallOptions) => AsyncGenerator<MessageShape<O>>
       : S["method"][M] extends DescMethodBiDiStreaming<infer I, infer O>
-        ? (requests: AsyncIterable<MessageInitShape<I>>, options?: CallOptions) => AsyncGenerator<MessageShape<O>>
+        ? (
+            requests: AsyncIterable<MessageInitShape<I>>,
+            options?: CallOptions,
+          ) => AsyncGenerator<MessageShape<O>>
         : never;
 };
 
@@ -41,7 +50,9 @@ export interface CallSettings {
 
 /** Returns the client of `service` over `transport`. */
 export function serviceClient<S extends DescService>(
-  service: S, transport: Transport, settings: CallSettings,
+  service: S,
+  transport: Transport,
+  settings: CallSettings,
 ): ServiceClient<S> {
   const methodOf = (method: DescMethod) => {
     if (method.methodKind === "unary") return unary(transport, method as DescMethodUnary, settings);
@@ -85,7 +96,11 @@ function streaming(transport: Transport, method: DescMethodStreaming, settings: 
     const input = method.methodKind === "server_streaming" ? only(requests) : requests;
     try {
       const answer = await transport.stream(
-        method, ended, timeoutMs, headersOf(settings), input as AsyncIterable<MessageInitShape<typeof method.input>>,
+        method,
+        ended,
+        timeoutMs,
+        headersOf(settings),
+        input as AsyncIterable<MessageInitShape<typeof method.input>>,
       );
       for await (const message of answer.message) yield message;
     } catch (thrown) {

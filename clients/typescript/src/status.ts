@@ -46,9 +46,13 @@ function fromCode(failure: ConnectError): errors.AstraflowError {
   const facts = { cause: failure };
   const text = `${name}: ${failure.rawMessage || "the server gave no message"}`;
   if (failure.code === Code.ResourceExhausted && TOO_LARGE.test(failure.rawMessage)) {
-    return new errors.InvalidArgumentError(`${text}; send less in one call: split it, or shorten the episode`, facts);
+    return new errors.InvalidArgumentError(
+      `${text}; send less in one call: split it, or shorten the episode`,
+      facts,
+    );
   }
-  if (failure.rawMessage.startsWith("cannot encode")) return new errors.InvalidArgumentError(failure.rawMessage, facts);
+  if (failure.rawMessage.includes("cannot encode field"))
+    return new errors.InvalidArgumentError(failure.rawMessage, facts);
   if (wasLost(failure)) return new errors.UnavailableError(`UNAVAILABLE: ${failure.rawMessage}`, facts);
   return new (BY_CODE.get(failure.code) ?? errors.InternalError)(text, facts);
 }

@@ -43,7 +43,8 @@ export interface FollowOptions {
  * never reached, and one that refuses, throws; the signal ends the iteration without an error.
  */
 export async function* follow<Item>(
-  open: (options: { signal?: AbortSignal }) => AsyncIterable<Item>, { signal, onLost }: FollowOptions = {},
+  open: (options: { signal?: AbortSignal }) => AsyncIterable<Item>,
+  { signal, onLost }: FollowOptions = {},
 ): AsyncGenerator<Item> {
   const options = signal ? { signal } : {};
   let failures = 0;
@@ -74,5 +75,7 @@ export function mayComeBack(error: unknown): error is AstraflowError {
 
 /** Waits before a stream is opened anew; returns at once when `signal` is aborted. */
 export async function pause(failures: number, hintMs?: number, signal?: AbortSignal): Promise<void> {
-  await delay(waitMs(RECONNECT, Math.max(1, failures), hintMs), undefined, signal && { signal }).catch(() => undefined);
+  await delay(waitMs(RECONNECT, Math.max(1, failures), hintMs), undefined, signal && { signal }).catch(
+    () => undefined,
+  );
 }

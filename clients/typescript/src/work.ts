@@ -9,7 +9,11 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "./client.js";
 import { AstraflowError, InternalError } from "./errors.js";
 import type { JoinRunRequestSchema, JoinRunResponse } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
-import type { CreditsSchema, WorkRequestSchema, WorkResponse } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
+import type {
+  CreditsSchema,
+  WorkRequestSchema,
+  WorkResponse,
+} from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import type { Run } from "./gen/astraflow/dataflow/v1/run_pb.js";
 import type { Version } from "./gen/astraflow/dataflow/v1/version_pb.js";
 import type { Lease } from "./gen/astraflow/rollout/v1/task_pb.js";
@@ -54,7 +58,11 @@ export interface Work {
 
 /** Gives a lease back. `reason` is a slug of the contract's `LeaseFailure`. */
 export class TaskFailed extends Error {
-  constructor(readonly reason: string, readonly detail: string, readonly retryable = true) {
+  constructor(
+    readonly reason: string,
+    readonly detail: string,
+    readonly retryable = true,
+  ) {
     super(`${reason}: ${detail}`);
     this.name = "TaskFailed";
   }
@@ -113,7 +121,10 @@ export class WorkSession {
    * Works until the server drains the node or `signal` is aborted, then finishes what is held for at most `drainMs`,
    * gives the rest back, and returns why it ended. Throws when the server refuses the node.
    */
-  async serve(work: Work, { signal, drainMs = 30_000 }: { signal?: AbortSignal; drainMs?: number } = {}): Promise<string> {
+  async serve(
+    work: Work,
+    { signal, drainMs = 30_000 }: { signal?: AbortSignal; drainMs?: number } = {},
+  ): Promise<string> {
     this.#state = work.state?.bind(work) ?? (() => ({}));
     work.pushes?.dataSet(this.#joined.dataIncarnation);
     const ended = new AbortController();
@@ -167,7 +178,10 @@ export class WorkSession {
     this.#requests = requests;
     this.#send({ case: "hello", value: { runId: this.run.runId, nodeId, incarnation, held } });
     this.#sendCredits();
-    const ttlMs = Math.max(MIN_LEASE_MS, this.#joined.leaseTtlDuration ? durationMs(this.#joined.leaseTtlDuration) : 0);
+    const ttlMs = Math.max(
+      MIN_LEASE_MS,
+      this.#joined.leaseTtlDuration ? durationMs(this.#joined.leaseTtlDuration) : 0,
+    );
     const renewals = setInterval(() => {
       if (this.#held.size > 0) this.#send({ case: "renewal", value: { leaseIds: [...this.#held.keys()] } });
     }, ttlMs / 3);
@@ -232,7 +246,12 @@ export class WorkSession {
     const failure = { leaseId: lease.leaseId, reason, detail: detail.slice(0, MAX_DETAIL), retryable };
     const call = this.#client.tasks.failTask({ runId: lease.runId, nodeId: this.#me.nodeId, failure });
     // A lease whose report fails runs out by itself: another node only gets the task later.
-    const report: Promise<void> = call.then(() => undefined, () => undefined).finally(() => this.#reports.delete(report));
+    const report: Promise<void> = call
+      .then(
+        () => undefined,
+        () => undefined,
+      )
+      .finally(() => this.#reports.delete(report));
     this.#reports.add(report);
   }
 
@@ -240,7 +259,10 @@ export class WorkSession {
     const isDraining = this.#drainReason !== undefined;
     const state = isDraining ? { waitingFor: "drain" } : this.#state();
     const free = state.waitingFor ? 0 : this.#me.maxConcurrentTasks - this.#held.size;
-    this.#send({ case: "credits", value: { ...state, tasks: Math.max(0, free), leasesReceived: this.#received } });
+    this.#send({
+      case: "credits",
+      value: { ...state, tasks: Math.max(0, free), leasesReceived: this.#received },
+    });
   }
 
   #send(kind: NonNullable<MessageInitShape<typeof WorkRequestSchema>["kind"]>): void {
