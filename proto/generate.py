@@ -33,7 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and list what differs")
     parser.add_argument("--into", type=Path, default=PYTHON_ROOT, help="source root to write or check")
-    parser.add_argument("--typescript", type=Path, default=TYPESCRIPT / "src" / "gen", help="the same in TypeScript")
+    parser.add_argument(
+        "--typescript", type=Path, default=TYPESCRIPT / "src" / "gen", help="the same in TypeScript"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="page of all rpcs to write or check")
     parser.add_argument("--descriptors", type=Path, default=DESCRIPTORS, help="descriptors to write or check")
     arguments = parser.parse_args()
@@ -42,7 +44,7 @@ def main() -> int:
         if TYPESCRIPT_PLUGIN.exists():
             trees[arguments.typescript] = generate_typescript(Path(typescript_scratch))
         else:
-            print("proto: TypeScript is not looked at, its generator is missing; `make typescript` installs it")
+            print("proto: TypeScript is left as it is; `make typescript` installs its generator")
         described = describe()
         singles = {
             arguments.page: page_of_rpcs(described).encode(),

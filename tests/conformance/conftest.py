@@ -2,10 +2,10 @@
 
 import pytest
 
-from support.dataflow_fixtures import process, redis_url, valkey
+from support.dataflow_fixtures import process, redis_url, valkey, world
 from support.valkey import server_binary
 
-__all__ = ["process", "redis_url", "valkey"]
+__all__ = ["process", "redis_url", "valkey", "world"]
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ class ProcessServer:
 
 @dataclass
 class ScriptedServer:
-    """Answers every rpc from a script, the last answer again and again; counts calls, keeps what travelled with them."""
+    """Answers every rpc from a script, the last answer again and again; counts calls and keeps their metadata."""
 
     address: str = ""
     script: deque[Mapping[str, Json]] = field(default_factory=deque)
@@ -80,7 +80,9 @@ class ScriptedServer:
 
         async def handle(_request: bytes, context: Any) -> bytes:
             self.calls[rpc] += 1
-            self.metadata = {name: value for name, value in context.invocation_metadata() if name != "user-agent"}
+            self.metadata = {
+                name: value for name, value in context.invocation_metadata() if name != "user-agent"
+            }
             answer = self.script.popleft() if len(self.script) > 1 else self.script[0]
             return await scripted(answer, rpc, context)
 
@@ -110,7 +112,9 @@ async def scripted(answer: Mapping[str, Json], rpc: str, context: Any) -> bytes:
 def status_of(written: Mapping[str, Json], code: grpc.StatusCode) -> status_pb2.Status:
     """The rich status that a row describes."""
     info = error_details_pb2.ErrorInfo(
-        reason=written["reason"], domain=written.get("domain", "astraflow"), metadata=written.get("metadata", {})
+        reason=written["reason"],
+        domain=written.get("domain", "astraflow"),
+        metadata=written.get("metadata", {}),
     )
     details = [info]
     if "retry_after_s" in written:
@@ -135,5 +139,3 @@ async def scripted_server() -> AsyncIterator[ScriptedServer]:
         yield scripted_by
     finally:
         await server.stop(None)
-
-

@@ -47,7 +47,9 @@ def cases() -> list[Case]:
     return found
 
 
-def written_out(steps: Sequence[Mapping[str, Json]], setups: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+def written_out(
+    steps: Sequence[Mapping[str, Json]], setups: Mapping[str, Json]
+) -> Iterator[Mapping[str, Json]]:
     """The steps, with those of a set-up where one is used."""
     for step in steps:
         yield from written_out(setups[step["use"]], setups) if "use" in step else [step]
@@ -87,6 +89,7 @@ class Driver:
     def close(self) -> None:
         """End the program."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(timeout=20)
@@ -94,6 +97,7 @@ class Driver:
             self._process.kill()
             self._process.wait()
         self._reader.join()
+        self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -105,7 +109,9 @@ class Driver:
                     waiting.set_result(reply)
         finally:
             for waiting in filter(Future.set_running_or_notify_cancel, self._waiting.values()):
-                waiting.set_exception(AssertionError(f"the driver ended, or wrote no reply: {self._process.args}"))
+                waiting.set_exception(
+                    AssertionError(f"the driver ended, or wrote no reply: {self._process.args}")
+                )
 
 
 class Server(Protocol):
@@ -137,7 +143,9 @@ class Suite:
                 try:
                     await self._step(step)
                 except AssertionError as error:
-                    raise AssertionError(f"{case.name}, step {number} {json.dumps(step)[:300]}: {error}") from None
+                    raise AssertionError(
+                        f"{case.name}, step {number} {json.dumps(step)[:300]}: {error}"
+                    ) from None
         finally:
             await self.driver.do({"op": "reset"})
 
@@ -183,10 +191,9 @@ def filled(value: Json, variables: Mapping[str, Json], *, partly: bool = False) 
         assert partly or "${" not in value, f"no variable for {value!r}"
         return value
     if isinstance(value, Mapping):
-        return {
-            filled(key, variables, partly=partly) if "${" in key else key: filled(item, variables, partly=partly)
-            for key, item in value.items()
-        }
+        # Keys too: what is counted is named after the rpc.
+        keys = [filled(key, variables, partly=partly) if "${" in key else key for key in value]
+        return dict(zip(keys, filled(list(value.values()), variables, partly=partly), strict=True))
     if isinstance(value, list):
         return [filled(item, variables, partly=partly) for item in value]
     return value

@@ -3,7 +3,9 @@
 A language takes part when its driver can be started; one that cannot is skipped by name.
 """
 
+import asyncio
 import json
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -67,6 +69,18 @@ async def server(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> 
 @pytest.mark.parametrize("case", cases(), ids=str)
 async def test_a_client_does(case: Case, driver: Driver, server: Server | None) -> None:
     await Suite(driver, server, dict(VARIABLES)).run(case)
+
+
+async def test_the_python_program_of_the_page_finishes_a_task(redis_url: str, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "clients.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    async with served(redis_url, tmp_path) as world:
+        _, node = await world.started()
+        command = [sys.executable, "-c", program, world.address]
+        running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        await node.work()
+        printed, _ = await asyncio.wait_for(running.communicate(), 60)
+    assert printed == b"[0.0, 1.0]\n"
 
 
 def test_every_reason_of_an_error_has_a_case() -> None:

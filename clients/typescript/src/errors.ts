@@ -181,6 +181,7 @@ type ErrorClass = typeof AstraflowError;
 /** The class of each reason that travels. */
 export const ERRORS_BY_REASON: ReadonlyMap<string, ErrorClass> = new Map(
   [
+    AstraflowError,
     UnavailableError,
     DeadlineError,
     UnknownVersionError,

@@ -136,7 +136,9 @@ test("a call that is aborted rejects with the signal's reason, and one to nobody
 });
 
 test("a value that the contract cannot carry is a wrong request", async () => {
-  const server = createServer().on("session", (session) => session.on("error", () => undefined));
+  const server = createServer();
+  server.on("session", (session) => session.on("error", () => undefined));
+  server.on("stream", (stream) => stream.on("error", () => undefined));
   server.listen(0, "127.0.0.1");
   await once(server, "listening");
   const client = connect(`127.0.0.1:${(server.address() as AddressInfo).port}`, { retry: { totalMs: 0 } });
