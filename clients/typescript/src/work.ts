@@ -18,11 +18,13 @@ import type { Run } from "./gen/astraflow/dataflow/v1/run_pb.js";
 import type { Version } from "./gen/astraflow/dataflow/v1/version_pb.js";
 import type { Lease } from "./gen/astraflow/rollout/v1/task_pb.js";
 import type { PushStream } from "./push.js";
+import { DEFAULT_RETRY } from "./retry.js";
 import { mayComeBack, Outbox, pause } from "./streams.js";
 
 const HEARTBEAT_MS = 2_000;
 const MIN_LEASE_MS = 300;
 const MAX_DETAIL = 2_048;
+const REPORT_RETRY = { ...DEFAULT_RETRY, totalMs: 10_000 };
 
 /** Who the node is and what it can do. */
 export interface NodeOptions {
@@ -93,6 +95,7 @@ export class WorkSession {
   #received = 0n;
   #requests: Outbox<MessageInitShape<typeof WorkRequestSchema>> | undefined;
   #state: NonNullable<Work["state"]> = () => ({});
+  #fail: (error: unknown) => void = () => undefined;
 
   constructor(client: Client, me: NodeOptions & { incarnation: bigint }, joined: JoinRunResponse) {
     if (joined.run === undefined) throw new InternalError("the server answered JoinRun without a run");
@@ -119,7 +122,8 @@ export class WorkSession {
 
   /**
    * Works until the server drains the node or `signal` is aborted, then finishes what is held for at most `drainMs`,
-   * gives the rest back, and returns why it ended. Throws when the server refuses the node.
+   * gives the rest back, and returns why it ended. Throws when the server refuses the node, and what `work.state` or
+   * `work.onVersion` throws.
    */
   async serve(
     work: Work,
@@ -128,6 +132,11 @@ export class WorkSession {
     this.#state = work.state?.bind(work) ?? (() => ({}));
     work.pushes?.dataSet(this.#joined.dataIncarnation);
     const ended = new AbortController();
+    const failures: unknown[] = [];
+    this.#fail = (error) => {
+      failures.push(error);
+      ended.abort();
+    };
     const drain = (reason: string) => {
       if (this.#drainReason !== undefined) return;
       this.#drainReason = reason;
@@ -144,6 +153,7 @@ export class WorkSession {
       for (const held of this.#held.values()) held.cancelled.abort();
     }
     await Promise.all(this.#reports);
+    if (failures.length > 0) throw failures[0];
     return this.#drainReason ?? "";
   }
 
@@ -244,7 +254,8 @@ export class WorkSession {
 
   #report(lease: Lease, { reason, detail, retryable }: TaskFailed): void {
     const failure = { leaseId: lease.leaseId, reason, detail: detail.slice(0, MAX_DETAIL), retryable };
-    const call = this.#client.tasks.failTask({ runId: lease.runId, nodeId: this.#me.nodeId, failure });
+    const request = { runId: lease.runId, nodeId: this.#me.nodeId, failure };
+    const call = this.#client.tasks.failTask(request, { retry: REPORT_RETRY });
     // A lease whose report fails runs out by itself: another node only gets the task later.
     const report: Promise<void> = call
       .then(
@@ -256,8 +267,12 @@ export class WorkSession {
   }
 
   #sendCredits(): void {
-    const isDraining = this.#drainReason !== undefined;
-    const state = isDraining ? { waitingFor: "drain" } : this.#state();
+    let state: ReturnType<NonNullable<Work["state"]>> = { waitingFor: "drain" };
+    try {
+      if (this.#drainReason === undefined) state = this.#state();
+    } catch (error) {
+      return this.#fail(error); // it is called out of timers, where nobody else would see it
+    }
     const free = state.waitingFor ? 0 : this.#me.maxConcurrentTasks - this.#held.size;
     this.#send({
       case: "credits",
