@@ -26,6 +26,10 @@ SGLANG_LOG    := $(SGLANG_VENV)/install.log
 SGLANG_PIP    := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requirements.txt | cut -d' ' -f1)
 
+# The TypeScript client; what npm installs for it is redone when its lock changes.
+TYPESCRIPT       := clients/typescript
+TYPESCRIPT_STAMP := $(TYPESCRIPT)/node_modules/.installed-$(shell cksum < $(TYPESCRIPT)/package-lock.json | cut -d' ' -f1)
+
 # TextWorld and ALFWorld, for the tests that play them: an environment of its own, for parts of them are under the GPL.
 GAMES_VENV  := .venv-env
 GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
@@ -63,7 +67,11 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
+<<<<<<< HEAD
 .PHONY: lint format types proto proto-check breaking schema setup sglang-env text-games-env verifiers-env
+=======
+.PHONY: lint format types proto proto-check breaking schema setup typescript sglang-env text-games-env
+>>>>>>> wt/k6
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -78,7 +86,7 @@ types: $(TEST_STAMP) ## mypy --strict
 	@$(BIN)/mypy
 	@for recipe in recipes/*/; do $(BIN)/mypy $$recipe || exit 1; done # apart: every recipe.py is the module `recipe`
 
-proto: $(TEST_STAMP) ## Regenerate the Python contracts from proto/
+proto: $(TEST_STAMP) ## Regenerate the contracts in Python, and TypeScript where it is installed
 	@$(BIN)/python proto/generate.py
 
 proto-check: $(TEST_STAMP) ## Fail when the committed contracts are not what proto/ makes
@@ -93,6 +101,10 @@ schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's setti
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
 
+typescript: $(TYPESCRIPT_STAMP) ## Build the TypeScript client (needs node >= 20 and npm)
+	@cd $(TYPESCRIPT) && npm run --silent build
+	@echo 'typescript: built; tests that need it find it'
+
 sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 min)
 	@echo 'sglang-env: ready; tests that need it find it'
 
@@ -105,11 +117,15 @@ verifiers-env: $(VERIFIERS_STAMP) ## The package verifiers in .venv-verifiers (0
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
-	@rm -rf build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist $(TYPESCRIPT)/dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
+<<<<<<< HEAD
 	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV)
+=======
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(TYPESCRIPT)/node_modules
+>>>>>>> wt/k6
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -148,6 +164,11 @@ $(SGLANG_STAMP):
 	  || { tail -n 20 $(SGLANG_LOG); exit 1; }
 	@printf '%s\nimport torchvision_operators\n' $(CURDIR)/$(SGLANG_PARTS)/modules \
 	  > "$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/astraflow_tests.pth"
+	@touch $@
+
+$(TYPESCRIPT_STAMP):
+	@command -v npm > /dev/null || { echo 'typescript: node >= 20 with npm is missing; sudo apt-get install -y nodejs npm'; exit 1; }
+	@cd $(TYPESCRIPT) && npm ci --silent --no-audit --no-fund
 	@touch $@
 
 $(GAMES_STAMP):

@@ -1,8 +1,9 @@
-"""Generates the Python side of the contracts (messages, services and their stubs), their descriptors for tools and
-other languages, and docs/contracts.md.
+"""Generates the Python and the TypeScript side of the contracts, their descriptors for tools and other languages, and
+docs/contracts.md.
 
 The output is committed, so that nobody needs protoc; it depends only on the .proto files and the pinned
-generators, and `--check` proves that it is fresh. `make proto` and `make proto-check` call this.
+generators, and `--check` proves that it is fresh. TypeScript needs its generator from npm (`make typescript`): without
+it that side is left as it is, and named. `make proto` and `make proto-check` call this.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from google.protobuf import descriptor_pb2
 
 PROTO_ROOT = Path(__file__).resolve().parent
 PYTHON_ROOT = PROTO_ROOT.parent / "clients" / "python"
+TYPESCRIPT = PROTO_ROOT.parent / "clients" / "typescript"
+TYPESCRIPT_PLUGIN = TYPESCRIPT / "node_modules" / ".bin" / "protoc-gen-es"
+GOOGLE_RPC = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 PAGE = PROTO_ROOT.parent / "docs" / "contracts.md"
 DESCRIPTORS = PROTO_ROOT.parent / "clients" / "descriptors" / "astraflow.binpb"
-GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi", "_pb.ts")
 
 
 def main() -> int:
@@ -29,24 +33,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and list what differs")
     parser.add_argument("--into", type=Path, default=PYTHON_ROOT, help="source root to write or check")
+    parser.add_argument(
+        "--typescript", type=Path, default=TYPESCRIPT / "src" / "gen", help="the same in TypeScript"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="page of all rpcs to write or check")
     parser.add_argument("--descriptors", type=Path, default=DESCRIPTORS, help="descriptors to write or check")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        fresh = generate(Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as typescript_scratch:
+        trees = {arguments.into: generate(Path(scratch))}
+        if TYPESCRIPT_PLUGIN.exists():
+            trees[arguments.typescript] = generate_typescript(Path(typescript_scratch))
+        else:
+            print("proto: TypeScript is left as it is; `make typescript` installs its generator")
         described = describe()
         singles = {
             arguments.page: page_of_rpcs(described).encode(),
             arguments.descriptors: described.SerializeToString(deterministic=True),
         }
-        stale = differences(fresh, into=arguments.into) + stale_files(singles)
+        stale = [name for into, fresh in trees.items() for name in differences(fresh, into=into)]
+        stale += stale_files(singles)
         if arguments.check:
             return report(stale)
-        install(fresh, into=arguments.into)
+        for into, fresh in trees.items():
+            install(fresh, into=into)
         for path, content in singles.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        print(f"proto: {len(fresh) + len(singles)} files, {len(stale)} changed, in {arguments.into}")
+        num_files = len(singles) + sum(len(fresh) for fresh in trees.values())
+        print(f"proto: {num_files} files, {len(stale)} changed, in {' and '.join(map(str, trees))}")
     return 0
 
 
@@ -60,6 +74,13 @@ def generate(scratch: Path) -> dict[str, Path]:
     remove_empty_services(scratch)
     add_package_markers(scratch)
     return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*")) if path.is_file()}
+
+
+def generate_typescript(scratch: Path) -> dict[str, Path]:
+    """The same for TypeScript, with the error details of `google.rpc`, for which npm has no kept package."""
+    plugin_options = [f"--plugin=protoc-gen-es={TYPESCRIPT_PLUGIN}", f"--es_out={scratch}"]
+    protoc(*plugin_options, "--es_opt=target=ts,import_extension=js", *GOOGLE_RPC)
+    return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*.ts"))}
 
 
 def protoc(*options: str) -> None:
@@ -149,7 +170,7 @@ def differences(fresh: dict[str, Path], *, into: Path) -> list[str]:
 
 def leftovers(fresh: dict[str, Path], *, into: Path) -> list[str]:
     """Generated files under `into` that no .proto makes any more."""
-    found = (path for path in into.rglob("*_pb2*") if path.name.endswith(GENERATED_SUFFIXES))
+    found = (path for path in into.rglob("*_pb*") if path.name.endswith(GENERATED_SUFFIXES))
     return [name for name in (str(path.relative_to(into)) for path in found) if name not in fresh]
 
 

@@ -1,4 +1,4 @@
-"""The committed Python contracts, descriptors and docs/contracts.md are what proto/ makes; the check can fail."""
+"""The committed contracts, descriptors and docs/contracts.md are what proto/ makes; the check can fail."""
 
 import subprocess
 import sys
@@ -26,6 +26,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def into(folder: Path) -> list[str]:
     """The options that keep a run within `folder`."""
     single = ["--page", str(folder / "contracts.md"), "--descriptors", str(folder / "all.binpb")]
+    single += ["--typescript", str(folder / "typescript")]
     return ["--into", str(folder), *single]
 
 

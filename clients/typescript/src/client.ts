@@ -1,0 +1,115 @@
+/** The client of the dataflow server: its services over one connection, and whether both sides match. */
+import { getOption } from "@bufbuild/protobuf";
+import { createGrpcTransport } from "@connectrpc/connect-node";
+import { baseUrlOf } from "./address.js";
+import { Connection } from "./connection.js";
+import { IncompatibleError, InternalError } from "./errors.js";
+import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
+import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
+import { RunService } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
+import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
+import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
+import { VersionService } from "./gen/astraflow/dataflow/v1/version_service_pb.js";
+import { contract_version } from "./gen/astraflow/options/v1/options_pb.js";
+import {
+  file_astraflow_server_v1_server_info,
+  type ServerInfo,
+} from "./gen/astraflow/server/v1/server_info_pb.js";
+import { DEFAULT_RETRY, type RetryPolicy } from "./retry.js";
+import { serviceClient, type CallOptions, type ServiceClient } from "./service.js";
+
+/** Release of this package. */
+export const VERSION = "0.1.0";
+/** Contract version that this package was made for. */
+export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_server_info, contract_version);
+/** Largest message in either direction. */
+export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
+
+/** Options of a client. */
+export interface ConnectOptions {
+  /** Sent as bearer token; without one the caller is anonymous. */
+  token?: string;
+  /** How harmless calls are repeated while the server is unreachable. */
+  retry?: Partial<RetryPolicy>;
+}
+
+/** The services of one dataflow server. Safe to share. `close` ends what is still running. */
+export class Client {
+  readonly runs: ServiceClient<typeof RunService>;
+  readonly tasks: ServiceClient<typeof TaskService>;
+  readonly trajectories: ServiceClient<typeof TrajectoryService>;
+  readonly batches: ServiceClient<typeof BatchService>;
+  readonly versions: ServiceClient<typeof VersionService>;
+  readonly admin: ServiceClient<typeof AdminService>;
+  readonly #connection: Connection;
+
+  /** Connects with the first call. Throws InvalidArgumentError for an address that is not `HOST:PORT`. */
+  constructor(
+    readonly address: string,
+    { token, retry }: ConnectOptions = {},
+  ) {
+    const baseUrl = baseUrlOf(address);
+    this.#connection = new Connection(baseUrl);
+    const transport = createGrpcTransport({
+      baseUrl,
+      sessionManager: this.#connection,
+      readMaxBytes: MAX_MESSAGE_BYTES,
+      writeMaxBytes: MAX_MESSAGE_BYTES,
+    });
+    const settings = { token, retry: { ...DEFAULT_RETRY, ...retry } };
+    this.runs = serviceClient(RunService, transport, settings);
+    this.tasks = serviceClient(TaskService, transport, settings);
+    this.trajectories = serviceClient(TrajectoryService, transport, settings);
+    this.batches = serviceClient(BatchService, transport, settings);
+    this.versions = serviceClient(VersionService, transport, settings);
+    this.admin = serviceClient(AdminService, transport, settings);
+  }
+
+  /** Asks the server who it is; needs no token. Throws IncompatibleError when this client cannot talk to it. */
+  async serverInfo(options?: CallOptions): Promise<ServerInfo> {
+    const { server } = await this.admin.getServerInfo({}, options);
+    if (server === undefined)
+      throw new InternalError(`the server at ${this.address} did not introduce itself`);
+    requireCompatible(server, this.address);
+    return server;
+  }
+
+  /** Closes the connection; calls in flight fail. */
+  close(): void {
+    this.#connection.abort();
+  }
+
+  [Symbol.dispose](): void {
+    this.close();
+  }
+}
+
+/** Returns a client of the server at `HOST:PORT`; the connection is made by the first call. */
+export function connect(address: string, options?: ConnectOptions): Client {
+  return new Client(address, options);
+}
+
+/** Calls a listing rpc until its last page. */
+export async function* pages<Request extends object, Page extends { nextPageToken: string }>(
+  list: (request: Request & { pageToken?: string }, options?: CallOptions) => Promise<Page>,
+  request: Request,
+  options?: CallOptions,
+): AsyncGenerator<Page> {
+  let pageToken: string | undefined;
+  do {
+    const page: Page = await list(pageToken === undefined ? request : { ...request, pageToken }, options);
+    yield page;
+    pageToken = page.nextPageToken;
+  } while (pageToken !== "");
+}
+
+function requireCompatible(server: ServerInfo, address: string): void {
+  const { oldestContractVersion: oldest, contractVersion: newest, productVersion } = server;
+  if (oldest <= CONTRACT_VERSION && CONTRACT_VERSION <= newest) return;
+  const spoken = oldest < newest ? `${oldest} to ${newest}` : `${newest}`;
+  const older = oldest > CONTRACT_VERSION ? "client" : "server";
+  throw new IncompatibleError(
+    `the server at ${address} (astraflow ${productVersion}) speaks contract version ${spoken}, this client ` +
+      `(@astraflow/client ${VERSION}) ${CONTRACT_VERSION}: update the ${older}`,
+  );
+}

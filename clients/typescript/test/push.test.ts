@@ -1,0 +1,112 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { create } from "@bufbuild/protobuf";
+import { PushStream, UnavailableError, NotFoundError, type Client } from "../src/index.js";
+import {
+  Durability,
+  Outcome,
+  PushResponseSchema,
+  WatermarkSchema,
+  type PushRequest,
+} from "../src/dataflow.js";
+import { EpisodeSchema } from "../src/rollout.js";
+
+const episode = (episodeId: string) => create(EpisodeSchema, { episodeId });
+
+/** A server that answers each push, and ends its stream as `endings` says after this many answers. */
+class FakeServer {
+  readonly pushed: string[] = [];
+  readonly endings: { after: number; error: Error }[] = [];
+  numStreams = 0;
+  incarnation = "one";
+
+  client(): Client {
+    const push = (requests: AsyncIterable<PushRequest>, { signal }: { signal: AbortSignal }) =>
+      this.#push(requests, signal);
+    return { trajectories: { push } } as unknown as Client;
+  }
+
+  async *#push(requests: AsyncIterable<PushRequest>, signal: AbortSignal) {
+    this.numStreams++;
+    const ending = this.endings.shift();
+    let answered = 0;
+    const aborted = new Promise<never>((_, reject) =>
+      signal.addEventListener("abort", () => reject(signal.reason)),
+    );
+    const incoming = requests[Symbol.asyncIterator]();
+    for (;;) {
+      const { done, value } = await Promise.race([incoming.next(), aborted]);
+      if (done) return;
+      const { sequence, episode: pushed } = value;
+      this.pushed.push(pushed!.episodeId);
+      if (ending?.after === answered) throw ending.error;
+      const result = {
+        outcome: Outcome.ACCEPTED,
+        durability: Durability.MEMORY,
+        position: BigInt(this.pushed.length),
+      };
+      const watermark = { durablePosition: 0n, dataIncarnation: this.incarnation };
+      answered++;
+      yield create(PushResponseSchema, { sequence, result, watermark });
+    }
+  }
+}
+
+test("what a lost stream did not answer is pushed again, in order", async () => {
+  const server = new FakeServer();
+  server.endings.push({ after: 1, error: new UnavailableError("away") });
+  const stream = new PushStream(server.client());
+  const results = await Promise.all(["a", "b", "c"].map((id) => stream.push(episode(id))));
+  assert.deepEqual(
+    results.map(({ outcome }) => outcome),
+    [Outcome.ACCEPTED, Outcome.ACCEPTED, Outcome.ACCEPTED],
+  );
+  assert.deepEqual([server.pushed, server.numStreams], [["a", "b", "b", "c"], 2]);
+  assert.ok(await stream.close());
+});
+
+test("another data set gets again what was not durable in the one before", async () => {
+  const server = new FakeServer();
+  const stream = new PushStream(server.client());
+  await stream.push(episode("a"));
+  await stream.push(episode("b"));
+  stream.durable(create(WatermarkSchema, { durablePosition: 1n, dataIncarnation: "one" }));
+  server.incarnation = "two";
+  stream.dataSet("two");
+  assert.ok(await stream.close());
+  assert.deepEqual(server.pushed, ["a", "b", "b"]);
+});
+
+test("a refusal rejects who waits; the next push opens another stream", async () => {
+  const server = new FakeServer();
+  server.endings.push({ after: 0, error: new NotFoundError("no such run") });
+  const stream = new PushStream(server.client());
+  await assert.rejects(stream.push(episode("a")), NotFoundError);
+  assert.equal((await stream.push(episode("b"))).outcome, Outcome.ACCEPTED);
+  await stream.close();
+});
+
+test("a full stream makes push wait until there is room", async () => {
+  const server = new FakeServer();
+  const stream = new PushStream(server.client(), { maxEpisodes: 1, retainMs: 50 });
+  const began = performance.now();
+  await stream.push(episode("a"));
+  stream.durable(create(WatermarkSchema, { durablePosition: 0n, dataIncarnation: "one" }));
+  const second = stream.push(episode("b"));
+  assert.equal(stream.numWaiting, 0);
+  stream.durable(create(WatermarkSchema, { durablePosition: 1n, dataIncarnation: "one" }));
+  assert.equal((await second).outcome, Outcome.ACCEPTED);
+  assert.ok(performance.now() - began < 10_000);
+  await stream.close();
+});
+
+test("closing gives up what the server does not answer", async () => {
+  const server = new FakeServer();
+  for (let stream = 0; stream < 100; stream++)
+    server.endings.push({ after: 0, error: new UnavailableError("away") });
+  const stream = new PushStream(server.client());
+  const pushed = assert.rejects(stream.push(episode("a")), /closed before the server answered/);
+  assert.equal(await stream.close({ timeoutMs: 300 }), false);
+  await pushed;
+  await assert.rejects(stream.push(episode("b")), /is closed/);
+});

@@ -1,0 +1,111 @@
+"""Every client does what the table of cases says, against a real dataflow server.
+
+A language takes part when its driver can be started; one that cannot is skipped by name.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import ERRORS_BY_REASON
+from conformance.servers import ProcessServer, WorldServer, scripted_server
+from conformance.suite import CASES, Case, Driver, Server, Suite, cases, difference, filled
+from support.dataflow_process import DataflowProcess
+from support.dataflow_world import recipe_text, served, tokens_file
+from support.source_tree import REPOSITORY
+
+pytestmark = [pytest.mark.integration, pytest.mark.ci]
+
+TYPESCRIPT = REPOSITORY / "clients" / "typescript" / "dist" / "conformance" / "driver.js"
+COMMANDS = {
+    "python": [sys.executable, str(CASES.parent / "python_driver.py")],
+    "typescript": ["node", str(TYPESCRIPT)],
+}
+VARIABLES = {
+    "recipe": recipe_text(),
+    "other_recipe": recipe_text(group_size=4),
+    "solo_recipe": recipe_text(name="solo", group_size=1),
+    "short_leases": recipe_text(lease_ttl_s=0.5),
+    "two_attempts": recipe_text(max_attempts=2),
+    "counting_recipe": recipe_text(dataset="Counting"),
+}
+TOKENS = {"an-operator": "operator", "a-viewer": "viewer", "a-node": "rollout"}
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """The driver of one language."""
+    if request.param == "typescript" and not (shutil.which("node") and TYPESCRIPT.exists()):
+        pytest.skip("the TypeScript client is not built here: `make typescript` needs node and npm")
+    driver = Driver(COMMANDS[request.param])
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+async def server(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server | None]:
+    """What the case talks to, fresh for it."""
+    if case.server == "none":
+        yield None
+    elif case.server == "scripted":
+        async with scripted_server() as scripted:
+            yield scripted
+    elif case.server == "process":
+        process: DataflowProcess = request.getfixturevalue("process")
+        process.start()
+        yield ProcessServer(process)
+    else:
+        tokens = {"tokens_file": tokens_file(tmp_path, **TOKENS)} if case.server == "tokens" else {}
+        async with served(request.getfixturevalue("redis_url"), tmp_path, **tokens) as world:
+            yield WorldServer(world)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+async def test_a_client_does(case: Case, driver: Driver, server: Server | None) -> None:
+    await Suite(driver, server, dict(VARIABLES)).run(case)
+
+
+async def test_the_python_program_of_the_page_finishes_a_task(redis_url: str, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "clients.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    async with served(redis_url, tmp_path) as world:
+        _, node = await world.started()
+        command = [sys.executable, "-c", program, world.address]
+        running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        await node.work()
+        printed, _ = await asyncio.wait_for(running.communicate(), 60)
+    assert printed == b"[0.0, 1.0]\n"
+
+
+def test_every_reason_of_an_error_has_a_case() -> None:
+    table = json.loads((CASES / "errors.json").read_text())
+    named = {row["reason"] for case in table["cases"] for row in case.get("each", ())}
+    assert set(ERRORS_BY_REASON) <= named
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "is_so"),
+    [
+        ({"a": 1}, {"a": 1, "b": 2}, True),
+        ({"a": {"b": [1]}}, {"a": {"b": [1, 2]}}, False),
+        ({"a": {"$absent": True}}, {}, True),
+        ({"a": {"$has": "x"}}, {"a": "yxz"}, True),
+        ({"a": {"$at_least": 2}}, {"a": 1}, False),
+        ({"$any_order": [{"a": 1}, {"a": 2}]}, [{"a": 2}, {"a": 1}], True),
+        ({"$any_order": [1, 1]}, [1, 2], False),
+        (True, 1.0, True),
+        ("1", 1, False),
+    ],
+)
+def test_a_wrong_answer_is_seen(expected: object, found: object, is_so: bool) -> None:
+    assert (difference(expected, found, at="reply") is None) == is_so
+
+
+def test_variables_keep_their_type_and_fill_texts() -> None:
+    assert filled(["$n", "a${n}"], {"n": 3}) == [3, "a3"]
