@@ -67,11 +67,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-<<<<<<< HEAD
-.PHONY: lint format types proto proto-check breaking schema setup sglang-env text-games-env verifiers-env
-=======
-.PHONY: lint format types proto proto-check breaking schema setup typescript sglang-env text-games-env
->>>>>>> wt/k6
+.PHONY: lint format types proto proto-check breaking schema setup typescript sglang-env text-games-env verifiers-env
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -121,11 +117,7 @@ clean: ## Remove caches and build output
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
-<<<<<<< HEAD
-	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV)
-=======
-	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(TYPESCRIPT)/node_modules
->>>>>>> wt/k6
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV) $(TYPESCRIPT)/node_modules
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \

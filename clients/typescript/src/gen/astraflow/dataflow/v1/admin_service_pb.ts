@@ -15,6 +15,8 @@ import { file_astraflow_dataflow_v1_trace } from "./trace_pb.js";
 import type { Version, WeightFault } from "./version_pb.js";
 import { file_astraflow_dataflow_v1_version } from "./version_pb.js";
 import { file_astraflow_options_v1_options } from "../../options/v1/options_pb.js";
+import type { EngineLoad } from "../../rollout/v1/engine_load_pb.js";
+import { file_astraflow_rollout_v1_engine_load } from "../../rollout/v1/engine_load_pb.js";
 import type { Task } from "../../rollout/v1/task_pb.js";
 import { file_astraflow_rollout_v1_task } from "../../rollout/v1/task_pb.js";
 import type { ServerInfo } from "../../server/v1/server_info_pb.js";
@@ -27,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/admin_service.proto.
  */
 export const file_astraflow_dataflow_v1_admin_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCKrAwoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgi2AQKCk5vZGVTdGF0dXMSDwoHbm9kZV9pZBgBIAEoCRIQCghyZXN0YXJ0cxgCIAEoDRIOCgZsZWFzZXMYAyABKA0SEAoIZXBpc29kZXMYBCABKAQSFAoMdHJhamVjdG9yaWVzGAUgASgEEg4KBnRva2VucxgGIAEoBBJQChBzZXJ2aW5nX3ZlcnNpb25zGAcgAygLMjYuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMuU2VydmluZ1ZlcnNpb25zRW50cnkSMgoObGFzdF9zZWVuX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3dhaXRpbmdfZm9yGAkgASgJEhEKCWNvbm5lY3RlZBgKIAEoCBITCgtpbmNhcm5hdGlvbhgLIAEoBBIOCgZyZWdpb24YDCABKAkSDAoEcG9vbBgNIAEoCRIPCgdlbmdpbmVzGA4gAygJEhwKFG1heF9jb25jdXJyZW50X3Rhc2tzGA8gASgNEhcKD2VuZ2luZV9yZXN0YXJ0cxgQIAEoDRIUCgxkcmFpbl9yZWFzb24YESABKAkSLQoJam9pbl90aW1lGBIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI5Cg13ZWlnaHRfZmF1bHRzGBMgAygLMiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldlaWdodEZhdWx0GjYKFFNlcnZpbmdWZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEiRAoKUm9sZVJlc3VsdBIMCgRyb2xlGAEgASgJEhMKC251bV9zYW1wbGVzGAIgASgEEhMKC21lYW5fcmV3YXJkGAMgASgBIvEDCgpFdmFsdWF0aW9uEhEKCXBvbGljeV9pZBgBIAEoCRIPCgd2ZXJzaW9uGAIgASgEEhMKC251bV9zYW1wbGVzGAMgASgEEhMKC251bV9wbGFubmVkGAQgASgEEhMKC21lYW5fcmV3YXJkGAUgASgBEhAKCGNvbXBsZXRlGAYgASgIEg0KBWZpbmFsGAcgASgIEjEKDWNvbXBsZXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhUKDWV2YWx1YXRpb25faWQYCSABKAkSQQoIdmVyc2lvbnMYCiADKAsyLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5WZXJzaW9uc0VudHJ5EjAKBXJvbGVzGAsgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJvbGVSZXN1bHQSPwoHbWV0cmljcxgMIAMoCzIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLk1ldHJpY3NFbnRyeRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEiwQEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJIvMCCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQicQoYQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJFChFpbnRlcnZhbF9kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIP+vMYCwmamZmZmZm5P1ABImMKGUFkbWluU2VydmljZVdhdGNoUmVzcG9uc2USNQoGc3RhdHVzGAEgASgLMiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlEg8KB2NoYW5nZWQYAiADKAkiLQoKV2h5UmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHdGFza19pZBgCIAEoCSKpAQoLV2h5UmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEi4KBXN0YXRlGAIgASgOMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJ1blN0YXRlEioKBXdhaXRzGAMgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSLgoEdGFzaxgEIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrVHJhY2UiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSKZAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESNAoKcGFnZV90b2tlbhgDIAEoCUIg+vMYHEoaKFswLTldezEsMjB9LVswLTldezEsMjB9KT8SFQoNaW5jbHVkZV90YXNrcxgEIAEoCCJ6ChdMaXN0RGVhZExldHRlcnNSZXNwb25zZRI3CgxkZWFkX2xldHRlcnMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRGVhZExldHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQiZgoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOQoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQiD68xgcQPQDShdbMC05XXsxLDIwfS1bMC05XXsxLDIwfSJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0iZAoXUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkiSQoIUG9vbExvYWQSDAoEcG9vbBgBIAEoCRINCgVub2RlcxgCIAEoDRIQCghjYXBhY2l0eRgDIAEoDRIOCgZsZWFzZXMYBCABKA0iXAoSUG9vbFJlcG9ydFJlc3BvbnNlEi4KBXBvb2xzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xMb2FkEhYKDmxlYXNhYmxlX3Rhc2tzGAIgASgNMs8JCgxBZG1pblNlcnZpY2USdQoNR2V0U2VydmVySW5mbxIrLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBosLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UiCcrzGAEG0PMYARJjCgZTdGF0dXMSJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVxdWVzdBolLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXNwb25zZSIMyvMYBAMEAgHQ8xgBEngKBVdhdGNoEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BZG1pblNlcnZpY2VXYXRjaFJlc3BvbnNlIgrK8xgCAwTQ8xgBMAESWAoDV2h5EiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLldoeVJlcXVlc3QaIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVzcG9uc2UiCsrzGAIDBNDzGAESawoJTGlzdE5vZGVzEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3ROb2Rlc1JlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVzcG9uc2UiC8rzGAMCAwTQ8xgBEmkKCURyYWluTm9kZRInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbk5vZGVSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlc3BvbnNlIgnK8xgBA9DzGAISfAoPTGlzdERlYWRMZXR0ZXJzEi0uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1JlcXVlc3QaLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2UiCsrzGAIDBNDzGAEShAEKElJlcXVldWVEZWFkTGV0dGVycxIwLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXF1ZXN0GjEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlcXVldWVEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISfgoQUHVyZ2VEZWFkTGV0dGVycxIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXJnZURlYWRMZXR0ZXJzUmVxdWVzdBovLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXJnZURlYWRMZXR0ZXJzUmVzcG9uc2UiCcrzGAED0PMYAhJtCgpQb29sUmVwb3J0EiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xSZXBvcnRSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xSZXBvcnRSZXNwb25zZSIKyvMYAgME0PMYARpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCL+AwoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZyJUCg5TbmFwc2hvdFJhdGluZxIUCgd2ZXJzaW9uGAEgASgESACIAQESDgoGcmF0aW5nGAIgASgBEhAKCGVwaXNvZGVzGAMgASgEQgoKCF92ZXJzaW9uIvgHCgpOb2RlU3RhdHVzEg8KB25vZGVfaWQYASABKAkSEAoIcmVzdGFydHMYAiABKA0SDgoGbGVhc2VzGAMgASgNEhAKCGVwaXNvZGVzGAQgASgEEhQKDHRyYWplY3RvcmllcxgFIAEoBBIOCgZ0b2tlbnMYBiABKAQSUAoQc2VydmluZ192ZXJzaW9ucxgHIAMoCzI2LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlNlcnZpbmdWZXJzaW9uc0VudHJ5EjIKDmxhc3Rfc2Vlbl90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgt3YWl0aW5nX2ZvchgJIAEoCRIRCgljb25uZWN0ZWQYCiABKAgSEwoLaW5jYXJuYXRpb24YCyABKAQSDgoGcmVnaW9uGAwgASgJEgwKBHBvb2wYDSABKAkSDwoHZW5naW5lcxgOIAMoCRIcChRtYXhfY29uY3VycmVudF90YXNrcxgPIAEoDRIXCg9lbmdpbmVfcmVzdGFydHMYECABKA0SFAoMZHJhaW5fcmVhc29uGBEgASgJEi0KCWpvaW5fdGltZRgSIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOQoNd2VpZ2h0X2ZhdWx0cxgTIAMoCzIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XZWlnaHRGYXVsdBIQCghoYXJkd2FyZRgUIAEoCRIbCg5wcmljZV9wZXJfaG91chgVIAEoAUgAiAEBEg8KB2NyZWRpdHMYFiABKA0SFAoMbWF4X2VwaXNvZGVzGBcgASgNEhIKCmJvdW5kZWRfYnkYGCABKAkSNgoMZW5naW5lX2xvYWRzGBkgAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZBIUCgx0b2tlbnNfcGVyX3MYGiABKAESSAoMdmVyc2lvbl9sYWdzGBsgAygLMjIuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMuVmVyc2lvbkxhZ3NFbnRyeRIZChFlbnZpcm9ubWVudF9mYXVsdBgcIAEoCRI6ChZlbnZpcm9ubWVudF9mYXVsdF90aW1lGB0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjIKEFZlcnNpb25MYWdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4AUIRCg9fcHJpY2VfcGVyX2hvdXIiRAoKUm9sZVJlc3VsdBIMCgRyb2xlGAEgASgJEhMKC251bV9zYW1wbGVzGAIgASgEEhMKC21lYW5fcmV3YXJkGAMgASgBIvEDCgpFdmFsdWF0aW9uEhEKCXBvbGljeV9pZBgBIAEoCRIPCgd2ZXJzaW9uGAIgASgEEhMKC251bV9zYW1wbGVzGAMgASgEEhMKC251bV9wbGFubmVkGAQgASgEEhMKC21lYW5fcmV3YXJkGAUgASgBEhAKCGNvbXBsZXRlGAYgASgIEg0KBWZpbmFsGAcgASgIEjEKDWNvbXBsZXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhUKDWV2YWx1YXRpb25faWQYCSABKAkSQQoIdmVyc2lvbnMYCiADKAsyLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5WZXJzaW9uc0VudHJ5EjAKBXJvbGVzGAsgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJvbGVSZXN1bHQSPwoHbWV0cmljcxgMIAMoCzIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLk1ldHJpY3NFbnRyeRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEiwQEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJIvMCCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQicQoYQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJFChFpbnRlcnZhbF9kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIP+vMYCwmamZmZmZm5P1ABImMKGUFkbWluU2VydmljZVdhdGNoUmVzcG9uc2USNQoGc3RhdHVzGAEgASgLMiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlEg8KB2NoYW5nZWQYAiADKAkiLQoKV2h5UmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHdGFza19pZBgCIAEoCSKpAQoLV2h5UmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEi4KBXN0YXRlGAIgASgOMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJ1blN0YXRlEioKBXdhaXRzGAMgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSLgoEdGFzaxgEIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrVHJhY2UiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSKZAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESNAoKcGFnZV90b2tlbhgDIAEoCUIg+vMYHEoaKFswLTldezEsMjB9LVswLTldezEsMjB9KT8SFQoNaW5jbHVkZV90YXNrcxgEIAEoCCJ6ChdMaXN0RGVhZExldHRlcnNSZXNwb25zZRI3CgxkZWFkX2xldHRlcnMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRGVhZExldHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQiZgoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOQoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQiD68xgcQPQDShdbMC05XXsxLDIwfS1bMC05XXsxLDIwfSJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0iZAoXUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkiSQoIUG9vbExvYWQSDAoEcG9vbBgBIAEoCRINCgVub2RlcxgCIAEoDRIQCghjYXBhY2l0eRgDIAEoDRIOCgZsZWFzZXMYBCABKA0iXAoSUG9vbFJlcG9ydFJlc3BvbnNlEi4KBXBvb2xzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xMb2FkEhYKDmxlYXNhYmxlX3Rhc2tzGAIgASgNMs8JCgxBZG1pblNlcnZpY2USdQoNR2V0U2VydmVySW5mbxIrLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBosLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UiCcrzGAEG0PMYARJjCgZTdGF0dXMSJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVxdWVzdBolLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXNwb25zZSIMyvMYBAMEAgHQ8xgBEngKBVdhdGNoEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BZG1pblNlcnZpY2VXYXRjaFJlc3BvbnNlIgrK8xgCAwTQ8xgBMAESWAoDV2h5EiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLldoeVJlcXVlc3QaIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVzcG9uc2UiCsrzGAIDBNDzGAESawoJTGlzdE5vZGVzEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3ROb2Rlc1JlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVzcG9uc2UiC8rzGAMCAwTQ8xgBEmkKCURyYWluTm9kZRInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbk5vZGVSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlc3BvbnNlIgnK8xgBA9DzGAISfAoPTGlzdERlYWRMZXR0ZXJzEi0uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1JlcXVlc3QaLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2UiCsrzGAIDBNDzGAEShAEKElJlcXVldWVEZWFkTGV0dGVycxIwLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXF1ZXN0GjEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlcXVldWVEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISfgoQUHVyZ2VEZWFkTGV0dGVycxIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXJnZURlYWRMZXR0ZXJzUmVxdWVzdBovLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXJnZURlYWRMZXR0ZXJzUmVzcG9uc2UiCcrzGAED0PMYAhJtCgpQb29sUmVwb3J0EiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xSZXBvcnRSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xSZXBvcnRSZXNwb25zZSIKyvMYAgME0PMYARpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -231,6 +233,20 @@ export type PolicyStatus = Message<"astraflow.dataflow.v1.PolicyStatus"> & {
    * @generated from field: bool external = 15;
    */
   external: boolean;
+
+  /**
+   * Policy whose turn it is to train, while this one waits for its own (dataflow.alternate_every_steps); else empty.
+   *
+   * @generated from field: string waits_for_turn_of = 16;
+   */
+  waitsForTurnOf: string;
+
+  /**
+   * Of a snapshot policy: the ratings in its pool, that of the trained policy itself first, then by version.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.SnapshotRating ratings = 17;
+   */
+  ratings: SnapshotRating[];
 };
 
 /**
@@ -239,6 +255,41 @@ export type PolicyStatus = Message<"astraflow.dataflow.v1.PolicyStatus"> & {
  */
 export const PolicyStatusSchema: GenMessage<PolicyStatus> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_admin_service, 4);
+
+/**
+ * Elo rating of a version that a snapshot policy played, by the results of training episodes.
+ *
+ * @generated from message astraflow.dataflow.v1.SnapshotRating
+ */
+export type SnapshotRating = Message<"astraflow.dataflow.v1.SnapshotRating"> & {
+  /**
+   * The version; unset: the trained policy as it is now.
+   *
+   * @generated from field: optional uint64 version = 1;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * 1000 at first, or that of the trained policy when they first met.
+   *
+   * @generated from field: double rating = 2;
+   */
+  rating: number;
+
+  /**
+   * Episodes that it was rated by.
+   *
+   * @generated from field: uint64 episodes = 3;
+   */
+  episodes: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.SnapshotRating.
+ * Use `create(SnapshotRatingSchema)` to create a new message.
+ */
+export const SnapshotRatingSchema: GenMessage<SnapshotRating> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 5);
 
 /**
  * One node of the run.
@@ -378,6 +429,77 @@ export type NodeStatus = Message<"astraflow.dataflow.v1.NodeStatus"> & {
    * @generated from field: repeated astraflow.dataflow.v1.WeightFault weight_faults = 19;
    */
   weightFaults: WeightFault[];
+
+  /**
+   * What its machine is, as it says.
+   *
+   * @generated from field: string hardware = 20;
+   */
+  hardware: string;
+
+  /**
+   * What an hour of it costs, as it says; unset when nobody said.
+   *
+   * @generated from field: optional double price_per_hour = 21;
+   */
+  pricePerHour?: number | undefined;
+
+  /**
+   * Tasks that it takes now beside the leases it holds, as it reports.
+   *
+   * @generated from field: uint32 credits = 22;
+   */
+  credits: number;
+
+  /**
+   * Episodes that it would run at once by the load of its engines, as it reports; 0 when it does not.
+   *
+   * @generated from field: uint32 max_episodes = 23;
+   */
+  maxEpisodes: number;
+
+  /**
+   * What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`.
+   *
+   * @generated from field: string bounded_by = 24;
+   */
+  boundedBy: string;
+
+  /**
+   * How busy its engines are, by policy, as it reports.
+   *
+   * @generated from field: repeated astraflow.rollout.v1.EngineLoad engine_loads = 25;
+   */
+  engineLoads: EngineLoad[];
+
+  /**
+   * Tokens that its engines sample per second together: the sum of `engine_loads`.
+   *
+   * @generated from field: double tokens_per_s = 26;
+   */
+  tokensPerS: number;
+
+  /**
+   * Newest announced version less the version served, of each policy that it serves; 0 when it is up to date.
+   *
+   * @generated from field: map<string, uint64> version_lags = 27;
+   */
+  versionLags: { [key: string]: bigint };
+
+  /**
+   * What the node said when it last gave a task back because the service of its environment did not answer; empty when
+   * it never did.
+   *
+   * @generated from field: string environment_fault = 28;
+   */
+  environmentFault: string;
+
+  /**
+   * When that was.
+   *
+   * @generated from field: google.protobuf.Timestamp environment_fault_time = 29;
+   */
+  environmentFaultTime?: Timestamp | undefined;
 };
 
 /**
@@ -385,7 +507,7 @@ export type NodeStatus = Message<"astraflow.dataflow.v1.NodeStatus"> & {
  * Use `create(NodeStatusSchema)` to create a new message.
  */
 export const NodeStatusSchema: GenMessage<NodeStatus> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 5);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 6);
 
 /**
  * What one role earned in an evaluation.
@@ -420,7 +542,7 @@ export type RoleResult = Message<"astraflow.dataflow.v1.RoleResult"> & {
  * Use `create(RoleResultSchema)` to create a new message.
  */
 export const RoleResultSchema: GenMessage<RoleResult> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 6);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 7);
 
 /**
  * One policy in one evaluation on held-out tasks, which evaluates all trained policies in the same episodes.
@@ -519,7 +641,7 @@ export type Evaluation = Message<"astraflow.dataflow.v1.Evaluation"> & {
  * Use `create(EvaluationSchema)` to create a new message.
  */
 export const EvaluationSchema: GenMessage<Evaluation> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 7);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 8);
 
 /**
  * What a stage waits for.
@@ -543,7 +665,7 @@ export type Wait = Message<"astraflow.dataflow.v1.Wait"> & {
 
   /**
    * Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-   * `weight_fault`, `node_behind`, `policy_not_served`.
+   * `weight_fault`, `node_behind`, `policy_not_served`, `environment_unavailable`.
    *
    * @generated from field: string reason = 3;
    */
@@ -583,7 +705,7 @@ export type Wait = Message<"astraflow.dataflow.v1.Wait"> & {
  * Use `create(WaitSchema)` to create a new message.
  */
 export const WaitSchema: GenMessage<Wait> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 8);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 9);
 
 /**
  * Response of Status.
@@ -653,7 +775,7 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
  * Use `create(StatusResponseSchema)` to create a new message.
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 9);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 10);
 
 /**
  * Request of Watch.
@@ -681,7 +803,7 @@ export type AdminServiceWatchRequest = Message<"astraflow.dataflow.v1.AdminServi
  * Use `create(AdminServiceWatchRequestSchema)` to create a new message.
  */
 export const AdminServiceWatchRequestSchema: GenMessage<AdminServiceWatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 10);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
 
 /**
  * One change.
@@ -709,7 +831,7 @@ export type AdminServiceWatchResponse = Message<"astraflow.dataflow.v1.AdminServ
  * Use `create(AdminServiceWatchResponseSchema)` to create a new message.
  */
 export const AdminServiceWatchResponseSchema: GenMessage<AdminServiceWatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
 
 /**
  * Request of Why.
@@ -737,7 +859,7 @@ export type WhyRequest = Message<"astraflow.dataflow.v1.WhyRequest"> & {
  * Use `create(WhyRequestSchema)` to create a new message.
  */
 export const WhyRequestSchema: GenMessage<WhyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
 
 /**
  * Response of Why.
@@ -779,7 +901,7 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
  * Use `create(WhyResponseSchema)` to create a new message.
  */
 export const WhyResponseSchema: GenMessage<WhyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
 
 /**
  * Request of ListNodes.
@@ -814,7 +936,7 @@ export type ListNodesRequest = Message<"astraflow.dataflow.v1.ListNodesRequest">
  * Use `create(ListNodesRequestSchema)` to create a new message.
  */
 export const ListNodesRequestSchema: GenMessage<ListNodesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
 
 /**
  * Response of ListNodes.
@@ -842,7 +964,7 @@ export type ListNodesResponse = Message<"astraflow.dataflow.v1.ListNodesResponse
  * Use `create(ListNodesResponseSchema)` to create a new message.
  */
 export const ListNodesResponseSchema: GenMessage<ListNodesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
 
 /**
  * Request of DrainNode.
@@ -877,7 +999,7 @@ export type DrainNodeRequest = Message<"astraflow.dataflow.v1.DrainNodeRequest">
  * Use `create(DrainNodeRequestSchema)` to create a new message.
  */
 export const DrainNodeRequestSchema: GenMessage<DrainNodeRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
 
 /**
  * Response of DrainNode.
@@ -905,7 +1027,7 @@ export type DrainNodeResponse = Message<"astraflow.dataflow.v1.DrainNodeResponse
  * Use `create(DrainNodeResponseSchema)` to create a new message.
  */
 export const DrainNodeResponseSchema: GenMessage<DrainNodeResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
 
 /**
  * A task that is not retried any more.
@@ -990,7 +1112,7 @@ export type DeadLetter = Message<"astraflow.dataflow.v1.DeadLetter"> & {
  * Use `create(DeadLetterSchema)` to create a new message.
  */
 export const DeadLetterSchema: GenMessage<DeadLetter> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
 
 /**
  * Request of ListDeadLetters.
@@ -1032,7 +1154,7 @@ export type ListDeadLettersRequest = Message<"astraflow.dataflow.v1.ListDeadLett
  * Use `create(ListDeadLettersRequestSchema)` to create a new message.
  */
 export const ListDeadLettersRequestSchema: GenMessage<ListDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
 
 /**
  * Response of ListDeadLetters.
@@ -1067,7 +1189,7 @@ export type ListDeadLettersResponse = Message<"astraflow.dataflow.v1.ListDeadLet
  * Use `create(ListDeadLettersResponseSchema)` to create a new message.
  */
 export const ListDeadLettersResponseSchema: GenMessage<ListDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
 
 /**
  * Request of RequeueDeadLetters.
@@ -1095,7 +1217,7 @@ export type RequeueDeadLettersRequest = Message<"astraflow.dataflow.v1.RequeueDe
  * Use `create(RequeueDeadLettersRequestSchema)` to create a new message.
  */
 export const RequeueDeadLettersRequestSchema: GenMessage<RequeueDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
 
 /**
  * Response of RequeueDeadLetters.
@@ -1130,7 +1252,7 @@ export type RequeueDeadLettersResponse = Message<"astraflow.dataflow.v1.RequeueD
  * Use `create(RequeueDeadLettersResponseSchema)` to create a new message.
  */
 export const RequeueDeadLettersResponseSchema: GenMessage<RequeueDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
 
 /**
  * Request of PurgeDeadLetters.
@@ -1158,7 +1280,7 @@ export type PurgeDeadLettersRequest = Message<"astraflow.dataflow.v1.PurgeDeadLe
  * Use `create(PurgeDeadLettersRequestSchema)` to create a new message.
  */
 export const PurgeDeadLettersRequestSchema: GenMessage<PurgeDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
 
 /**
  * Response of PurgeDeadLetters.
@@ -1179,7 +1301,7 @@ export type PurgeDeadLettersResponse = Message<"astraflow.dataflow.v1.PurgeDeadL
  * Use `create(PurgeDeadLettersResponseSchema)` to create a new message.
  */
 export const PurgeDeadLettersResponseSchema: GenMessage<PurgeDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
 
 /**
  * Request of PoolReport.
@@ -1200,7 +1322,7 @@ export type PoolReportRequest = Message<"astraflow.dataflow.v1.PoolReportRequest
  * Use `create(PoolReportRequestSchema)` to create a new message.
  */
 export const PoolReportRequestSchema: GenMessage<PoolReportRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
 
 /**
  * One pool of nodes.
@@ -1242,7 +1364,7 @@ export type PoolLoad = Message<"astraflow.dataflow.v1.PoolLoad"> & {
  * Use `create(PoolLoadSchema)` to create a new message.
  */
 export const PoolLoadSchema: GenMessage<PoolLoad> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
 
 /**
  * Response of PoolReport.
@@ -1271,7 +1393,7 @@ export type PoolReportResponse = Message<"astraflow.dataflow.v1.PoolReportRespon
  * Use `create(PoolReportResponseSchema)` to create a new message.
  */
 export const PoolReportResponseSchema: GenMessage<PoolReportResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
 
 /**
  * Status and operations, for people and tools.

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/version.proto.
  */
 export const file_astraflow_dataflow_v1_version: GenFile = /*@__PURE__*/
-  fileDesc("CiNhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdmVyc2lvbi5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIrACCgdWZXJzaW9uEhEKCXBvbGljeV9pZBgBIAEoCRIeCgd2ZXJzaW9uGAIgASgEQg368xgJEQAAAAD//z9BEhAKCHNlcXVlbmNlGAMgASgEEiEKD21hbmlmZXN0X3NoYTI1NhgEIAEoDEII+vMYBCggMCASDAoEc3RlcBgFIAEoBBIVCg10cmFpbmVyX2Vwb2NoGAYgASgEEhMKC2RlbHRhX2J5dGVzGAcgASgEEhYKDnNuYXBzaG90X2J5dGVzGAggASgEEg8KB2RlbnNpdHkYCSABKAESMAoMcHVibGlzaF90aW1lGAogASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYCgtyb2xsYmFja19vZhgLIAEoBEgAiAEBQg4KDF9yb2xsYmFja19vZiJUCgNQaW4SDwoHdmVyc2lvbhgBIAEoBBIOCgZyZWFzb24YAiABKAkSLAoIcGluX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIo8BCgtXZWlnaHRGYXVsdBIcCglwb2xpY3lfaWQYASABKAlCCfrzGAUggAFQARIPCgd2ZXJzaW9uGAIgASgEEhkKBnRlbnNvchgDIAEoCUIJ+vMYBSCABFABEhEKBHRpbGUYBCABKARIAIgBARIaCgdwcm9ibGVtGAUgASgJQgn68xgFIIAEUAFCBwoFX3RpbGVCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
+  fileDesc("CiNhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdmVyc2lvbi5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIt8CCgdWZXJzaW9uEhEKCXBvbGljeV9pZBgBIAEoCRIeCgd2ZXJzaW9uGAIgASgEQg368xgJEQAAAAD//z9BEhAKCHNlcXVlbmNlGAMgASgEEiEKD21hbmlmZXN0X3NoYTI1NhgEIAEoDEII+vMYBCggMCASDAoEc3RlcBgFIAEoBBIVCg10cmFpbmVyX2Vwb2NoGAYgASgEEhMKC2RlbHRhX2J5dGVzGAcgASgEEhYKDnNuYXBzaG90X2J5dGVzGAggASgEEg8KB2RlbnNpdHkYCSABKAESMAoMcHVibGlzaF90aW1lGAogASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYCgtyb2xsYmFja19vZhgLIAEoBEgAiAEBEhMKC3NuYXBzaG90X29mGAwgASgJEhgKEHNuYXBzaG90X3ZlcnNpb24YDSABKARCDgoMX3JvbGxiYWNrX29mIlQKA1BpbhIPCgd2ZXJzaW9uGAEgASgEEg4KBnJlYXNvbhgCIAEoCRIsCghwaW5fdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAijwEKC1dlaWdodEZhdWx0EhwKCXBvbGljeV9pZBgBIAEoCUIJ+vMYBSCAAVABEg8KB3ZlcnNpb24YAiABKAQSGQoGdGVuc29yGAMgASgJQgn68xgFIIAEUAESEQoEdGlsZRgEIAEoBEgAiAEBEhoKB3Byb2JsZW0YBSABKAlCCfrzGAUggARQAUIHCgVfdGlsZUKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
 
 /**
  * One announced weight version of one policy. Immutable. Nodes activate only announced versions.
@@ -99,6 +99,21 @@ export type Version = Message<"astraflow.dataflow.v1.Version"> & {
    * @generated from field: optional uint64 rollback_of = 11;
    */
   rollbackOf?: bigint | undefined;
+
+  /**
+   * Set for a policy that is a snapshot: the trained policy whose version it is. Then `version` counts the draws of the
+   * snapshot policy, and sequence, manifest and step are those of the version drawn.
+   *
+   * @generated from field: string snapshot_of = 12;
+   */
+  snapshotOf: string;
+
+  /**
+   * The version of `snapshot_of` that was drawn.
+   *
+   * @generated from field: uint64 snapshot_version = 13;
+   */
+  snapshotVersion: bigint;
 };
 
 /**

@@ -7,6 +7,8 @@
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import { file_astraflow_options_v1_options } from "../../options/v1/options_pb.js";
+import type { EngineLoad } from "../../rollout/v1/engine_load_pb.js";
+import { file_astraflow_rollout_v1_engine_load } from "../../rollout/v1/engine_load_pb.js";
 import type { ServerInfo } from "../../server/v1/server_info_pb.js";
 import { file_astraflow_server_v1_server_info } from "../../server/v1/server_info_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -15,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/raas/v1/node_service.proto.
  */
 export const file_astraflow_raas_v1_node_service: GenFile = /*@__PURE__*/
-  fileDesc("CiRhc3RyYWZsb3cvcmFhcy92MS9ub2RlX3NlcnZpY2UucHJvdG8SEWFzdHJhZmxvdy5yYWFzLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iDwoNU3RhdHVzUmVxdWVzdCKCAgoMU2VydmVkUG9saWN5EhEKCXBvbGljeV9pZBgBIAEoCRIUCgd2ZXJzaW9uGAIgASgESACIAQESGwoObWlycm9yX3ZlcnNpb24YAyABKARIAYgBARIZChFzbmFwc2hvdHNfZmV0Y2hlZBgEIAEoBBIWCg5kZWx0YXNfZmV0Y2hlZBgFIAEoBBIeChZzbmFwc2hvdF9ieXRlc19mZXRjaGVkGAYgASgEEhsKE2RlbHRhX2J5dGVzX2ZldGNoZWQYByABKAQSHQoVdmVyaWZpY2F0aW9uX2ZhaWx1cmVzGAggASgEQgoKCF92ZXJzaW9uQhEKD19taXJyb3JfdmVyc2lvbiL4AQoOU3RhdHVzUmVzcG9uc2USDwoHbm9kZV9pZBgBIAEoCRIOCgZydW5faWQYAiABKAkSDgoGbGVhc2VzGAMgASgNEhgKEGVwaXNvZGVzX3J1bm5pbmcYBCABKA0SGAoQZXBpc29kZXNfdW5hY2tlZBgFIAEoDRIOCgZ0b2tlbnMYBiABKAQSFwoPZW5naW5lX3Jlc3RhcnRzGAcgASgNEjEKCHBvbGljaWVzGAggAygLMh8uYXN0cmFmbG93LnJhYXMudjEuU2VydmVkUG9saWN5EhMKC3dhaXRpbmdfZm9yGAkgASgJEhAKCGRyYWluaW5nGAogASgIIg4KDERyYWluUmVxdWVzdCIfCg1EcmFpblJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDSIoChNMaXN0VmVyc2lvbnNSZXF1ZXN0EhEKCXBvbGljeV9pZBgBIAEoCSJuCgtOb2RlVmVyc2lvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBIPCgdzZXJ2aW5nGAMgASgIEhAKCG1pcnJvcmVkGAQgASgIEhgKEG5ld2VzdF9hbm5vdW5jZWQYBSABKAgiSAoUTGlzdFZlcnNpb25zUmVzcG9uc2USMAoIdmVyc2lvbnMYASADKAsyHi5hc3RyYWZsb3cucmFhcy52MS5Ob2RlVmVyc2lvbjKqAwoLTm9kZVNlcnZpY2USbQoNR2V0U2VydmVySW5mbxInLmFzdHJhZmxvdy5yYWFzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiguYXN0cmFmbG93LnJhYXMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESWQoGU3RhdHVzEiAuYXN0cmFmbG93LnJhYXMudjEuU3RhdHVzUmVxdWVzdBohLmFzdHJhZmxvdy5yYWFzLnYxLlN0YXR1c1Jlc3BvbnNlIgrK8xgCAwTQ8xgBElUKBURyYWluEh8uYXN0cmFmbG93LnJhYXMudjEuRHJhaW5SZXF1ZXN0GiAuYXN0cmFmbG93LnJhYXMudjEuRHJhaW5SZXNwb25zZSIJyvMYAQPQ8xgCEnoKDExpc3RWZXJzaW9ucxImLmFzdHJhZmxvdy5yYWFzLnYxLkxpc3RWZXJzaW9uc1JlcXVlc3QaJy5hc3RyYWZsb3cucmFhcy52MS5MaXN0VmVyc2lvbnNSZXNwb25zZSIZyvMYAgME0PMYAdrzGAsKCU5PVF9GT1VOREJwChRpby5hc3RyYWZsb3cucmFhcy52MVABWkJnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvcmFhcy92MTtyYWFzdjGqAhFBc3RyYWZsb3cuUmFhcy5WMWIGcHJvdG8z", [file_astraflow_options_v1_options, file_astraflow_server_v1_server_info]);
+  fileDesc("CiRhc3RyYWZsb3cvcmFhcy92MS9ub2RlX3NlcnZpY2UucHJvdG8SEWFzdHJhZmxvdy5yYWFzLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iDwoNU3RhdHVzUmVxdWVzdCK0AgoMU2VydmVkUG9saWN5EhEKCXBvbGljeV9pZBgBIAEoCRIUCgd2ZXJzaW9uGAIgASgESACIAQESGwoObWlycm9yX3ZlcnNpb24YAyABKARIAYgBARIZChFzbmFwc2hvdHNfZmV0Y2hlZBgEIAEoBBIWCg5kZWx0YXNfZmV0Y2hlZBgFIAEoBBIeChZzbmFwc2hvdF9ieXRlc19mZXRjaGVkGAYgASgEEhsKE2RlbHRhX2J5dGVzX2ZldGNoZWQYByABKAQSHQoVdmVyaWZpY2F0aW9uX2ZhaWx1cmVzGAggASgEEjAKB2VuZ2luZXMYCSADKAsyHy5hc3RyYWZsb3cucmFhcy52MS5Qb2xpY3lFbmdpbmVCCgoIX3ZlcnNpb25CEQoPX21pcnJvcl92ZXJzaW9uIlEKDFBvbGljeUVuZ2luZRIUCgd2ZXJzaW9uGAEgASgESACIAQESDQoFY2FsbHMYAiABKA0SEAoIcmVzdGFydHMYAyABKA1CCgoIX3ZlcnNpb24i2gIKDlN0YXR1c1Jlc3BvbnNlEg8KB25vZGVfaWQYASABKAkSDgoGcnVuX2lkGAIgASgJEg4KBmxlYXNlcxgDIAEoDRIYChBlcGlzb2Rlc19ydW5uaW5nGAQgASgNEhgKEGVwaXNvZGVzX3VuYWNrZWQYBSABKA0SDgoGdG9rZW5zGAYgASgEEhcKD2VuZ2luZV9yZXN0YXJ0cxgHIAEoDRIxCghwb2xpY2llcxgIIAMoCzIfLmFzdHJhZmxvdy5yYWFzLnYxLlNlcnZlZFBvbGljeRITCgt3YWl0aW5nX2ZvchgJIAEoCRIQCghkcmFpbmluZxgKIAEoCBIUCgxtYXhfZXBpc29kZXMYCyABKA0SEgoKYm91bmRlZF9ieRgMIAEoCRI2CgxlbmdpbmVfbG9hZHMYDSADKAsyIC5hc3RyYWZsb3cucm9sbG91dC52MS5FbmdpbmVMb2FkIg4KDERyYWluUmVxdWVzdCIfCg1EcmFpblJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDSIoChNMaXN0VmVyc2lvbnNSZXF1ZXN0EhEKCXBvbGljeV9pZBgBIAEoCSJuCgtOb2RlVmVyc2lvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBIPCgdzZXJ2aW5nGAMgASgIEhAKCG1pcnJvcmVkGAQgASgIEhgKEG5ld2VzdF9hbm5vdW5jZWQYBSABKAgiSAoUTGlzdFZlcnNpb25zUmVzcG9uc2USMAoIdmVyc2lvbnMYASADKAsyHi5hc3RyYWZsb3cucmFhcy52MS5Ob2RlVmVyc2lvbjKqAwoLTm9kZVNlcnZpY2USbQoNR2V0U2VydmVySW5mbxInLmFzdHJhZmxvdy5yYWFzLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiguYXN0cmFmbG93LnJhYXMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESWQoGU3RhdHVzEiAuYXN0cmFmbG93LnJhYXMudjEuU3RhdHVzUmVxdWVzdBohLmFzdHJhZmxvdy5yYWFzLnYxLlN0YXR1c1Jlc3BvbnNlIgrK8xgCAwTQ8xgBElUKBURyYWluEh8uYXN0cmFmbG93LnJhYXMudjEuRHJhaW5SZXF1ZXN0GiAuYXN0cmFmbG93LnJhYXMudjEuRHJhaW5SZXNwb25zZSIJyvMYAQPQ8xgCEnoKDExpc3RWZXJzaW9ucxImLmFzdHJhZmxvdy5yYWFzLnYxLkxpc3RWZXJzaW9uc1JlcXVlc3QaJy5hc3RyYWZsb3cucmFhcy52MS5MaXN0VmVyc2lvbnNSZXNwb25zZSIZyvMYAgME0PMYAdrzGAsKCU5PVF9GT1VOREJwChRpby5hc3RyYWZsb3cucmFhcy52MVABWkJnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvcmFhcy92MTtyYWFzdjGqAhFBc3RyYWZsb3cuUmFhcy5WMWIGcHJvdG8z", [file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_server_v1_server_info]);
 
 /**
  * Request of GetServerInfo.
@@ -129,6 +131,13 @@ export type ServedPolicy = Message<"astraflow.raas.v1.ServedPolicy"> & {
    * @generated from field: uint64 verification_failures = 8;
    */
   verificationFailures: bigint;
+
+  /**
+   * Engines of the policy, in their order.
+   *
+   * @generated from field: repeated astraflow.raas.v1.PolicyEngine engines = 9;
+   */
+  engines: PolicyEngine[];
 };
 
 /**
@@ -137,6 +146,41 @@ export type ServedPolicy = Message<"astraflow.raas.v1.ServedPolicy"> & {
  */
 export const ServedPolicySchema: GenMessage<ServedPolicy> = /*@__PURE__*/
   messageDesc(file_astraflow_raas_v1_node_service, 3);
+
+/**
+ * One engine of a policy on this node.
+ *
+ * @generated from message astraflow.raas.v1.PolicyEngine
+ */
+export type PolicyEngine = Message<"astraflow.raas.v1.PolicyEngine"> & {
+  /**
+   * Version it samples with; unset while it is started, restarted or doubted.
+   *
+   * @generated from field: optional uint64 version = 1;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * Calls in it.
+   *
+   * @generated from field: uint32 calls = 2;
+   */
+  calls: number;
+
+  /**
+   * Times it was lost since the process started.
+   *
+   * @generated from field: uint32 restarts = 3;
+   */
+  restarts: number;
+};
+
+/**
+ * Describes the message astraflow.raas.v1.PolicyEngine.
+ * Use `create(PolicyEngineSchema)` to create a new message.
+ */
+export const PolicyEngineSchema: GenMessage<PolicyEngine> = /*@__PURE__*/
+  messageDesc(file_astraflow_raas_v1_node_service, 4);
 
 /**
  * Response of Status.
@@ -213,6 +257,27 @@ export type StatusResponse = Message<"astraflow.raas.v1.StatusResponse"> & {
    * @generated from field: bool draining = 10;
    */
   draining: boolean;
+
+  /**
+   * Episodes it runs at once at most, by the load of its engines and the recipe.
+   *
+   * @generated from field: uint32 max_episodes = 11;
+   */
+  maxEpisodes: number;
+
+  /**
+   * What bounds these: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`.
+   *
+   * @generated from field: string bounded_by = 12;
+   */
+  boundedBy: string;
+
+  /**
+   * How busy its engines are, by policy.
+   *
+   * @generated from field: repeated astraflow.rollout.v1.EngineLoad engine_loads = 13;
+   */
+  engineLoads: EngineLoad[];
 };
 
 /**
@@ -220,7 +285,7 @@ export type StatusResponse = Message<"astraflow.raas.v1.StatusResponse"> & {
  * Use `create(StatusResponseSchema)` to create a new message.
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 4);
+  messageDesc(file_astraflow_raas_v1_node_service, 5);
 
 /**
  * Request of Drain.
@@ -235,7 +300,7 @@ export type DrainRequest = Message<"astraflow.raas.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 5);
+  messageDesc(file_astraflow_raas_v1_node_service, 6);
 
 /**
  * Response of Drain.
@@ -256,7 +321,7 @@ export type DrainResponse = Message<"astraflow.raas.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 6);
+  messageDesc(file_astraflow_raas_v1_node_service, 7);
 
 /**
  * Request of ListVersions.
@@ -277,7 +342,7 @@ export type ListVersionsRequest = Message<"astraflow.raas.v1.ListVersionsRequest
  * Use `create(ListVersionsRequestSchema)` to create a new message.
  */
 export const ListVersionsRequestSchema: GenMessage<ListVersionsRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 7);
+  messageDesc(file_astraflow_raas_v1_node_service, 8);
 
 /**
  * One version of one policy on this node.
@@ -326,7 +391,7 @@ export type NodeVersion = Message<"astraflow.raas.v1.NodeVersion"> & {
  * Use `create(NodeVersionSchema)` to create a new message.
  */
 export const NodeVersionSchema: GenMessage<NodeVersion> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 8);
+  messageDesc(file_astraflow_raas_v1_node_service, 9);
 
 /**
  * Response of ListVersions.
@@ -347,7 +412,7 @@ export type ListVersionsResponse = Message<"astraflow.raas.v1.ListVersionsRespon
  * Use `create(ListVersionsResponseSchema)` to create a new message.
  */
 export const ListVersionsResponseSchema: GenMessage<ListVersionsResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_raas_v1_node_service, 9);
+  messageDesc(file_astraflow_raas_v1_node_service, 10);
 
 /**
  * Status and draining of one node. Nodes dial out; this service is optional and for people on the node's own network.

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/weights/v1/manifest.proto.
  */
 export const file_astraflow_weights_v1_manifest: GenFile = /*@__PURE__*/
-  fileDesc("CiNhc3RyYWZsb3cvd2VpZ2h0cy92MS9tYW5pZmVzdC5wcm90bxIUYXN0cmFmbG93LndlaWdodHMudjEipwMKBUVudHJ5EhYKDnNjaGVtYV92ZXJzaW9uGAEgASgNEjIKCG1hbmlmZXN0GAIgASgLMh4uYXN0cmFmbG93LndlaWdodHMudjEuTWFuaWZlc3RIABIsCgVmZW5jZRgDIAEoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkZlbmNlSAASNQoKYWRkZWRfcGF0aBgEIAEoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkFkZGVkUGF0aEgAEjsKDXVwbG9hZF9pbnRlbnQYBSABKAsyIi5hc3RyYWZsb3cud2VpZ2h0cy52MS5VcGxvYWRJbnRlbnRIABI1CgpwdWxsX2xlYXNlGAYgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuUHVsbExlYXNlSAASNAoJdG9tYnN0b25lGAcgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuVG9tYnN0b25lSAASLAoFc3dlZXAYCCABKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VlcEgAEgwKBHNlYWwYDyABKAxCBwoFZW50cnkizwQKCE1hbmlmZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIQCghzZXF1ZW5jZRgEIAEoBBIUCgx3cml0ZXJfZXBvY2gYBSABKAQSFAoMd3JpdGVyX25vbmNlGAYgASgMEgwKBHN0ZXAYByABKAQSGwoOcGFyZW50X3ZlcnNpb24YCCABKARIAIgBARIwCghzbmFwc2hvdBgJIAEoCzIeLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlNuYXBzaG90EisKBmRlbHRhcxgKIAMoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkRlbHRhEi0KB3RlbnNvcnMYCyADKAsyHC5hc3RyYWZsb3cud2VpZ2h0cy52MS5UZW5zb3ISEgoKbW9kZWxfcm9vdBgMIAEoDBIrCgZhc3NldHMYDSADKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Bc3NldBITCgtudW1fY2hhbmdlZBgOIAEoBBIUCgxudW1fZWxlbWVudHMYDyABKAQSDwoHZGVuc2l0eRgQIAEoARIaCg1sZWFybmluZ19yYXRlGBEgASgBSAGIAQESMAoMY3JlYXRlZF90aW1lGBIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYCgtyb2xsYmFja19vZhgTIAEoBEgCiAEBQhEKD19wYXJlbnRfdmVyc2lvbkIQCg5fbGVhcm5pbmdfcmF0ZUIOCgxfcm9sbGJhY2tfb2YiOAoIU25hcHNob3QSLAoFcGFydHMYASADKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmIksKBURlbHRhEhQKDGJhc2VfdmVyc2lvbhgBIAEoBBIsCgVwYXJ0cxgCIAMoCzIdLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlBhcnRSZWYiOgoHUGFydFJlZhILCgNrZXkYASABKAkSEgoKc2l6ZV9ieXRlcxgCIAEoBBIOCgZzaGEyNTYYAyABKAwiRAoGVGVuc29yEgwKBG5hbWUYASABKAkSDQoFZHR5cGUYAiABKAkSDQoFc2hhcGUYAyADKAQSDgoGZGlnZXN0GAQgASgMIkcKBUFzc2V0EhEKCWZpbGVfbmFtZRgBIAEoCRIrCgRibG9iGAIgASgLMh0uYXN0cmFmbG93LndlaWdodHMudjEuUGFydFJlZiK8AQoFRmVuY2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIQCghzZXF1ZW5jZRgDIAEoBBINCgVlcG9jaBgEIAEoBBINCgVub25jZRgFIAEoDBIbCg5wcmV2aW91c19lcG9jaBgGIAEoBEgAiAEBEjAKDGNyZWF0ZWRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCEQoPX3ByZXZpb3VzX2Vwb2NoIt8BCglBZGRlZFBhdGgSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIPCgd2ZXJzaW9uGAMgASgEEhkKDGJhc2VfdmVyc2lvbhgEIAEoBEgAiAEBEhIKCm1vZGVsX3Jvb3QYBSABKAwSLAoFcGFydHMYBiADKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmEjAKDGNyZWF0ZWRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCDwoNX2Jhc2VfdmVyc2lvbiKBAQoMVXBsb2FkSW50ZW50Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDQoFZXBvY2gYAyABKAQSDQoFbm9uY2UYBCABKAwSMAoMY3JlYXRlZF90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJ/CglQdWxsTGVhc2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZob2xkZXIYAyABKAwSDQoFcGFydHMYBCADKAwSMAoMZXhwaXJlc190aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJ+CglUb21ic3RvbmUSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRINCgVyb3VuZBgDIAEoBBINCgVwYXJ0cxgEIAMoDBIwCgxjcmVhdGVkX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIt4BCgVTd2VlcBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg0KBXJvdW5kGAMgASgEEhIKCmtlcHRfcGFydHMYBCADKAwSLgoFcGF0aHMYBSADKAsyHy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VwdFBhdGgSEwoLYWRkZWRfcGF0aHMYBiADKAkSMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYChB0b21ic3RvbmVfc2hhMjU2GAggASgMIkgKCVN3ZXB0UGF0aBIPCgd2ZXJzaW9uGAEgASgEEhkKDGJhc2VfdmVyc2lvbhgCIAEoBEgAiAEBQg8KDV9iYXNlX3ZlcnNpb24iLwoKTGF0ZXN0SGludBIPCgd2ZXJzaW9uGAEgASgEEhAKCHNlcXVlbmNlGAIgASgEQnwKF2lvLmFzdHJhZmxvdy53ZWlnaHRzLnYxUAFaSGdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy93ZWlnaHRzL3YxO3dlaWdodHN2MaoCFEFzdHJhZmxvdy5XZWlnaHRzLlYxYgZwcm90bzM", [file_google_protobuf_timestamp]);
+  fileDesc("CiNhc3RyYWZsb3cvd2VpZ2h0cy92MS9tYW5pZmVzdC5wcm90bxIUYXN0cmFmbG93LndlaWdodHMudjEipwMKBUVudHJ5EhYKDnNjaGVtYV92ZXJzaW9uGAEgASgNEjIKCG1hbmlmZXN0GAIgASgLMh4uYXN0cmFmbG93LndlaWdodHMudjEuTWFuaWZlc3RIABIsCgVmZW5jZRgDIAEoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkZlbmNlSAASNQoKYWRkZWRfcGF0aBgEIAEoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkFkZGVkUGF0aEgAEjsKDXVwbG9hZF9pbnRlbnQYBSABKAsyIi5hc3RyYWZsb3cud2VpZ2h0cy52MS5VcGxvYWRJbnRlbnRIABI1CgpwdWxsX2xlYXNlGAYgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuUHVsbExlYXNlSAASNAoJdG9tYnN0b25lGAcgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuVG9tYnN0b25lSAASLAoFc3dlZXAYCCABKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VlcEgAEgwKBHNlYWwYDyABKAxCBwoFZW50cnki+wQKCE1hbmlmZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIQCghzZXF1ZW5jZRgEIAEoBBIUCgx3cml0ZXJfZXBvY2gYBSABKAQSFAoMd3JpdGVyX25vbmNlGAYgASgMEgwKBHN0ZXAYByABKAQSGwoOcGFyZW50X3ZlcnNpb24YCCABKARIAIgBARIwCghzbmFwc2hvdBgJIAEoCzIeLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlNuYXBzaG90EisKBmRlbHRhcxgKIAMoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkRlbHRhEi0KB3RlbnNvcnMYCyADKAsyHC5hc3RyYWZsb3cud2VpZ2h0cy52MS5UZW5zb3ISEgoKbW9kZWxfcm9vdBgMIAEoDBIrCgZhc3NldHMYDSADKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Bc3NldBITCgtudW1fY2hhbmdlZBgOIAEoBBIUCgxudW1fZWxlbWVudHMYDyABKAQSDwoHZGVuc2l0eRgQIAEoARIaCg1sZWFybmluZ19yYXRlGBEgASgBSAGIAQESMAoMY3JlYXRlZF90aW1lGBIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYCgtyb2xsYmFja19vZhgTIAEoBEgCiAEBEioKBXByb2JlGBQgASgLMhsuYXN0cmFmbG93LndlaWdodHMudjEuUHJvYmVCEQoPX3BhcmVudF92ZXJzaW9uQhAKDl9sZWFybmluZ19yYXRlQg4KDF9yb2xsYmFja19vZiI7CgVQcm9iZRIyCgdhbnN3ZXJzGAEgAygLMiEuYXN0cmFmbG93LndlaWdodHMudjEuUHJvYmVBbnN3ZXIiVwoLUHJvYmVBbnN3ZXISEgoKcHJvbXB0X2lkcxgBIAMoDRIRCgl0b2tlbl9pZHMYAiADKA0SEAoIbG9ncHJvYnMYAyADKAESDwoHbWFyZ2lucxgEIAMoASI4CghTbmFwc2hvdBIsCgVwYXJ0cxgBIAMoCzIdLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlBhcnRSZWYiSwoFRGVsdGESFAoMYmFzZV92ZXJzaW9uGAEgASgEEiwKBXBhcnRzGAIgAygLMh0uYXN0cmFmbG93LndlaWdodHMudjEuUGFydFJlZiI6CgdQYXJ0UmVmEgsKA2tleRgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEg4KBnNoYTI1NhgDIAEoDCJECgZUZW5zb3ISDAoEbmFtZRgBIAEoCRINCgVkdHlwZRgCIAEoCRINCgVzaGFwZRgDIAMoBBIOCgZkaWdlc3QYBCABKAwiRwoFQXNzZXQSEQoJZmlsZV9uYW1lGAEgASgJEisKBGJsb2IYAiABKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmIrwBCgVGZW5jZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhAKCHNlcXVlbmNlGAMgASgEEg0KBWVwb2NoGAQgASgEEg0KBW5vbmNlGAUgASgMEhsKDnByZXZpb3VzX2Vwb2NoGAYgASgESACIAQESMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIRCg9fcHJldmlvdXNfZXBvY2gi3wEKCUFkZGVkUGF0aBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg8KB3ZlcnNpb24YAyABKAQSGQoMYmFzZV92ZXJzaW9uGAQgASgESACIAQESEgoKbW9kZWxfcm9vdBgFIAEoDBIsCgVwYXJ0cxgGIAMoCzIdLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlBhcnRSZWYSMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIPCg1fYmFzZV92ZXJzaW9uIoEBCgxVcGxvYWRJbnRlbnQSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRINCgVlcG9jaBgDIAEoBBINCgVub25jZRgEIAEoDBIwCgxjcmVhdGVkX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn8KCVB1bGxMZWFzZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBmhvbGRlchgDIAEoDBINCgVwYXJ0cxgEIAMoDBIwCgxleHBpcmVzX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn4KCVRvbWJzdG9uZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg0KBXJvdW5kGAMgASgEEg0KBXBhcnRzGAQgAygMEjAKDGNyZWF0ZWRfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAi3gEKBVN3ZWVwEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDQoFcm91bmQYAyABKAQSEgoKa2VwdF9wYXJ0cxgEIAMoDBIuCgVwYXRocxgFIAMoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlN3ZXB0UGF0aBITCgthZGRlZF9wYXRocxgGIAMoCRIwCgxjcmVhdGVkX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhgKEHRvbWJzdG9uZV9zaGEyNTYYCCABKAwiSAoJU3dlcHRQYXRoEg8KB3ZlcnNpb24YASABKAQSGQoMYmFzZV92ZXJzaW9uGAIgASgESACIAQFCDwoNX2Jhc2VfdmVyc2lvbiIvCgpMYXRlc3RIaW50Eg8KB3ZlcnNpb24YASABKAQSEAoIc2VxdWVuY2UYAiABKARCfAoXaW8uYXN0cmFmbG93LndlaWdodHMudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L3dlaWdodHMvdjE7d2VpZ2h0c3YxqgIUQXN0cmFmbG93LldlaWdodHMuVjFiBnByb3RvMw", [file_google_protobuf_timestamp]);
 
 /**
  * One stored object of the log.
@@ -251,6 +251,13 @@ export type Manifest = Message<"astraflow.weights.v1.Manifest"> & {
    * @generated from field: optional uint64 rollback_of = 19;
    */
   rollbackOf?: bigint | undefined;
+
+  /**
+   * What a model with these weights answers; absent when nobody computed it. Readers that serve the version compare.
+   *
+   * @generated from field: astraflow.weights.v1.Probe probe = 20;
+   */
+  probe?: Probe | undefined;
 };
 
 /**
@@ -259,6 +266,69 @@ export type Manifest = Message<"astraflow.weights.v1.Manifest"> & {
  */
 export const ManifestSchema: GenMessage<Manifest> = /*@__PURE__*/
   messageDesc(file_astraflow_weights_v1_manifest, 1);
+
+/**
+ * Known answers of a version, by which whoever serves it proves that its weights arrived.
+ *
+ * @generated from message astraflow.weights.v1.Probe
+ */
+export type Probe = Message<"astraflow.weights.v1.Probe"> & {
+  /**
+   * 1 to 16, each to a prompt of its own.
+   *
+   * @generated from field: repeated astraflow.weights.v1.ProbeAnswer answers = 1;
+   */
+  answers: ProbeAnswer[];
+};
+
+/**
+ * Describes the message astraflow.weights.v1.Probe.
+ * Use `create(ProbeSchema)` to create a new message.
+ */
+export const ProbeSchema: GenMessage<Probe> = /*@__PURE__*/
+  messageDesc(file_astraflow_weights_v1_manifest, 2);
+
+/**
+ * The greedy continuation of one prompt, computed in float32 from the published weights.
+ *
+ * @generated from message astraflow.weights.v1.ProbeAnswer
+ */
+export type ProbeAnswer = Message<"astraflow.weights.v1.ProbeAnswer"> & {
+  /**
+   * Token ids of the prompt; at least 1, and at most 256 together with token_ids.
+   *
+   * @generated from field: repeated uint32 prompt_ids = 1;
+   */
+  promptIds: number[];
+
+  /**
+   * Most likely token after the prompt and all before it; at least 1. Goes on past ends of text.
+   *
+   * @generated from field: repeated uint32 token_ids = 2;
+   */
+  tokenIds: number[];
+
+  /**
+   * Natural log of each token's probability at temperature 1.
+   *
+   * @generated from field: repeated double logprobs = 3;
+   */
+  logprobs: number[];
+
+  /**
+   * By how much each log-prob exceeds that of the second most likely token; ≥ 0.
+   *
+   * @generated from field: repeated double margins = 4;
+   */
+  margins: number[];
+};
+
+/**
+ * Describes the message astraflow.weights.v1.ProbeAnswer.
+ * Use `create(ProbeAnswerSchema)` to create a new message.
+ */
+export const ProbeAnswerSchema: GenMessage<ProbeAnswer> = /*@__PURE__*/
+  messageDesc(file_astraflow_weights_v1_manifest, 3);
 
 /**
  * All tensors in full.
@@ -279,7 +349,7 @@ export type Snapshot = Message<"astraflow.weights.v1.Snapshot"> & {
  * Use `create(SnapshotSchema)` to create a new message.
  */
 export const SnapshotSchema: GenMessage<Snapshot> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 2);
+  messageDesc(file_astraflow_weights_v1_manifest, 4);
 
 /**
  * What must be added to an older version.
@@ -307,7 +377,7 @@ export type Delta = Message<"astraflow.weights.v1.Delta"> & {
  * Use `create(DeltaSchema)` to create a new message.
  */
 export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 3);
+  messageDesc(file_astraflow_weights_v1_manifest, 5);
 
 /**
  * An immutable object named by its content.
@@ -342,7 +412,7 @@ export type PartRef = Message<"astraflow.weights.v1.PartRef"> & {
  * Use `create(PartRefSchema)` to create a new message.
  */
 export const PartRefSchema: GenMessage<PartRef> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 4);
+  messageDesc(file_astraflow_weights_v1_manifest, 6);
 
 /**
  * One tensor of a version.
@@ -384,7 +454,7 @@ export type Tensor = Message<"astraflow.weights.v1.Tensor"> & {
  * Use `create(TensorSchema)` to create a new message.
  */
 export const TensorSchema: GenMessage<Tensor> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 5);
+  messageDesc(file_astraflow_weights_v1_manifest, 7);
 
 /**
  * One file of the checkpoint other than the weights.
@@ -412,7 +482,7 @@ export type Asset = Message<"astraflow.weights.v1.Asset"> & {
  * Use `create(AssetSchema)` to create a new message.
  */
 export const AssetSchema: GenMessage<Asset> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 6);
+  messageDesc(file_astraflow_weights_v1_manifest, 8);
 
 /**
  * A writer's claim on the log. Every later entry with a lower epoch is ignored.
@@ -475,7 +545,7 @@ export type Fence = Message<"astraflow.weights.v1.Fence"> & {
  * Use `create(FenceSchema)` to create a new message.
  */
 export const FenceSchema: GenMessage<Fence> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 7);
+  messageDesc(file_astraflow_weights_v1_manifest, 9);
 
 /**
  * A path to a version that was made after its manifest: a snapshot, or a delta merged over several versions. Created
@@ -540,7 +610,7 @@ export type AddedPath = Message<"astraflow.weights.v1.AddedPath"> & {
  * Use `create(AddedPathSchema)` to create a new message.
  */
 export const AddedPathSchema: GenMessage<AddedPath> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 8);
+  messageDesc(file_astraflow_weights_v1_manifest, 10);
 
 /**
  * A writer's notice that it is about to store parts under names that nothing refers to yet. Written before the first of
@@ -590,7 +660,7 @@ export type UploadIntent = Message<"astraflow.weights.v1.UploadIntent"> & {
  * Use `create(UploadIntentSchema)` to create a new message.
  */
 export const UploadIntentSchema: GenMessage<UploadIntent> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 9);
+  messageDesc(file_astraflow_weights_v1_manifest, 11);
 
 /**
  * A puller's notice of the parts that it is about to fetch. Renewed by writing the next one and deleting this one;
@@ -640,7 +710,7 @@ export type PullLease = Message<"astraflow.weights.v1.PullLease"> & {
  * Use `create(PullLeaseSchema)` to create a new message.
  */
 export const PullLeaseSchema: GenMessage<PullLease> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 10);
+  messageDesc(file_astraflow_weights_v1_manifest, 12);
 
 /**
  * A round of collection: parts that nothing within retention refers to. From now on no writer refers to one of these
@@ -690,7 +760,7 @@ export type Tombstone = Message<"astraflow.weights.v1.Tombstone"> & {
  * Use `create(TombstoneSchema)` to create a new message.
  */
 export const TombstoneSchema: GenMessage<Tombstone> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 11);
+  messageDesc(file_astraflow_weights_v1_manifest, 13);
 
 /**
  * The decision of a round, made once: the parts of its tombstone are deleted, except those that are kept.
@@ -760,7 +830,7 @@ export type Sweep = Message<"astraflow.weights.v1.Sweep"> & {
  * Use `create(SweepSchema)` to create a new message.
  */
 export const SweepSchema: GenMessage<Sweep> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 12);
+  messageDesc(file_astraflow_weights_v1_manifest, 14);
 
 /**
  * A path that a manifest offers and whose parts are gone.
@@ -788,7 +858,7 @@ export type SweptPath = Message<"astraflow.weights.v1.SweptPath"> & {
  * Use `create(SweptPathSchema)` to create a new message.
  */
 export const SweptPathSchema: GenMessage<SweptPath> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 13);
+  messageDesc(file_astraflow_weights_v1_manifest, 15);
 
 /**
  * The `latest` object: a hint for people and for prefetching, overwritten at will and possibly stale. Nothing is
@@ -817,5 +887,5 @@ export type LatestHint = Message<"astraflow.weights.v1.LatestHint"> & {
  * Use `create(LatestHintSchema)` to create a new message.
  */
 export const LatestHintSchema: GenMessage<LatestHint> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 14);
+  messageDesc(file_astraflow_weights_v1_manifest, 16);
 
