@@ -7,6 +7,7 @@ reported failure, or as cancelled by the server. Owned by `worker`, which learns
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from astraflow.client import AsyncClient, RetryPolicy
@@ -27,19 +28,23 @@ _REPORT_RETRY = RetryPolicy(total_s=10.0)
 class Runner(Protocol):
     """What runs a lease; `session.Session` in a node."""
 
-    async def run(self, lease: task_pb2.Lease) -> Failure | None:
-        """Run the lease; None when the server answered for each of its members."""
+    async def run(self, lease: task_pb2.Lease, *, member_ended: Callable[[], None]) -> Failure | None:
+        """Run the lease; None when the server answered for each of its members. Calls `member_ended` at the end of each
+        episode, before the server has it.
+        """
 
 
 @dataclass(eq=False)
 class _Held:
     lease: task_pb2.Lease
     work: "asyncio.Task[None]"
+    num_episodes: int
+    """Members that have not ended."""
     abandoned_for: str = ""
 
 
 class HeldLeases:
-    """Runs leases side by side. `on_end` is called whenever one has ended."""
+    """Runs leases side by side. `on_end` is called whenever one has ended, `on_member_end` at the end of an episode."""
 
     def __init__(
         self,
@@ -49,12 +54,14 @@ class HeldLeases:
         runner: Runner,
         metrics: Metrics,
         on_end: Callable[[], None],
+        on_member_end: Callable[[], None],
     ) -> None:
         self._client = client
         self._node_id = node_id
         self._runner = runner
         self._metrics = metrics
         self._on_end = on_end
+        self._on_member_end = on_member_end
         self._held: dict[str, _Held] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -65,12 +72,15 @@ class HeldLeases:
 
     @property
     def num_episodes(self) -> int:
-        """Members of all of them: an evaluation task has one where a training task has a group."""
-        return sum(len(held.lease.members) for held in self._held.values())
+        """Those that run: an evaluation task has one where a training task has a group. What only waits for the
+        server's answer, or for the slowest of its group, takes no place.
+        """
+        return sum(held.num_episodes for held in self._held.values())
 
     def start(self, lease: task_pb2.Lease) -> None:
         """Begin to work on a lease that is not held yet."""
-        self._held[lease.lease_id] = _Held(lease=lease, work=asyncio.create_task(self._work(lease)))
+        work = asyncio.create_task(self._work(lease))
+        self._held[lease.lease_id] = _Held(lease=lease, work=work, num_episodes=len(lease.members))
         purpose = "evaluation" if is_evaluation(lease) else "training"
         self._metrics.increment("astraflow_raas_leases_total", purpose=purpose)
 
@@ -102,7 +112,9 @@ class HeldLeases:
         with unit_of_work(task_correlation(lease.task.task_id), task_id=lease.task.task_id):
             try:
                 log.debug("lease.started", attempt=lease.attempt, members=len(lease.members))
-                failure = await self._runner.run(lease)
+                failure = await self._runner.run(
+                    lease, member_ended=partial(self._member_ended, lease.lease_id)
+                )
             except Exception as error:
                 log.error("lease.crashed", exc_info=error)
                 detail = f"the node failed to run the task: {type(error).__name__}: {error}"
@@ -115,6 +127,12 @@ class HeldLeases:
                 log.debug("lease.ended", outcome=outcome)
             if failure is not None:
                 self._spawn(self._report(lease, failure))
+
+    def _member_ended(self, lease_id: str) -> None:
+        held = self._held.get(lease_id)
+        if held is not None:
+            held.num_episodes -= 1
+            self._on_member_end()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -105,9 +105,12 @@ class Session:
         self.num_running = 0
         """Episodes running now."""
 
-    async def run(self, lease: task_pb2.Lease) -> Failure | None:
-        """Run the lease's members; None when the server answered for each. Never raises but for
-        cancellation."""
+    async def run(
+        self, lease: task_pb2.Lease, *, member_ended: Callable[[], None] = lambda: None
+    ) -> Failure | None:
+        """Run the lease's members; None when the server answered for each. Calls `member_ended` at the end of each
+        episode. Never raises but for cancellation.
+        """
         try:
             task = complete_lease(lease, sampling=self._settings.sampling)
             with ExitStack() as pins:
@@ -115,7 +118,10 @@ class Session:
                     pins.enter_context(self._policy(policy_id).pinned(version))
                 stem = self._ids.new()
                 outcomes = await asyncio.gather(
-                    *(self._member(lease, task, member, f"{stem}.{member}") for member in lease.members)
+                    *(
+                        self._member(lease, task, member, f"{stem}.{member}", ended=member_ended)
+                        for member in lease.members
+                    )
                 )
         except InvalidArgumentError as error:
             return Failure(reason="workflow_error", detail=error.message, retryable=False)
@@ -137,7 +143,13 @@ class Session:
         return self._policies[policy_id]
 
     async def _member(
-        self, lease: task_pb2.Lease, task: plugins.TaskSpec, member: int, episode_id: str
+        self,
+        lease: task_pb2.Lease,
+        task: plugins.TaskSpec,
+        member: int,
+        episode_id: str,
+        *,
+        ended: Callable[[], None],
     ) -> Failure | None:
         self.num_running += 1
         started_s = self._clock.monotonic_s()
@@ -146,6 +158,7 @@ class Session:
                 message, failure = await self._episode(lease, task, member=member, episode_id=episode_id)
         finally:
             self.num_running -= 1
+            ended()
             self._metrics.observe("astraflow_raas_episode_seconds", self._clock.monotonic_s() - started_s)
         self._metrics.increment(
             "astraflow_raas_episodes_total", outcome=failure.reason if failure else "finished"

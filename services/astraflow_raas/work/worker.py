@@ -78,8 +78,15 @@ class Worker(StreamService):
         self._has_joined = True
         self._changed = asyncio.Event()
         self._held = HeldLeases(
-            client, node_id=me.node_id, runner=runner, metrics=metrics, on_end=self._changed.set
+            client,
+            node_id=me.node_id,
+            runner=runner,
+            metrics=metrics,
+            on_end=self._changed.set,
+            on_member_end=self._place_freed,
         )
+        self._most_episodes = me.max_concurrent_tasks
+        self._num_offered = 0
         self._receipts: list[str] = []
         self._num_received = 0
         """Leases that came on the stream that is open."""
@@ -201,10 +208,19 @@ class Worker(StreamService):
             wanted.waiting_for = "drain"
             wanted.serving_versions.clear()
         if not wanted.waiting_for:
-            most = wanted.max_episodes or self._me.max_concurrent_tasks
-            free = most - self._held.num_episodes
-            wanted.tasks = max(0, free // self._group_size)
+            self._most_episodes = wanted.max_episodes or self._me.max_concurrent_tasks
+            wanted.tasks = self._num_free
+        self._num_offered = wanted.tasks
         return wanted
+
+    @property
+    def _num_free(self) -> int:
+        """Tasks that there are places for."""
+        return max(0, (self._most_episodes - self._held.num_episodes) // self._group_size)
+
+    def _place_freed(self) -> None:
+        if self._num_free > self._num_offered:
+            self._changed.set()
 
     async def _read(self, call: WorkCall) -> None:
         async for response in call:

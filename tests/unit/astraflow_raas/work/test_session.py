@@ -115,6 +115,20 @@ async def test_every_member_is_pushed_with_prompt_and_completion_as_sampled(setu
     assert setup.policy.num_tokens == 15
 
 
+async def test_an_episode_ends_before_it_is_pushed(setup: Setup) -> None:
+    ended: list[bool] = []
+    had_ended: list[int] = []
+
+    def taken(*_: object) -> outcomes.PushResult:
+        had_ended.append(len(ended))
+        return result(outcomes.OUTCOME_ACCEPTED)
+
+    setup.push.side_effect = taken
+    await setup.session().run(leased(members=(0, 1, 2)), member_ended=lambda: ended.append(True))
+    assert len(ended) == 3
+    assert min(had_ended) >= 1
+
+
 async def test_a_lease_that_cannot_be_read_is_given_back_for_good(setup: Setup) -> None:
     failure = await setup.fails(leased(data_json=b"["))
     assert (failure.reason, failure.retryable) == ("workflow_error", False)

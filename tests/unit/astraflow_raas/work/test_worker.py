@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from unittest.mock import Mock, call
@@ -30,9 +30,11 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.ends: defaultdict[str, asyncio.Future[Failure | None]] = defaultdict(asyncio.Future)
         self.started: list[str] = []
+        self.member_ended: dict[str, Callable[[], None]] = {}
         self.cancelled: list[str] = []
 
-    async def run(self, leased: task_pb2.Lease) -> Failure | None:
+    async def run(self, leased: task_pb2.Lease, *, member_ended: Callable[[], None]) -> Failure | None:
+        self.member_ended[leased.lease_id] = member_ended
         self.started.append(leased.lease_id)
         try:
             return await self.ends[leased.lease_id]
@@ -125,6 +127,19 @@ async def test_credits_follow_what_is_held(setup: Setup) -> None:
     await setup.opens_session(2)
     await eventually(lambda: not setup.last_credits.leases_received, what="a new stream counts from 0")
     assert setup.script.failures == []
+
+
+async def test_a_place_is_free_when_its_episode_ends_and_not_only_with_its_group(setup: Setup) -> None:
+    await setup.lease("a", "b")
+    await setup.offers(1)
+    for name in ("a#1", "a#1", "b#1", "b#1"):
+        assert setup.last_credits.tasks == 1
+        setup.runner.member_ended[name]()
+    await setup.offers(2)
+    setup.runner.finish("a#1")
+    await setup.holds(1)
+    await setup.lease("c")
+    await setup.offers(1)
 
 
 async def test_leases_are_confirmed_and_listed_again_by_the_next_session(setup: Setup) -> None:
