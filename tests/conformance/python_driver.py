@@ -62,8 +62,9 @@ class OpenSession:
     worker: Worker | None = None
     running: "asyncio.Task[None] | None" = None
 
-    async def run(self, lease: task_pb2.Lease) -> Failure | None:
+    async def run(self, lease: task_pb2.Lease, *, member_ended: Callable[[], None]) -> Failure | None:
         """A `Runner`: the lease ends as the suite says."""
+        del member_ended
         self.events.put_nowait({"lease": as_json(lease)})
         verdict = self.leases[lease.lease_id] = asyncio.get_running_loop().create_future()
         try:
