@@ -161,27 +161,31 @@ class Ingest:
             raise
         for waiting, reply in zip(batch, replies, strict=True):
             _answer(waiting.result, reply)
-        accepted = [
-            waiting.episode
-            for waiting, reply in zip(batch, replies, strict=True)
-            if isinstance(reply, Committed) and reply.result.outcome in _ACCEPTED
-        ]
-        try:
-            await self._rate(context, accepted)
-        except AstraflowError as error:
-            log.warning("ratings.missed", episodes=len(accepted), message=error.message)
+        if context.recipe.snapshots:
+            accepted = [
+                waiting.episode
+                for waiting, reply in zip(batch, replies, strict=True)
+                if isinstance(reply, Committed) and reply.result.outcome in _ACCEPTED
+            ]
+            try:
+                await self._rate(context, accepted)
+            except AstraflowError as error:
+                log.warning("ratings.missed", episodes=len(accepted), message=error.message)
         return [reply.completed for reply in replies if isinstance(reply, Committed) and reply.completed]
 
     async def _rate(self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]) -> None:
         """Change ratings by what these episodes ended with: once each, or never where the server dies here."""
         scored: dict[str, list[tuple[int, float]]] = {}
-        snapshots = context.recipe.snapshots
-        for episode in episodes if snapshots else ():
-            for policy_id, draw, score in results(episode, snapshots):
-                for version in await self.store.versions.several(context.run_id, policy_id, [draw]):
-                    scored.setdefault(policy_id, []).append((version.snapshot_version, score))
+        for episode in episodes:
+            for policy_id, draw, score in results(episode, context.recipe.snapshots):
+                scored.setdefault(policy_id, []).append((draw, score))
         for policy_id, own in scored.items():
-            await self.store.versions.rate(context.run_id, policy_id, own)
+            draws = sorted({draw for draw, _ in own})
+            announced = await self.store.versions.several(context.run_id, policy_id, draws)
+            played = {version.version: version.snapshot_version for version in announced}
+            rated = [(played[draw], score) for draw, score in own if draw in played]
+            if rated:
+                await self.store.versions.rate(context.run_id, policy_id, rated)
 
     async def _settle(self, context: RunContext, task: CompleteTask) -> None:
         bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)

@@ -242,9 +242,10 @@ local function end_step(P, policy, step, id, stage, n)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
   call('ZREM', K.batch_leases(P), id)
   if not trained then call('HDEL', K.unpublished(P, policy), step) end
-  if not trained or turn(P) then emit(P, 'work') end
+  local takes_turns = turn(P)
+  if not trained or takes_turns then emit(P, 'work') end
   -- The trainer whose turn begins waits for a batch.
-  if turn(P) then emit(P, 'run') end
+  if takes_turns then emit(P, 'run') end
 end
 
 -- ack: policy, epoch, step, batch, digest, stage. Stages only move forward. Returns the stage recorded now.
