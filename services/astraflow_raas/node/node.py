@@ -82,6 +82,7 @@ class PolicyTable:
 def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_service_pb2.Credits:
     """What the server learns of the node with its credits; their number is the worker's to add."""
     faults = (part.weights.fault for part in policies.parts.values())
+    allowance = load.allowance
     return task_service_pb2.Credits(
         serving_versions={
             name: part.policy.version
@@ -92,8 +93,8 @@ def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_s
         engine_restarts=policies.engine_restarts,
         weight_faults=[fault for fault in faults if fault is not None][:_MAX_WEIGHT_FAULTS],
         waiting_for=policies.waiting_for or pusher.waiting_for,
-        max_episodes=load.allowance.episodes,
-        bounded_by=load.allowance.bounded_by,
+        max_episodes=allowance.episodes,
+        bounded_by=allowance.bounded_by,
         engine_loads=load.loads[:_MAX_LOADS],
     )
 

@@ -64,13 +64,18 @@ class MirrorSource:
 
     def probe(self, version: int) -> Probe | None:
         """What a model with the weights of a version answers; None when it does not say, or was not fetched last."""
-        return self._fetched.probe if self._fetched is not None and self._fetched.version == version else None
+        fetched = self._fetched_as(version)
+        return fetched.probe if fetched else None
 
     def changes(self, version: int) -> ChangedElements | None:
         """What the last fetch changed to bring this version, where the mirror records it."""
-        return (
-            self._fetched.changes if self._fetched is not None and self._fetched.version == version else None
-        )
+        fetched = self._fetched_as(version)
+        return fetched.changes if fetched else None
+
+    def _fetched_as(self, version: int) -> AdvanceResult | None:
+        """The last fetch, if it brought this version."""
+        fetched = self._fetched  # another thread may fetch the next one meanwhile
+        return fetched if fetched is not None and fetched.version == version else None
 
     def try_hold(self) -> Hold | None:
         """Keep the version as it is while an engine loads. Any thread."""
