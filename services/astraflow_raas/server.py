@@ -85,6 +85,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
             found.run,
             found.recipe,
             into=folder.code,
+            scratch=folder.scratch,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
             served=ServedEnvironments(settings.environment_connections),
@@ -119,13 +120,9 @@ async def _join(
     gpus_of(settings, found.recipe.served_policies)
     endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
     workflow = load_workflow(
-        found.run,
-        found.recipe,
-        into=folder.code,
-        allowed=settings.allow_recipe_code,
-        endpoint=endpoint,
-        served=served,
-    )
+        found.run, found.recipe, into=folder.code, scratch=folder.scratch,
+        allowed=settings.allow_recipe_code, endpoint=endpoint, served=served,
+    )  # fmt: skip
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(
         found,

@@ -113,6 +113,7 @@ async def local_node(
                 found.run,
                 found.recipe,
                 into=folder / "code",
+                scratch=folder,
                 allowed=settings.allow_recipe_code,
                 endpoint=endpoint,
                 served=served,
