@@ -1,7 +1,7 @@
 """The pages of one daemon: who may read them, over TLS or not, and the probe listener beside them.
 
-Invariant: once the daemon has token keys, nothing but the probes is told without the token of a viewer or an operator
-of what the page is about. Daemons build one `Pages` and run it as a `Service`.
+Invariant: once the daemon has token keys, only the probes answer who has no token of a viewer or an operator for
+what the page is about. Daemons build one `Pages` and run it as a `Service`.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
 from astraflow_kit.http import HttpServer, ReadinessCheck, StatusSource, create_app, create_probes
 from astraflow_kit.identity.certificates import ServerCertificate
@@ -19,7 +20,7 @@ from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.lifecycle import Lifecycle
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.settings import DaemonSettings, is_loopback
+from astraflow_kit.settings import DaemonSettings
 
 log = get_logger(__name__)
 

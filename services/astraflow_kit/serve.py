@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 
 from astraflow._contract import RpcContract
 from astraflow._status import to_status
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
 from astraflow_kit.identity.certificates import ServerCertificate
 from astraflow_kit.identity.gate import Gate
@@ -31,7 +32,7 @@ from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import bind_failure
 from astraflow_kit.rpc_contracts import Registration, served_contracts, unknown_rpc
-from astraflow_kit.settings import DaemonSettings, given_up, is_loopback
+from astraflow_kit.settings import DaemonSettings, given_up
 
 log = get_logger(__name__)
 

@@ -28,7 +28,6 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
-from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.progress import Progress, StepRecord
@@ -181,7 +180,7 @@ class _Training:
 
 
 def _client(settings: TrainerSettings) -> Client:
-    return Client(settings.join, token=read_secret(settings.token_file) if settings.token_file else None)
+    return Client(settings.connection)
 
 
 def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedRun:

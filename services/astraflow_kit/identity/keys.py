@@ -1,7 +1,7 @@
 """The public keys that verify tokens: a JWKS file with one or two Ed25519 keys.
 
 Invariant: no private key is ever taken for a public one, and no other algorithm than EdDSA has a key. Pure; used by
-`gate`, and by whoever makes such a file.
+`verifier`.
 """
 
 import json

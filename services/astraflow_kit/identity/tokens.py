@@ -1,7 +1,7 @@
 """Bearer tokens: EdDSA JSON web tokens that say who calls, in which role, and about which runs.
 
 Invariant: the algorithm is fixed, the signature is checked before any claim is believed, and every refusal says what
-is wrong and what to do. Pure: bytes, keys and the time in, an `Identity` or a typed error out. Used by `gate`.
+is wrong and what to do. Pure: bytes, keys and the time in, an `Identity` or a typed error out. Used by `verifier`.
 """
 
 import math
