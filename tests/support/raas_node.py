@@ -97,7 +97,7 @@ async def local_node(
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
     metrics, drain_requested = Metrics(), asyncio.Event()
-    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
+    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_connections)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
         hardware = describe_hardware(settings)
