@@ -15,9 +15,8 @@ REPOSITORY = HERE.parents[1]
 IMAGES = {
     "dataflow": ("dataflow",),
     "tools": ("tools",),
-    "raas": ("raas", "engine"),
+    "worker": ("raas", "engine", "trainer"),
     "raas-sglang": ("raas",),
-    "trainer": ("trainer",),
 }
 # What images are built with, and never hold.
 BUILD = ("hatchling", "cyclonedx-bom")
