@@ -1,8 +1,8 @@
 """Writes `locks/`: what each image installs from PyPI, every package with its version and hashes.
 
-One lock holds for Python 3.11 and newer on every platform (markers decide); `constraints.txt` fixes what we use directly.
-torch and its CUDA packages are left out of the locks of images: they are in `torch-cuda.txt`, which GPU images install,
-while CPU images take torch alone from `TORCH_INDEX`. Run by `make locks`.
+One lock holds for Python 3.11 and newer on every platform (markers decide); `constraints.txt` fixes what we use
+directly. The locks of images leave out torch and its CUDA packages: they are in `torch-cuda.txt`, which GPU images
+install, while CPU images take torch alone from `TORCH_INDEX`. Run by `make locks`.
 """
 
 import re
@@ -36,8 +36,27 @@ def main() -> int:
 
 def compiled(*requirements: str) -> list[str]:
     """One entry per package, its hashes included."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-    command += ["--generate-hashes", "--no-emit-package", "astraflow", "--no-annotate", "--no-header", "--constraint", "constraints.txt", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--universal",
+        "--python-version",
+        "3.11",
+    ]
+    command += [
+        "--generate-hashes",
+        "--no-emit-package",
+        "astraflow",
+        "--no-annotate",
+        "--no-header",
+        "--constraint",
+        "constraints.txt",
+        "-",
+    ]
     done = subprocess.run(
         command, cwd=REPOSITORY, input="\n".join(requirements), stdout=subprocess.PIPE, text=True, check=True
     )

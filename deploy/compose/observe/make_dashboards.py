@@ -1,7 +1,7 @@
 """Writes `dashboards/*.json` for Grafana from the tables below. Run by `make dashboards`.
 
-A panel is a title, a unit, and expressions over the metrics of `astraflow_kit.metric_schema`; a test holds the names and
-the labels against that table.
+A panel is a title, a unit, and expressions over the metrics of `astraflow_kit.metric_schema`; a test holds the names
+and the labels against that table.
 """
 
 import json
@@ -46,7 +46,11 @@ TRAINING: list[Panel] = [
             "{{policy}} may be leased": "max by (policy) (astraflow_dataflow_credit_groups)",
         },
     ),
-    ("Groups that survive filters", "percentunit", {"{{policy}}": "max by (policy) (astraflow_dataflow_acceptance)"}),
+    (
+        "Groups that survive filters",
+        "percentunit",
+        {"{{policy}}": "max by (policy) (astraflow_dataflow_acceptance)"},
+    ),
     ("Trajectories by place", "none", {"{{place}}": "max by (place) (astraflow_dataflow_trajectories)"}),
     ("Nodes connected", "none", {"nodes": "sum(astraflow_dataflow_nodes_connected)"}),
     (
@@ -105,7 +109,7 @@ NODES: list[Panel] = [
         "none",
         {
             "{{policy}} engine lost": f"60 * sum by (policy) (rate(astraflow_raas_engine_losses_total{RATE}))",
-            "{{policy}} {{reason}}": f"60 * sum by (policy, reason) (rate(astraflow_raas_version_failures_total{RATE}))",
+            "{{reason}}": f"60 * sum by (reason) (rate(astraflow_raas_version_failures_total{RATE}))",
             "lease expired": f"60 * sum(rate(astraflow_dataflow_leases_expired_total{RATE}))",
         },
     ),

@@ -15,7 +15,7 @@ from cryptography import x509
 
 from astraflow_launcher.issuing.authority import create_authority, issue_certificate
 from astraflow_launcher.issuing.keys import create_keys, public_set_of
-from astraflow_launcher.issuing.new_files import write_file
+from astraflow_launcher.issuing.secret_files import write_file
 from astraflow_launcher.issuing.tokens import Grant, describe_token, issue_token
 
 __all__ = ["make_missing"]
