@@ -14,10 +14,10 @@ from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import console, print_json, span_text, table
 from astraflow.errors import InvalidArgumentError
 from astraflow.join import is_join_string, parse_join
+from astraflow_kit.identity.tokens import ROLES
 from astraflow_launcher.issuing.keys import create_keys, rotate_keys
 from astraflow_launcher.issuing.secret_files import require_absent, write_file
 from astraflow_launcher.issuing.tokens import (
-    ROLES,
     Grant,
     describe_join,
     describe_token,

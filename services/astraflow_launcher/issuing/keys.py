@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from astraflow.errors import InvalidArgumentError
+from astraflow_kit.identity.tokens import ALGORITHM
 from astraflow_launcher.issuing.secret_files import require_absent, write_file
 
 __all__ = ["create_keys", "key_id", "public_set_of", "read_signing_key", "rotate_keys"]
@@ -85,7 +86,7 @@ def _public_entry(key: Ed25519PublicKey) -> dict[str, Any]:
         "x": _base64url(_raw(key)),
         "kid": key_id(key),
         "use": "sig",
-        "alg": "EdDSA",
+        "alg": ALGORITHM,
     }
 
 

@@ -21,16 +21,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.join import JoinString
-from astraflow.options.v1 import options_pb2
+from astraflow_kit.identity.tokens import ALGORITHM, ALL, ISSUER, ROLES
 from astraflow_launcher.issuing.keys import key_id, read_signing_key
 
-__all__ = ["ROLES", "Grant", "describe_join", "describe_token", "issue_token", "read_authorities", "read_ttl"]
+__all__ = ["Grant", "describe_join", "describe_token", "issue_token", "read_authorities", "read_ttl"]
 
-ROLES = tuple(
-    role
-    for role in (name.removeprefix("ROLE_").lower() for name in options_pb2.Role.keys()[1:])
-    if role != "anyone"
-)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST = timedelta(days=3650)
 
@@ -41,8 +36,8 @@ class Grant:
 
     role: str
     runs: Sequence[str]
-    pools: Sequence[str] = ("*",)
-    policies: Sequence[str] = ("*",)
+    pools: Sequence[str] = (ALL,)
+    policies: Sequence[str] = (ALL,)
     subject: str = ""
     """Who it is for, as servers log it; empty takes the role."""
     audience: str = "astraflow"
@@ -57,7 +52,7 @@ def issue_token(grant: Grant, *, ttl: timedelta, key: Path, now: datetime | None
     signing_key = read_signing_key(key)
     issued = int((now or datetime.now(UTC)).timestamp())
     claims = {
-        "iss": "astraflow",
+        "iss": ISSUER,
         "aud": grant.audience,
         "sub": grant.subject or grant.role,
         "role": grant.role,
@@ -70,7 +65,7 @@ def issue_token(grant: Grant, *, ttl: timedelta, key: Path, now: datetime | None
         "jti": secrets.token_hex(8),
     }
     return jwt.encode(
-        claims, signing_key, algorithm="EdDSA", headers={"kid": key_id(signing_key.public_key())}
+        claims, signing_key, algorithm=ALGORITHM, headers={"kid": key_id(signing_key.public_key())}
     )
 
 
