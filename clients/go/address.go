@@ -25,8 +25,8 @@ var (
 type Join struct {
 	// Address is HOST:PORT.
 	Address string
-	// CA holds the certificates of the authorities that the server's certificate may come from. Empty with PublicCA.
-	CA []*x509.Certificate
+	// CA holds the certificates, in DER, of the authorities that the server's may come from. Empty with PublicCA.
+	CA [][]byte
 	// PublicCA says that the server's certificate comes from an authority that this machine trusts anyway.
 	PublicCA bool
 	// ServerName is the name that the certificate must carry; empty takes the host of the address.
@@ -97,16 +97,29 @@ func (join *Join) readCertificates(raw json.RawMessage) bool {
 	}
 	for _, each := range encoded {
 		der, err := decodeBase64(each, base64.RawStdEncoding)
-		if err != nil {
+		// Every certificate is a DER sequence of two length bytes at least.
+		if err != nil || len(der) < 5 || der[0] != 0x30 {
 			return false
 		}
-		certificate, err := x509.ParseCertificate(der)
-		if err != nil {
-			return false
-		}
-		join.CA = append(join.CA, certificate)
+		join.CA = append(join.CA, der)
 	}
 	return true
+}
+
+// pool returns the authorities as TLS wants them; none stands for those of this machine.
+func (join *Join) pool() (*x509.CertPool, error) {
+	if join.PublicCA {
+		return nil, nil
+	}
+	pool := x509.NewCertPool()
+	for _, der := range join.CA {
+		certificate, err := x509.ParseCertificate(der)
+		if err != nil {
+			return nil, newError(InvalidArgument, "ca of the join string holds no certificate: %v%s", err, joinRemedy)
+		}
+		pool.AddCert(certificate)
+	}
+	return pool, nil
 }
 
 // readStrictly reads a value that may be absent, but not null.

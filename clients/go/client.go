@@ -187,11 +187,8 @@ func settingsOf(target string, options []Option) (*settings, error) {
 			return nil, err
 		}
 		chosen.join = *join
-		if chosen.secure(); !join.PublicCA {
-			chosen.tls.RootCAs = x509.NewCertPool()
-			for _, certificate := range join.CA {
-				chosen.tls.RootCAs.AddCert(certificate)
-			}
+		if chosen.secure().RootCAs, err = join.pool(); err != nil {
+			return nil, err
 		}
 	} else if err := requireAddress(target); err != nil {
 		return nil, err

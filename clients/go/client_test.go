@@ -10,6 +10,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/base64"
 	"encoding/json"
+	"fmt"
 	"math/big"
 	"net"
 	"os"
@@ -167,6 +168,42 @@ func TestTheHeaderFollowsFromTheTokens(t *testing.T) {
 	_, err = TrajectoryItem(&rolloutv1.TrajectoryHeader{TrajectoryId: "t", PolicyId: "p"}, columns, nil)
 	if ReasonOf(err) != InvalidTrajectory {
 		t.Errorf("a token in no span: %v", err)
+	}
+}
+
+func TestJoinStringsAreReadAsInEveryLanguage(t *testing.T) {
+	raw, err := os.ReadFile("../../tests/conformance/join_strings.json")
+	failOn(t, err)
+	var table struct {
+		Good []struct {
+			Case, Text string
+			Content    struct {
+				Address    string
+				CA         [][]byte
+				PublicCA   bool   `json:"public_ca"`
+				ServerName string `json:"server_name"`
+				Token      string
+			}
+		}
+		Bad []struct{ Case, Text, Says string }
+	}
+	failOn(t, json.Unmarshal(raw, &table))
+	if len(table.Good) == 0 || len(table.Bad) == 0 {
+		t.Fatal("the table is empty")
+	}
+	for _, row := range table.Good {
+		join, err := ParseJoin(row.Text)
+		failOn(t, err)
+		got, wanted := fmt.Sprint(*join), fmt.Sprint(Join(row.Content))
+		if got != wanted {
+			t.Errorf("%s: got %s, wanted %s", row.Case, got, wanted)
+		}
+	}
+	for _, row := range table.Bad {
+		_, err := ParseJoin(row.Text)
+		if ReasonOf(err) != InvalidArgument || !strings.Contains(err.Error(), row.Says) {
+			t.Errorf("%s: got %v, wanted %q", row.Case, err, row.Says)
+		}
 	}
 }
 

@@ -93,7 +93,7 @@ def test_what_a_client_does_not_do_is_named_as_its_case_is() -> None:
 
 async def test_the_python_program_of_the_page_finishes_a_task(redis_url: str, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "clients.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    program, *_ = re.findall(r"```python\n(.*?)```", page, re.S)
     async with served(redis_url, tmp_path) as world:
         _, node = await world.started()
         command = [sys.executable, "-c", program, world.address]
