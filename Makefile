@@ -102,7 +102,7 @@ schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's setti
 	@$(BIN)/astraflow recipe schema > docs/recipe.schema.json
 
 locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what images install
-	@$(PIP) uv && $(BIN)/python deploy/docker/lock.py
+	@$(PIP) uv==0.13.9 && $(BIN)/python deploy/docker/lock.py
 
 dashboards: ## Rewrite Grafana's dashboards from the tables in deploy/compose/observe
 	@python3 deploy/compose/observe/make_dashboards.py

@@ -19,7 +19,7 @@ IMAGES = {
     "raas-sglang": ("raas",),
 }
 # What images are built with, and never hold.
-BUILD = ("hatchling", "cyclonedx-bom")
+BUILD = ("hatchling", "cyclonedx-bom==7.5.0")
 CUDA = re.compile(r"(torch|triton|cuda-[a-z-]+|nvidia-[a-z0-9-]+)==")
 
 
