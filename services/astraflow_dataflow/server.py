@@ -76,7 +76,7 @@ class Dataflow:
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
         """Wire the parts; nothing connects yet."""
         metrics = Metrics()
-        connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+        connection = connection_of(settings)
         store = Store.over(connection)
         versions = Versions(store)
         dataflow = cls(
@@ -256,12 +256,19 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
     await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)
 
 
+def connection_of(settings: DataflowServerSettings) -> Connection:
+    """The connection to the Redis of the settings, not open yet."""
+    return Connection(
+        settings.redis, password_file=settings.redis_password_file, allow_volatile=settings.allow_volatile
+    )
+
+
 async def check(settings: DataflowServerSettings) -> dict[str, str]:
     """What `--check` reports: the parts that were tried and what they said.
 
     Raises the typed error of a part that fails.
     """
-    connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+    connection = connection_of(settings)
     async with connection:
         method = await choose_method(connection, settings.durability)
         runs = await Store.over(connection).runs.ids()

@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from astraflow._contract import RpcContract
 from astraflow._status import to_status
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
 from astraflow_kit.identity import Gate
 from astraflow_kit.ids import IdSource
@@ -30,7 +31,7 @@ from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import bind_failure
 from astraflow_kit.rpc_contracts import Registration, served_contracts, unknown_rpc
-from astraflow_kit.settings import DaemonSettings, is_loopback
+from astraflow_kit.settings import DaemonSettings
 
 log = get_logger(__name__)
 

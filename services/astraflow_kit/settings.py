@@ -5,9 +5,8 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 `DaemonSettings` beside the class it configures; `daemon_command` makes its command line of it.
 """
 
-import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,6 +15,7 @@ from pydantic import Field, FilePath, ValidationError, field_validator, model_va
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import RequestError
 from astraflow_kit import failpoints
 from astraflow_kit.nearest import did_you_mean, nearest_names
@@ -38,6 +38,8 @@ class CommandOption:
     metavar: str | None = None
     hidden: bool = False
     """Accepted, not shown in the help."""
+    refused: Callable[[str], str | None] | None = None
+    """Why a value must not stand on a command line, where every process of the machine reads it; None: it may."""
 
 
 _HIDDEN = CommandOption(hidden=True)
@@ -151,16 +153,6 @@ def read_secret(path: Path) -> str:
     if not secret:
         raise SettingsError(f"secret file {path} is empty; write the secret into it")
     return secret
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:

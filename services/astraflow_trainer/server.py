@@ -27,7 +27,6 @@ from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
-from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.progress import Progress, StepRecord
@@ -183,7 +182,7 @@ class _Training:
 
 
 def _client(settings: TrainerSettings) -> Client:
-    return Client(settings.join, token=read_secret(settings.token_file) if settings.token_file else None)
+    return Client(settings.connection)
 
 
 def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedRun:

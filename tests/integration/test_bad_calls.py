@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.client import AsyncClient, Connection, RetryPolicy
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_service_pb2
 from astraflow.dataflow.v1.trajectory_service_pb2_grpc import TrajectoryServiceStub
 from astraflow.errors import AstraflowError
@@ -289,7 +289,9 @@ PEOPLE = {
 
 @pytest.mark.parametrize("token", [None, "stranger", "node"])
 async def test_who_the_server_is_needs_no_token(guarded: World, token: str | None) -> None:
-    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+    async with AsyncClient(
+        Connection(guarded.address, token=token or ""), retry=RetryPolicy(total_s=0)
+    ) as caller:
         assert (await caller.server_info()).contract_version
 
 
@@ -299,7 +301,9 @@ async def test_who_may_not_call_is_told_what_is_missing_and_changes_nothing(
 ) -> None:
     call, code, words, token = PEOPLE[row]
     before = redis_content(redis_url)
-    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+    async with AsyncClient(
+        Connection(guarded.address, token=token or ""), retry=RetryPolicy(total_s=0)
+    ) as caller:
         with pytest.raises(AstraflowError) as refused:
             await call(dataclasses.replace(guarded, client=caller))
     assert redis_content(redis_url) == before

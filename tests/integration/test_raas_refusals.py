@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.client import AsyncClient
+from astraflow.client import AsyncClient, Connection
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from support.dataflow_world import World, bundle_of, recipe_text, served, tokens_file
 from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
@@ -86,7 +86,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     """A server that asks for tokens; its client is the operator."""
     async with (
         served(redis_url, tmp_path, tokens_file=tokens_file(tmp_path, **TOKENS)) as world,
-        AsyncClient(world.address, token="ops") as client,
+        AsyncClient(Connection(world.address, token="ops")) as client,
     ):
         world.client = client
         yield world

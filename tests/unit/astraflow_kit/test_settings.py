@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
-from astraflow_kit.settings import DaemonSettings, SettingsError, is_loopback, load, read_secret
+from astraflow_kit.settings import DaemonSettings, SettingsError, load, read_secret
 
 
 class Example(DaemonSettings):
