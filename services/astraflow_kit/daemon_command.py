@@ -16,7 +16,14 @@ import typer
 
 from astraflow.errors import AstraflowError
 from astraflow_kit import lifecycle
-from astraflow_kit.settings import ENV_PREFIX, CommandOption, ProcessSettings, SettingsError, load
+from astraflow_kit.settings import (
+    ENV_PREFIX,
+    CommandOption,
+    DaemonSettings,
+    ProcessSettings,
+    SettingsError,
+    load,
+)
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -54,6 +61,7 @@ def daemon_command(
             _refuse_secrets(kind, given)
             settings = load(kind, {key: value for key, value in given.items() if value not in (None, [])})
             lifecycle.begin(name, settings)
+            _require_usable(settings)
             status = _show(check(settings)) if only_check else run(settings)
         except AstraflowError as error:
             typer.echo(f"{error.reason}: {error.message}", err=True)
@@ -67,6 +75,20 @@ def daemon_command(
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     app.command(name, help=f"{about}\n\n{variables}", context_settings=_CONTEXT)(command)
     return app
+
+
+def _require_usable(settings: ProcessSettings) -> None:
+    """Raise SettingsError for keys and certificates that cannot be used, before anything of the daemon has begun."""
+    if not isinstance(settings, DaemonSettings):
+        return
+    if settings.token_keys_file:
+        from astraflow_kit.identity.verifier import Verifier
+
+        Verifier(settings)
+    if settings.tls_cert_file:
+        from astraflow_kit.identity.certificates import ServerCertificate
+
+        ServerCertificate(settings)
 
 
 def _refuse_secrets(kind: type[ProcessSettings], given: Mapping[str, object]) -> None:

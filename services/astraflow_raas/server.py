@@ -15,10 +15,11 @@ from astraflow.client import AsyncClient
 from astraflow.errors import UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
-from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
+from astraflow_kit.http import ReadinessCheck
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 from astraflow_raas.agents.endpoint import Endpoint
@@ -169,11 +170,17 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
             node_status(node), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
 
-    app = create_app(metrics=metrics, status=status, readiness=_readiness(node))
-    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+    pages = Pages(
+        settings,
+        life=life,
+        metrics=metrics,
+        status=status,
+        readiness=_readiness(node),
+        run_id=node.run_id,
+    )
 
     def publish() -> None:
-        addresses = Addresses(grpc=grpc_server.address, http=pages.address)
+        addresses = Addresses(grpc=grpc_server.address, http=pages.address, probe=pages.probe_address)
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("node.started", grpc=addresses.grpc, http=addresses.http)
 

@@ -17,8 +17,9 @@ from astraflow.errors import ERRORS_BY_REASON
 from conformance.servers import ProcessServer, WorldServer, scripted_server
 from conformance.suite import CASES, Case, Driver, Server, Suite, cases, difference, filled
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import recipe_text, served, tokens_file
+from support.dataflow_world import recipe_text, served
 from support.source_tree import REPOSITORY
+from support.tokens import keys_file, token
 
 pytestmark = [pytest.mark.integration, pytest.mark.ci]
 
@@ -34,8 +35,8 @@ VARIABLES = {
     "short_leases": recipe_text(lease_ttl_s=0.5),
     "two_attempts": recipe_text(max_attempts=2),
     "counting_recipe": recipe_text(dataset="Counting"),
+    **{f"{role}_token": token(f"a-{role}", role) for role in ("operator", "viewer", "rollout")},
 }
-TOKENS = {"an-operator": "operator", "a-viewer": "viewer", "a-node": "rollout"}
 
 
 @pytest.fixture(scope="module", params=COMMANDS)
@@ -61,7 +62,7 @@ async def server(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> 
         process.start()
         yield ProcessServer(process)
     else:
-        tokens = {"tokens_file": tokens_file(tmp_path, **TOKENS)} if case.server == "tokens" else {}
+        tokens = {"token_keys_file": keys_file(tmp_path)} if case.server == "tokens" else {}
         async with served(request.getfixturevalue("redis_url"), tmp_path, **tokens) as world:
             yield WorldServer(world)
 
