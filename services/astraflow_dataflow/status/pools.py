@@ -39,7 +39,7 @@ def nodes_wanted(
     tasks_per_node: float,
     share: float = 1.0,
 ) -> float:
-    """Return how many nodes of `tasks_per_node` tasks each a pool could keep busy: with the tasks that it holds, and its
+    """Return how many nodes of `tasks_per_node` tasks each a pool could keep busy with the tasks that it holds and its
     `share` of those that could be leased now.
     """
     load = load_of(report, pool)
