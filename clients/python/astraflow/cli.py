@@ -53,7 +53,7 @@ COMMANDS: dict[str, Subcommand] = {
     "dead-letters": Subcommand(
         "astraflow.commands.dead_letters", "Requeue or delete failed tasks.", "", _OPERATE
     ),
-    "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
+    "runs": Subcommand("astraflow.commands.runs", "Create, follow and end runs.", "", _OPERATE),
     "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
     "bench": Subcommand(
         "astraflow_bench.commands.bench",
