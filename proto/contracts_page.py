@@ -26,7 +26,8 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
   with the `capability` in its metadata. A server does not start when its rpcs are not what this page says.
 * **Repeat**: `reads` changes nothing; `idempotent` has the effect of calling once; `acts again` is never repeated by
   the client library.
-* **Roles** may call it; `anyone` needs no token. Without a tokens file every caller has every role.
+* **Roles** may call it; `anyone` needs no token. Without token keys every caller has every role
+  ([identity](identity.md)).
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
 

@@ -47,9 +47,10 @@ from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.snapshots import Snapshots
 from astraflow_kit import lifecycle
 from astraflow_kit.clock import SystemClock
-from astraflow_kit.http import HttpServer, create_app
+from astraflow_kit.identity.gate import caller
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
 
@@ -76,7 +77,7 @@ class Dataflow:
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
         """Wire the parts; nothing connects yet."""
         metrics = Metrics()
-        connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+        connection = connection_of(settings)
         store = Store.over(connection)
         versions = Versions(store)
         dataflow = cls(
@@ -162,8 +163,12 @@ class Dataflow:
         ]
 
     async def status(self) -> Mapping[str, object]:
-        """What /status shows: the Status answer of every run, or why this process cannot give it."""
-        runs = {run_id: await self._status_of(run_id) for run_id in await self.store.runs.ids()}
+        """What /status shows: the Status answer of every run that the caller may see, or why there is none."""
+        runs = {
+            run_id: await self._status_of(run_id)
+            for run_id in await self.store.runs.ids()
+            if caller().may_see(run_id)
+        }
         return {"pid": os.getpid(), "runs": runs}
 
     async def _status_of(self, run_id: str) -> Mapping[str, object]:
@@ -241,19 +246,31 @@ def run(settings: DataflowServerSettings) -> int:
 async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> None:
     """Serve until the lifecycle drains."""
     dataflow = Dataflow.assemble(settings)
-    app = create_app(
-        metrics=dataflow.metrics, status=dataflow.status, readiness={"redis": dataflow.connection.ready}
-    )
     keeper = RunKeeper(dataflow)
-    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+    pages = Pages(
+        settings,
+        life=life,
+        metrics=dataflow.metrics,
+        status=dataflow.status,
+        readiness={"redis": dataflow.connection.ready},
+    )
     grpc_server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
 
     def announce() -> None:
-        addresses = lifecycle.Addresses(grpc=grpc_server.address, http=pages.address)
+        addresses = lifecycle.Addresses(
+            grpc=grpc_server.address, http=pages.address, probe=pages.probe_address
+        )
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
 
     await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)
+
+
+def connection_of(settings: DataflowServerSettings) -> Connection:
+    """The connection to the Redis of the settings, not open yet."""
+    return Connection(
+        settings.redis, password_file=settings.redis_password_file, allow_volatile=settings.allow_volatile
+    )
 
 
 async def check(settings: DataflowServerSettings) -> dict[str, str]:
@@ -261,7 +278,7 @@ async def check(settings: DataflowServerSettings) -> dict[str, str]:
 
     Raises the typed error of a part that fails.
     """
-    connection = Connection(settings.redis, allow_volatile=settings.allow_volatile)
+    connection = connection_of(settings)
     async with connection:
         method = await choose_method(connection, settings.durability)
         runs = await Store.over(connection).runs.ids()

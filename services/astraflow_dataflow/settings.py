@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, FilePath, field_validator
 
 from astraflow_dataflow.records import Level
 from astraflow_kit.settings import CommandOption, DaemonSettings
@@ -24,6 +24,8 @@ class DataflowServerSettings(DaemonSettings):
         CommandOption("The data", metavar="redis://HOST:PORT/DB"),
     ]
     """Redis 7.0 or newer, or Valkey, with an append-only file."""
+    redis_password_file: FilePath | None = None
+    """File holding its password; read again at every connection."""
     allow_volatile: bool = False
     """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
     durability: Level = Level.MEMORY

@@ -86,7 +86,7 @@ _SAMPLING_NEUTRAL: dict[str, object] = {
 _SAMPLING_IGNORED = frozenset(
     ["skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"]
 )
-_UPDATE_FIELDS = frozenset(["model_path", "weight_version", "flush_cache", "abort_all_requests"])
+_UPDATE_FIELDS = frozenset(["model_path", "weight_version", "flush_cache", "abort_all_requests", "prepared"])
 _UPDATE_NEUTRAL: dict[str, object] = {"is_async": False, "keep_pause": False, "manifest": None}
 _UPDATE_IGNORED = frozenset(["load_format", "torch_empty_cache", "recapture_cuda_graph", "token_step"])
 
@@ -110,12 +110,14 @@ class GenerateBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """An /update_weights_from_disk call."""
+    """An /update_weights_from_disk or /prepare_weights call."""
 
     model_path: Path
     weight_version: str
     flush_cache: bool
     abort_all_requests: bool
+    prepared: bool
+    """Swap in what was prepared under this path and version, if anything was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ def parse_generate(body: object, *, limits: ModelLimits, new_rid: Callable[[], s
 
 
 def parse_update(body: object) -> WeightUpdate:
-    """Check an /update_weights_from_disk body. Raises InvalidRequest."""
+    """Check an /update_weights_from_disk or /prepare_weights body. Raises InvalidRequest."""
     known = _UPDATE_FIELDS | _UPDATE_NEUTRAL.keys() | _UPDATE_IGNORED
     given = _body_fields(body, known=known, neutral=_UPDATE_NEUTRAL)
     version = fields.text(given, "weight_version", default="")
@@ -183,6 +185,7 @@ def parse_update(body: object) -> WeightUpdate:
         weight_version=version,
         flush_cache=fields.boolean(given, "flush_cache", default=True),
         abort_all_requests=fields.boolean(given, "abort_all_requests", default=False),
+        prepared=fields.boolean(given, "prepared", default=False),
     )
 
 

@@ -85,15 +85,21 @@ def _add_control(app: FastAPI, service: EngineService) -> None:
         await service.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
+    @app.post("/prepare_weights")
+    async def prepare_weights(request: Request) -> Response:
+        try:
+            await service.prepare_weights(api.parse_update(await _body(request)))
+        except AstraflowError as error:
+            return _refused_weights(error)
+        return _json({"success": True, "message": "Weights are ready for the update."})
+
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(request: Request) -> Response:
         try:
             update = api.parse_update(await _body(request))
             num_live = await service.update_weights(update)
         except AstraflowError as error:
-            log.warning("weights.refused", reason=error.reason, message=error.message)
-            failure = {"success": False, "message": error.message, "num_paused_requests": 0}
-            return _json(failure, status_code=_status(error))
+            return _refused_weights(error)
         message = f"Weights loaded from {update.model_path}; weight version is {update.weight_version}."
         return _json({"success": True, "message": message, "num_paused_requests": num_live})
 
@@ -104,6 +110,12 @@ def _add_control(app: FastAPI, service: EngineService) -> None:
         except RequestError as error:
             return Response(f"{error.message}\n", status_code=400, media_type="text/plain")
         return Response("Cache flushed.\n", media_type="text/plain")
+
+
+def _refused_weights(error: AstraflowError) -> Response:
+    log.warning("weights.refused", reason=error.reason, message=error.message)
+    failure = {"success": False, "message": error.message, "num_paused_requests": 0}
+    return _json(failure, status_code=_status(error))
 
 
 def _add_information(app: FastAPI, service: EngineService, *, model: ServedModel) -> None:

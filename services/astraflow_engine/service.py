@@ -55,6 +55,7 @@ class EngineService:
         self._request_timeout_s = request_timeout_s
         self._clock = clock
         self._update_lock = asyncio.Lock()
+        self._prepared: tuple[tuple[Path, str], Weights] | None = None
 
     async def start(self) -> None:
         """Start the scheduler thread."""
@@ -124,14 +125,24 @@ class EngineService:
                     raise
             await asyncio.sleep(_FLUSH_POLL_S)
 
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """Load and check a checkpoint for the update that follows, while the engine serves. Raises ModelError."""
+        async with self._update_lock:
+            self._prepared = None
+            weights = await self._read(update)
+            self._prepared = (update.model_path, update.weight_version), weights
+
     async def update_weights(self, update: WeightUpdate) -> int:
-        """Load a checkpoint beside the served one and swap between two passes; the number of requests it
-        met.
+        """Load a checkpoint beside the served one, if it is not prepared, and swap between two passes; the number of
+        requests it met.
 
         Raises ModelError or CacheInUse with the old weights still serving. Concurrent updates run one after the other.
         """
         async with self._update_lock:
-            weights = await asyncio.to_thread(load_weights, update.model_path, config=self._config)
+            named, weights = self._prepared or (None, None)
+            self._prepared = None
+            if weights is None or not update.prepared or named != (update.model_path, update.weight_version):
+                weights = await self._read(update)
             if update.abort_all_requests:
                 await self._bounded(self._worker.abort(lambda request: True))
             num_live = await self.ask(lambda core: _swap(core, weights, update=update))
@@ -143,6 +154,9 @@ class EngineService:
             model_path=str(update.model_path),
         )
         return num_live
+
+    async def _read(self, update: WeightUpdate) -> Weights:
+        return await asyncio.to_thread(load_weights, update.model_path, config=self._config)
 
     async def stats(self) -> CoreStats:
         """What the engine is doing."""

@@ -10,7 +10,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from astraflow_kit.settings import CommandOption, Port, ProcessSettings, is_loopback
+from astraflow.connecting.connection import is_loopback
+from astraflow_kit.settings import CommandOption, Port, ProcessSettings
 
 
 class EngineSettings(ProcessSettings):

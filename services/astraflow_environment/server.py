@@ -14,10 +14,10 @@ from astraflow_environment.settings import EnvironmentSettings
 from astraflow_environment.worker import Specification
 from astraflow_environment.workers import WorkerPool
 from astraflow_kit import lifecycle
-from astraflow_kit.http import HttpServer, create_app
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
 from astraflow_kit.serve import GrpcServer
 
 log = get_logger(__name__)
@@ -55,11 +55,10 @@ async def serve(settings: EnvironmentSettings, life: Lifecycle) -> None:
     async def workers() -> str | None:
         return None if pool.num_ready else "no worker is loaded yet; the log says why"
 
-    app = create_app(metrics=metrics, status=status, readiness={"workers": workers})
-    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+    pages = Pages(settings, life=life, metrics=metrics, status=status, readiness={"workers": workers})
 
     def publish() -> None:
-        addresses = Addresses(grpc=server.address, http=pages.address)
+        addresses = Addresses(grpc=server.address, http=pages.address, probe=pages.probe_address)
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("environment.started", name=settings.served_name, grpc=addresses.grpc, http=addresses.http)
 

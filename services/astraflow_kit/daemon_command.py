@@ -16,7 +16,14 @@ import typer
 
 from astraflow.errors import AstraflowError
 from astraflow_kit import lifecycle
-from astraflow_kit.settings import ENV_PREFIX, CommandOption, ProcessSettings, load
+from astraflow_kit.settings import (
+    ENV_PREFIX,
+    CommandOption,
+    DaemonSettings,
+    ProcessSettings,
+    SettingsError,
+    load,
+)
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -51,8 +58,10 @@ def daemon_command(
     def command(**given: Any) -> None:
         only_check = given.pop("check")
         try:
+            _refuse_secrets(kind, given)
             settings = load(kind, {key: value for key, value in given.items() if value not in (None, [])})
             lifecycle.begin(name, settings)
+            _require_usable(settings)
             status = _show(check(settings)) if only_check else run(settings)
         except AstraflowError as error:
             typer.echo(f"{error.reason}: {error.message}", err=True)
@@ -68,6 +77,32 @@ def daemon_command(
     return app
 
 
+def _require_usable(settings: ProcessSettings) -> None:
+    """Raise SettingsError for keys and certificates that cannot be used, before anything of the daemon has begun."""
+    if not isinstance(settings, DaemonSettings):
+        return
+    if settings.token_keys_file:
+        from astraflow_kit.identity.verifier import Verifier
+
+        Verifier(settings)
+    if settings.tls_cert_file:
+        from astraflow_kit.identity.certificates import ServerCertificate
+
+        ServerCertificate(settings)
+
+
+def _refuse_secrets(kind: type[ProcessSettings], given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        refused = _looks(kind, name).refused
+        if value is not None and refused is not None and (why := refused(str(value))):
+            raise SettingsError(f"option --{name.replace('_', '-')}: {why}")
+
+
+def _looks(kind: type[ProcessSettings], name: str) -> CommandOption:
+    annotated = kind.model_fields[name].metadata
+    return next((item for item in annotated if isinstance(item, CommandOption)), CommandOption())
+
+
 def _show(found: Mapping[str, object]) -> int:
     for key, value in found.items():
         typer.echo(f"{key}: {value}")
@@ -75,15 +110,19 @@ def _show(found: Mapping[str, object]) -> int:
 
 
 def _options(kind: type[ProcessSettings]) -> Iterator[tuple[str, Any]]:
-    """One per setting, a class's own settings before inherited ones; a panel goes on until the next begins."""
+    """One per setting, a class's own settings before inherited ones, after those of a class that says
+    `options_come_first`; a panel goes on until the next begins.
+    """
 
     def distance(name: str) -> int:
-        return [place for place, base in enumerate(kind.__mro__) if name in get_annotations(base)][-1]
+        bases = [(place, base) for place, base in enumerate(kind.__mro__) if name in get_annotations(base)]
+        place, base = bases[-1]
+        return -1 if "options_come_first" in vars(base) else place
 
     panel = ""
     for name in sorted(kind.model_fields, key=distance):
         field = kind.model_fields[name]
-        looks = next((item for item in field.metadata if isinstance(item, CommandOption)), CommandOption())
+        looks = _looks(kind, name)
         panel = looks.panel or panel
         yield (
             name,

@@ -3,7 +3,8 @@
 Invariant: whoever is killed first, even by SIGKILL (the process that asked for it, the program, one of its helpers that
 made itself a daemon), nothing of the program is left: this process adopts its orphans and kills them. It ends as the
 program did. SIGTERM is passed on to the program alone, SIGINT kills all. Imports nothing but the standard library: it
-stands beside every engine for as long as that runs.
+stands beside every engine for as long as that runs. PARENT_PID 0 is the first process of a container, which has no
+parent to end with: it reaps what its program leaves behind, as the kernel asks of that process.
 """
 
 import ctypes
@@ -34,8 +35,9 @@ def ending_with_us(*command: str) -> tuple[str, ...]:
 
 def _guard(parent_pid: int, command: list[str]) -> NoReturn:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) or libc.prctl(
-        _PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0
+    # The first process of a container must not watch the runtime outside, which may change its threads.
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) or (
+        parent_pid and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
     ):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER or PR_SET_PDEATHSIG) failed")
     # Before the program exists, so that no signal finds one without the other.
@@ -55,7 +57,7 @@ def _guard(parent_pid: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, kill_all)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
-    if os.getppid() != parent_pid:
+    if parent_pid and os.getppid() != parent_pid:
         _kill([program])
     ended, status = os.wait()
     while ended != program:
@@ -85,7 +87,8 @@ def _end_as(status: int) -> NoReturn:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        os._exit(128 + number)  # the first process of a container, which its own signals do not end
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def _kill(pids: list[int]) -> None:

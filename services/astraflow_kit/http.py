@@ -1,12 +1,12 @@
-"""The pages for people and probes: /status, /metrics, /healthz and /readyz over FastAPI.
+"""The pages for people and probes over FastAPI: /status, /metrics, /healthz, /startedz and /readyz.
 
 Invariant: daemons never talk to each other through these pages, and a probe always gets an answer: each
-readiness check has a deadline and a name. `__main__` modules build one `HttpServer` and run it as a
-`Service` in the same loop.
+readiness check has a deadline and a name. `pages` puts them together for a daemon.
 """
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 
@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from astraflow_kit.log import without_secrets
 from astraflow_kit.metrics import CONTENT_TYPE, Metrics
 from astraflow_kit.ports import bind_failure
 
@@ -26,26 +27,14 @@ _BACKLOG = 128
 
 
 def create_app(
-    *, metrics: Metrics, status: StatusSource, readiness: Mapping[str, ReadinessCheck] | None = None
+    *,
+    metrics: Metrics,
+    status: StatusSource,
+    readiness: Mapping[str, ReadinessCheck] | None = None,
+    started: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
     """The pages; a daemon may add routers of its own. `status` returns what /status shows as JSON."""
-    app = FastAPI(docs_url=None, redoc_url=None)  # those pages would load scripts from elsewhere
-    checks = dict(readiness or {})
-
-    @app.get("/healthz")
-    async def healthz() -> PlainTextResponse:
-        """The process answers; says nothing about what it depends on."""
-        return PlainTextResponse("ok\n")
-
-    @app.get("/readyz")
-    async def readyz() -> JSONResponse:
-        """Whether the daemon can do its work, check by check; 503 when one fails."""
-        reasons = dict(zip(checks, await asyncio.gather(*map(_reason, checks.values())), strict=True))
-        ready = not any(reasons.values())
-        rows = [
-            {"name": name, "ready": not reason, "reason": reason or ""} for name, reason in reasons.items()
-        ]
-        return JSONResponse({"ready": ready, "checks": rows}, status_code=200 if ready else 503)
+    app = create_probes(readiness=readiness, started=started)
 
     @app.get("/metrics")
     async def render_metrics() -> Response:
@@ -60,15 +49,56 @@ def create_app(
     return app
 
 
+def create_probes(
+    *, readiness: Mapping[str, ReadinessCheck] | None = None, started: Callable[[], bool]
+) -> FastAPI:
+    """What orchestrators ask: /healthz, /startedz and /readyz. They tell nothing that is not for everybody."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    checks = dict(readiness or {})
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        """The process answers; says nothing about what it depends on."""
+        return PlainTextResponse("ok\n")
+
+    @app.get("/startedz")
+    async def startedz() -> PlainTextResponse:
+        """Whether every part of the daemon has started; 503 until then. It never fails again."""
+        return PlainTextResponse("ok\n") if started() else PlainTextResponse("starting\n", status_code=503)
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Whether the daemon can do its work, check by check; 503 when one fails."""
+        reasons = dict(zip(checks, await asyncio.gather(*map(_reason, checks.values())), strict=True))
+        ready = not any(reasons.values())
+        rows = [
+            {"name": name, "ready": not reason, "reason": without_secrets(reason or "")}
+            for name, reason in reasons.items()
+        ]
+        return JSONResponse({"ready": ready, "checks": rows}, status_code=200 if ready else 503)
+
+    return app
+
+
 class HttpServer:
     """Serves an app on one address without touching the process's signal handlers; a lifecycle `Service`."""
 
     def __init__(
-        self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, keep_alive_s: int = 5
+        self,
+        app: FastAPI,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        setting: str = "http_port",
+        keep_alive_s: int = 5,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`keep_alive_s` is how long an idle connection stays open; a pooling client needs longer."""
+        """`keep_alive_s` is how long an idle connection stays open; a pooling client needs longer. `setting` is where
+        the port comes from, for the error of a taken one.
+        """
         self._host = host
         self._port = port
+        self._setting = setting
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -76,6 +106,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             timeout_keep_alive=keep_alive_s,
+            ssl_context_factory=(lambda *_: tls) if tls else None,
         )
         self._server = _Uvicorn(config)
         self._socket: socket.socket | None = None
@@ -88,7 +119,7 @@ class HttpServer:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             self._socket = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise bind_failure(self._host, self._port, setting="http_port") from error
+            raise bind_failure(self._host, self._port, setting=self._setting) from error
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"{host}:{self._socket.getsockname()[1]}"
 

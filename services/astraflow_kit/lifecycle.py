@@ -71,6 +71,8 @@ class Lifecycle:
     def __init__(self, main: asyncio.Task[Any] | None = None, *, drain_timeout_s: float) -> None:
         self.drain = asyncio.Event()
         """Set when the daemon should take no new work, finish what it holds and end."""
+        self.started = asyncio.Event()
+        """Set when every service has started."""
         self.exit_code: ExitCode | None = None
         self._main = main
         self._drain_timeout_s = drain_timeout_s
@@ -141,6 +143,7 @@ async def run_services(
             started.push_async_callback(_stop, service, lifecycle=lifecycle)
             group.create_task(_run(service, lifecycle=lifecycle), name=type(service).__name__)
         on_started()
+        lifecycle.started.set()
         await lifecycle.drain.wait()
 
 
@@ -150,6 +153,7 @@ class Addresses:
 
     grpc: str = ""
     http: str = ""
+    probe: str = ""
     pid: int = field(default_factory=os.getpid)
 
 

@@ -79,7 +79,9 @@ _ENTRIES = (
     Metric("astraflow_raas_serving_version", Kind.GAUGE, "Weight version the engine serves.", ("policy",)),
     Metric("astraflow_raas_fetch_seconds", Kind.HISTOGRAM, "Time to fetch a version.", ("policy",)),
     Metric("astraflow_raas_apply_seconds", Kind.HISTOGRAM, "Time to apply a version.", ("policy",)),
-    Metric("astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time generation pauses for a swap.", ("policy",)),
+    Metric(
+        "astraflow_raas_swap_seconds", Kind.HISTOGRAM, "Time to load, swap and prove a version.", ("policy",)
+    ),
     Metric(
         "astraflow_raas_version_failures_total", Kind.COUNTER, "Failed activations.", ("policy", "reason")
     ),

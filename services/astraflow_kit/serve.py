@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -23,14 +22,17 @@ from grpc_status import rpc_status
 
 from astraflow._contract import RpcContract
 from astraflow._status import to_status
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
-from astraflow_kit.identity import Gate
+from astraflow_kit.identity.certificates import ServerCertificate
+from astraflow_kit.identity.gate import Gate
+from astraflow_kit.identity.verifier import Verifier
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import bind_failure
 from astraflow_kit.rpc_contracts import Registration, served_contracts, unknown_rpc
-from astraflow_kit.settings import DaemonSettings, is_loopback
+from astraflow_kit.settings import DaemonSettings, given_up
 
 log = get_logger(__name__)
 
@@ -65,9 +67,12 @@ class GrpcServer:
     def __init__(
         self, registrations: Sequence[Registration], *, settings: DaemonSettings, metrics: Metrics
     ) -> None:
+        """Raises SettingsError for keys or certificates that cannot be used."""
         self._registrations = registrations
         self._settings = settings
         self._metrics = metrics
+        self._verifier = Verifier(settings) if settings.token_keys_file else None
+        self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self.address = ""
@@ -78,7 +83,7 @@ class GrpcServer:
         address.
         """
         contracts = served_contracts(self._registrations)
-        guard = _Guard(contracts, tokens_file=self._settings.tokens_file, metrics=self._metrics)
+        guard = _Guard(contracts, verifier=self._verifier, metrics=self._metrics)
         self._server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
         for add, servicer in self._registrations:
             add(servicer, self._server)
@@ -108,15 +113,14 @@ class GrpcServer:
         host, port = self._settings.host, self._settings.grpc_port
         target = f"[{host}]" if ":" in host else host
         try:
-            if self._settings.tls_cert_file and self._settings.tls_key_file:
-                pair = (self._settings.tls_key_file.read_bytes(), self._settings.tls_cert_file.read_bytes())
-                bound = server.add_secure_port(f"{target}:{port}", grpc.ssl_server_credentials([pair]))
+            if self._certificate:
+                bound = server.add_secure_port(f"{target}:{port}", self._certificate.grpc_credentials())
             else:
                 bound = server.add_insecure_port(f"{target}:{port}")
         except RuntimeError as error:
             raise bind_failure(host, port, setting="grpc_port") from error
-        if self._settings.insecure and not is_loopback(host):
-            log.warning("server.exposed", address=f"{target}:{bound}", remedy="set TLS files and tokens_file")
+        if not is_loopback(host) and (gives_up := given_up(self._settings)):
+            log.warning("server.exposed", address=f"{target}:{bound}", gives_up=gives_up)
         return f"{target}:{bound}"
 
 
@@ -127,13 +131,13 @@ class _Guard(grpc.aio.ServerInterceptor):
         self,
         contracts: Mapping[str, Mapping[str, RpcContract]],
         *,
-        tokens_file: Path | None,
+        verifier: Verifier | None,
         metrics: Metrics,
     ) -> None:
         self._services = contracts
         self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
         roles = {rpc: contract.roles for rpc, contract in self._rpcs.items()}
-        self._gate = Gate(roles, tokens_file=tokens_file)
+        self._gate = Gate(roles, verifier=verifier)
         self._metrics = metrics
         self._ids = IdSource()
 

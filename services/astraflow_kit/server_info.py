@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from astraflow import __version__
-from astraflow.compatibility import CONTRACT_VERSION
+from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow.server.v1 import server_info_pb2
 
 OLDEST_CONTRACT_VERSION = CONTRACT_VERSION

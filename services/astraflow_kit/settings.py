@@ -5,9 +5,8 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 `DaemonSettings` beside the class it configures; `daemon_command` makes its command line of it.
 """
 
-import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,6 +15,7 @@ from pydantic import Field, FilePath, ValidationError, field_validator, model_va
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import RequestError
 from astraflow_kit import failpoints
 from astraflow_kit.nearest import did_you_mean, nearest_names
@@ -38,6 +38,8 @@ class CommandOption:
     metavar: str | None = None
     hidden: bool = False
     """Accepted, not shown in the help."""
+    refused: Callable[[str], str | None] | None = None
+    """Why a value must not stand on a command line, where every process of the machine reads it; None: it may."""
 
 
 _HIDDEN = CommandOption(hidden=True)
@@ -92,34 +94,52 @@ class DaemonSettings(ProcessSettings):
     grpc_port: Annotated[Port, CommandOption(names=("--port", "--grpc-port"))] = 0
     """Port of the gRPC server; 0 takes a free one and reports it in the address file."""
     tls_cert_file: FilePath | None = None
-    """PEM certificate chain of the gRPC server; needs `tls_key_file`."""
+    """PEM certificate chain of the gRPC server and the pages; needs `tls_key_file`. Read again when it changes."""
     tls_key_file: FilePath | None = None
-    """PEM private key of the gRPC server; needs `tls_cert_file`."""
-    tokens_file: FilePath | None = None
-    """Who may call: one `subject role[,role] sha256:HEX` per line, HEX being the digest of the token."""
+    """PEM private key of it (ECDSA or RSA); needs `tls_cert_file`."""
+    tls_client_ca_file: FilePath | None = None
+    """PEM certificates of the authority whose clients may connect: mutual TLS, beside tokens."""
+    token_keys_file: FilePath | None = None
+    """JWKS file with the one or two Ed25519 public keys that verify tokens. Read again when it changes."""
+    token_audience: Annotated[str, Field(min_length=1, max_length=256)] = "astraflow"
+    """What tokens must name as `aud`: tokens of another installation with the same key are refused."""
+    revoked_tokens_file: FilePath | None = None
+    """Ids (`jti`) of tokens that are refused, one a line; `#` starts a comment. Read again when it changes."""
     insecure: bool = False
-    """Allow a reachable address without TLS and tokens. For closed test networks only."""
+    """Allow a reachable address without TLS and tokens: whoever reaches it reads and changes everything."""
     http_host: Annotated[str, CommandOption("HTTP pages")] = "127.0.0.1"
-    """Address of the pages. They have no login: anything but loopback needs `insecure_http`."""
+    """Address of the pages. Anything but loopback needs TLS and tokens, or `insecure_http`."""
     http_port: Port = 0
     """Port of the pages (/status, /metrics, /healthz, /readyz); 0 takes a free one."""
     insecure_http: bool = False
-    """Allow the pages on a reachable address; whoever reaches it may read status and metrics."""
+    """Allow the pages on a reachable address without TLS and tokens: whoever reaches it reads status and metrics."""
+    probe_host: str = "127.0.0.1"
+    """Address of the probe listener; it may be reachable, for it tells nothing but whether the daemon works."""
+    probe_port: Port | None = None
+    """Port of a plaintext listener with only /healthz, /startedz, /readyz; 0 takes a free one. Off unless given."""
 
     @model_validator(mode="after")
     def _address_is_safe(self) -> Self:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file go together; give both or neither")
-        protected = self.tls_cert_file is not None and self.tokens_file is not None
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError(
+                "tls_client_ca_file needs tls_cert_file and tls_key_file; without TLS nobody shows one"
+            )
+        if self.revoked_tokens_file is not None and self.token_keys_file is None:
+            raise ValueError(
+                "revoked_tokens_file needs token_keys_file; without keys no token is accepted at all"
+            )
+        protected = self.tls_cert_file is not None and self.token_keys_file is not None
         if not (is_loopback(self.host) or protected or self.insecure):
             raise ValueError(
                 f"host {self.host!r} is reachable from other machines without TLS and tokens; set the "
-                "tls_*_file pair and tokens_file, or bind 127.0.0.1, or accept the risk with insecure"
+                "tls_*_file pair and token_keys_file, or bind 127.0.0.1, or accept the risk with insecure"
             )
-        if not (is_loopback(self.http_host) or self.insecure_http):
+        if not (is_loopback(self.http_host) or protected or self.insecure_http):
             raise ValueError(
-                f"http_host {self.http_host!r} is reachable from other machines and the pages have no login; "
-                "bind 127.0.0.1, or accept the risk with insecure_http"
+                f"http_host {self.http_host!r} is reachable from other machines without TLS and tokens; set the "
+                "tls_*_file pair and token_keys_file, or bind 127.0.0.1, or accept the risk with insecure_http"
             )
         return self
 
@@ -153,14 +173,14 @@ def read_secret(path: Path) -> str:
     return secret
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def given_up(settings: DaemonSettings) -> str:
+    """What a reachable address lacks, and what that lets strangers do; empty when it has TLS and tokens."""
+    lacks = []
+    if settings.tls_cert_file is None:
+        lacks.append("no TLS: whoever is on the way reads and alters everything, tokens included")
+    if settings.token_keys_file is None:
+        lacks.append("no tokens: whoever reaches the address acts in every role on every run")
+    return "; ".join(lacks)
 
 
 def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:

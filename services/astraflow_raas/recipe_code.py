@@ -39,12 +39,13 @@ def load_workflow(
     recipe: Recipe,
     *,
     into: Path,
+    scratch: Path,
     allowed: bool,
     endpoint: AgentEndpoint,
     served: ServedEnvironments,
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments` and `recipe_dir` if it
-    names those.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments`, `recipe_dir` and
+    `scratch_dir` if it names those.
 
     The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
@@ -57,6 +58,7 @@ def load_workflow(
         "endpoint": endpoint,
         "environments": RecipeEnvironments(source, served=served),
         "recipe_dir": (folder or into) if allowed else None,
+        "scratch_dir": scratch,
     }
     reward = scorer = None
     if settings.reward is not None:

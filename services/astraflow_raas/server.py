@@ -15,13 +15,13 @@ from astraflow.client import AsyncClient
 from astraflow.errors import UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
-from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
+from astraflow_kit.http import ReadinessCheck
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.serve import GrpcServer
-from astraflow_kit.settings import read_secret
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.environments.served import ServedEnvironments
@@ -86,9 +86,10 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
             found.run,
             found.recipe,
             into=folder.code,
+            scratch=folder.scratch,
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
-            served=ServedEnvironments(settings.environment_addresses),
+            served=ServedEnvironments(settings.environment_connections),
         )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
@@ -120,13 +121,9 @@ async def _join(
     gpus_of(settings, found.recipe.served_policies)
     endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
     workflow = load_workflow(
-        found.run,
-        found.recipe,
-        into=folder.code,
-        allowed=settings.allow_recipe_code,
-        endpoint=endpoint,
-        served=served,
-    )
+        found.run, found.recipe, into=folder.code, scratch=folder.scratch,
+        allowed=settings.allow_recipe_code, endpoint=endpoint, served=served,
+    )  # fmt: skip
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(
         found,
@@ -173,15 +170,26 @@ async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, me
             node_status(node), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
 
-    app = create_app(metrics=metrics, status=status, readiness=_readiness(node))
-    pages = HttpServer(app, host=settings.http_host, port=settings.http_port)
+    pages = Pages(
+        settings,
+        life=life,
+        metrics=metrics,
+        status=status,
+        readiness=_readiness(node),
+        run_id=node.run_id,
+    )
 
     def publish() -> None:
-        addresses = Addresses(grpc=grpc_server.address, http=pages.address)
+        addresses = Addresses(grpc=grpc_server.address, http=pages.address, probe=pages.probe_address)
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("node.started", grpc=addresses.grpc, http=addresses.http)
 
-    watch = _Watch(node, metrics, server=settings.join, server_gone_timeout_s=settings.server_gone_timeout_s)
+    watch = _Watch(
+        node,
+        metrics,
+        server=settings.connection.address,
+        server_gone_timeout_s=settings.server_gone_timeout_s,
+    )
     services: list[Service] = [pages, grpc_server, watch, *node.services]
     await lifecycle.run_services(services, lifecycle=life, on_started=publish)
 
@@ -257,15 +265,12 @@ async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
 
 
 def _served_environments(settings: NodeSettings, folder: NodeFolder) -> ServedEnvironments:
-    file = settings.environment_token_file
     return ServedEnvironments(
-        settings.environment_addresses,
-        token=read_secret(file) if file else None,
+        settings.environment_connections,
         holder=folder.fingerprint,
         incarnation=folder.incarnation,
     )
 
 
 def _client(settings: NodeSettings) -> AsyncClient:
-    token = read_secret(settings.token_file) if settings.token_file else None
-    return AsyncClient(settings.join, token=token)
+    return AsyncClient(settings.connection)

@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from astraflow.connecting.connection import Connection, DialFiles, dial
 from astraflow.errors import InvalidArgumentError
+from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.nearest import did_you_mean
 from astraflow_kit.settings import ENV_PREFIX, CommandOption
 from astraflow_weights.daemon_settings import StoreAccess
@@ -24,12 +26,10 @@ EMBEDDED_ENGINE = "astraflow_engine"
 SGLANG_ENGINE = "sglang"
 
 
-class NodeSettings(StoreAccess):
-    """The options of a node. Only `join` is required."""
+class NodeSettings(JoinSettings, StoreAccess):
+    """The options of a node. Only `join` or `join_file` is required."""
 
-    join: Annotated[str, Field(pattern=_ADDRESS), CommandOption("The run", metavar="HOST:PORT")]
-    """Address of the dataflow server."""
-    run_id: str = ""
+    run_id: Annotated[str, CommandOption("The run")] = ""
     """Run to join; empty means the only run."""
     node_id: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = ""
     """Stable name of the node; empty takes the host's name with a number that is free in the work folder."""
@@ -41,8 +41,6 @@ class NodeSettings(StoreAccess):
     """What the machine is, for people; empty lets the node look."""
     price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
-    token_file: Path | None = None
-    """File holding the node's token for the dataflow server; read at each start."""
     join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds to wait for the dataflow server before giving up with exit code 75."""
     server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
@@ -90,7 +88,11 @@ class NodeSettings(StoreAccess):
     ] = ()
     """Where the environment is served that recipes call `served:NAME`; repeat it."""
     environment_token_file: Path | None = None
-    """File holding the node's token for these services."""
+    """File holding the node's token for these services; read again for each call."""
+    environment_ca_file: Path | None = None
+    """PEM certificates of the authorities that their certificates may come from; without it they are called without
+    TLS.
+    """
 
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/raas")
     """Folder for mirrors, the recipe's code and engine logs; one sub-folder per node."""
@@ -130,9 +132,13 @@ class NodeSettings(StoreAccess):
         return given
 
     @property
-    def environment_addresses(self) -> dict[str, str]:
-        """Address of each served environment by name."""
-        return dict(each.split("=", 1) for each in self.environments)
+    def environment_connections(self) -> dict[str, Connection]:
+        """How to reach each served environment, by name. Raises InvalidArgumentError for a file that is missing."""
+        files = DialFiles(
+            token_file=self.environment_token_file, ca_file=self.environment_ca_file, insecure=self.insecure
+        )
+        pairs = (each.split("=", 1) for each in self.environments)
+        return {name: dial(address, join_file=None, files=files) for name, address in pairs}
 
     @field_validator("external", "external_key_file")
     @classmethod

@@ -21,13 +21,13 @@ from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
-from astraflow_kit.http import HttpServer, StatusSource, create_app
+from astraflow_kit.http import StatusSource
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
-from astraflow_kit.settings import read_secret
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, join_run
 from astraflow_trainer.progress import Progress, StepRecord
@@ -92,16 +92,13 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             settings=settings,
             metrics=metrics,
         )
-        http_server = HttpServer(
-            create_app(metrics=metrics, status=_status_of(progress)),
-            host=settings.http_host,
-            port=settings.http_port,
-        )
+        pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
-            [grpc_server, http_server, _Training(session, controls, group)],
+            [grpc_server, pages, _Training(session, controls, group)],
             lifecycle=life,
             on_started=lambda: lifecycle.write_address_file(
-                settings.address_file, Addresses(grpc=grpc_server.address, http=http_server.address)
+                settings.address_file,
+                Addresses(grpc=grpc_server.address, http=pages.address, probe=pages.probe_address),
             ),
         )
 
@@ -184,7 +181,7 @@ class _Training:
 
 
 def _client(settings: TrainerSettings) -> Client:
-    return Client(settings.join, token=read_secret(settings.token_file) if settings.token_file else None)
+    return Client(settings.connection)
 
 
 def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedRun:

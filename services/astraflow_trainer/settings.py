@@ -13,27 +13,22 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.settings import CommandOption, SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
 
 __all__ = ["RankSettings", "TrainerSettings", "load_rank_settings"]
 
-_ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 
+class TrainerSettings(JoinSettings, StoreAccess):
+    """What a trainer can be told. Only `join` or `join_file` is required."""
 
-class TrainerSettings(StoreAccess):
-    """What a trainer can be told. Only `join` is required."""
-
-    join: Annotated[str, Field(pattern=_ADDRESS), CommandOption("The run", metavar="HOST:PORT")]
-    """Address of the dataflow server."""
-    run_id: str = ""
+    run_id: Annotated[str, CommandOption("The run")] = ""
     """Run to join; empty means the only run."""
     policy: str | None = None
     """Policy to train; unset means the only one."""
     steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Last step to take, to continue a run beyond its recipe or to end early; 0 takes the recipe's run.steps."""
-    token_file: Path | None = None
-    """File holding the trainer's token for the dataflow server; read at start."""
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/trainer")
     """Folder for checkpoints, the ledger and the recipe's code."""
     cache_dir: Path | None = None

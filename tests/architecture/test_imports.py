@@ -47,6 +47,7 @@ EXTRAS = {
 COMPANIONS = {
     "botocore": "boto3",
     "click": "typer",
+    "cryptography": "pyjwt",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
     "urllib3": "boto3",

@@ -21,6 +21,7 @@ PLUGIN_ROOMS = (
 PROGRAMS = ("astraflow_bench.study", "astraflow_engine.changed_loader")
 # Called by a library by these names, never by us.
 CALLED_BY_LIBRARIES = {
+    "get_credentials_async",
     "list_commands", "resolve_command", "capture_signals", "intercept_service",
     "add_generic_rpc_handlers", "add_registered_method_handlers",
 }  # fmt: skip

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from astraflow import errors
-from astraflow.client import AsyncClient, RetryPolicy, correlated
+from astraflow.client import AsyncClient, Connection, RetryPolicy, correlated
 from astraflow.columns import Columns, decode_columns, encode_columns
 from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
@@ -98,7 +98,7 @@ class Driver:
         """Open a client."""
         total_s = operation.get("retry_total_s")
         retry = None if total_s is None else RetryPolicy(total_s=total_s)
-        client = AsyncClient(operation["address"], token=operation.get("token"), retry=retry)
+        client = AsyncClient(Connection(operation["address"], token=operation.get("token", "")), retry=retry)
         self.clients[operation.get("client", "main")] = client
 
     def client(self, operation: Operation) -> AsyncClient:

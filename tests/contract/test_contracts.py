@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from astraflow.columns import Columns, decode_columns, encode_columns
-from astraflow.compatibility import CONTRACT_VERSION
+from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow.options.v1 import options_pb2
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from support.source_tree import REPOSITORY

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from astraflow._contract import read_contract
 from astraflow._status import from_status
-from astraflow.compatibility import CONTRACT_VERSION
+from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow.errors import ERRORS_BY_REASON, EVERY_RPC, AstraflowError, UnimplementedError
 from astraflow.options.v1 import options_pb2
 from astraflow.raas.v1 import environment_service_pb2_grpc

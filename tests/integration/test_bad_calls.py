@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from astraflow._status import from_rpc_error
-from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.client import AsyncClient, Connection, RetryPolicy
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_service_pb2
 from astraflow.dataflow.v1.trajectory_service_pb2_grpc import TrajectoryServiceStub
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from support.any_rpc import INVALID, MISSING, assert_refused
-from support.dataflow_world import Node, Trainer, World, served, tokens_file
+from support.dataflow_world import Node, Trainer, World, served
 from support.redis_content import Content, redis_content
+from support.tokens import keys_file, token
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -267,29 +268,31 @@ async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     """A server that wants tokens, with a run."""
     async with served(redis_url, tmp_path) as world:
         await world.create_run()
-    tokens = tokens_file(tmp_path, node="rollout", learner="trainer", person="viewer")
-    async with served(redis_url, tmp_path, tokens_file=tokens) as world:
+    async with served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world:
         world.run_id = "run"
         yield world
 
 
 UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
-CLAIMS = ("'node' has roles ['rollout']", "ClaimPolicy is for ['operator', 'trainer']")
-JOINS = ("'learner' has roles ['trainer']", "JoinRun is for")
-ENDS = ("'person' has roles ['viewer']", "UpdateRun is for ['operator']")
-STRANGER = ("the token is unknown to this server", "ask its operator")
+CLAIMS = ("'node' has role rollout", "ClaimPolicy is for ['operator', 'trainer']")
+JOINS = ("'learner' has role trainer", "JoinRun is for")
+ENDS = ("'person' has role viewer", "UpdateRun is for ['operator']")
+STRANGER = ("the token is no JSON web token", "ask this server's operator")
+NODE, LEARNER, PERSON = token("node", "rollout"), token("learner", "trainer"), token("person", "viewer")
 PEOPLE = {
     "no token": Row(World.status, UNKNOWN, ("needs `authorization: Bearer TOKEN`",)),
     "unknown token": Row(World.status, UNKNOWN, STRANGER, token="stranger"),
-    "a node claims a policy": Row(World.trainer, DENIED, CLAIMS, token="node"),
-    "a trainer joins as a node": Row(World.node, DENIED, JOINS, token="learner"),
-    "a viewer ends the run": Row(World.finish, DENIED, ENDS, token="person"),
+    "a node claims a policy": Row(World.trainer, DENIED, CLAIMS, token=NODE),
+    "a trainer joins as a node": Row(World.node, DENIED, JOINS, token=LEARNER),
+    "a viewer ends the run": Row(World.finish, DENIED, ENDS, token=PERSON),
 }
 
 
-@pytest.mark.parametrize("token", [None, "stranger", "node"])
+@pytest.mark.parametrize("token", [None, "stranger", NODE])
 async def test_who_the_server_is_needs_no_token(guarded: World, token: str | None) -> None:
-    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+    async with AsyncClient(
+        Connection(guarded.address, token=token or ""), retry=RetryPolicy(total_s=0)
+    ) as caller:
         assert (await caller.server_info()).contract_version
 
 
@@ -299,7 +302,9 @@ async def test_who_may_not_call_is_told_what_is_missing_and_changes_nothing(
 ) -> None:
     call, code, words, token = PEOPLE[row]
     before = redis_content(redis_url)
-    async with AsyncClient(guarded.address, token=token, retry=RetryPolicy(total_s=0)) as caller:
+    async with AsyncClient(
+        Connection(guarded.address, token=token or ""), retry=RetryPolicy(total_s=0)
+    ) as caller:
         with pytest.raises(AstraflowError) as refused:
             await call(dataclasses.replace(guarded, client=caller))
     assert redis_content(redis_url) == before

@@ -66,7 +66,7 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
     ),
     "wants a password": (
         after(("CONFIG", "SET", "requirepass", "secret")),
-        ("Redis refuses this user", "give redis://USER:PASSWORD@HOST:PORT/DB"),
+        ("Redis refuses this user", "give redis://USER@HOST:PORT/DB", "--redis-password-file"),
         ExitCode.SUPERSEDED,
     ),
     "is a replica": (
@@ -124,6 +124,21 @@ async def test_a_redis_that_keeps_nothing_is_used_where_that_is_accepted(own_val
     spoil = ROWS["keeps nothing"][0]
     async with spoil(own_valkey) as url, Connection(url, allow_volatile=True) as connection:
         assert await connection.ready() is None
+
+
+async def test_a_password_comes_from_a_file_and_may_change(own_valkey: ValkeyServer, tmp_path: Path) -> None:
+    password_file, user_url = tmp_path / "password", own_valkey.url.replace("//", "//default@")
+    async with Connection(own_valkey.url) as administrator:
+        for password, url in (("first", own_valkey.url), ("second", user_url)):
+            password_file.write_text(f"{password}\n")
+            await administrator.raw("CONFIG", "SET", "requirepass", password)
+            async with Connection(url, password_file=password_file) as connection:
+                assert await connection.ready() is None
+    password_file.write_text("wrong")
+    ended = await server_command(
+        "--redis", own_valkey.url, "--redis-password-file", str(password_file), "--check"
+    )
+    assert (ended.returncode, "Redis refuses this user" in ended.stderr) == (ExitCode.SUPERSEDED, True)
 
 
 async def test_a_full_redis_refuses_pushes_and_lets_the_trainer_make_room(

@@ -6,19 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.client import AsyncClient
+from astraflow.client import AsyncClient, Connection
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from support.dataflow_world import World, bundle_of, recipe_text, served, tokens_file
+from support.dataflow_world import World, bundle_of, recipe_text, served
 from support.node_process import NodeProcess, WeightPublisher, node_of, tiny_policy
 from support.redis_content import redis_content
 from support.scripted_daemons import ScriptedNode, serving
 from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, ScriptedDataflow, a_run, running
+from support.tokens import keys_file, token
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
 ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-TOKENS = {"ops": "operator", "watcher": "viewer", "node": "rollout"}
+OPERATOR, VIEWER, NODE = token("ops", "operator"), token("watcher", "viewer"), token("node", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Case:
     code: str = ""
     store: str = "file:///nowhere"
     options: tuple[str, ...] = ()
-    token: str | None = "node"
+    token: str | None = NODE
     runs: tuple[str, ...] = ("run",)
     says: tuple[str, ...]
 
@@ -66,9 +67,11 @@ CASES = {
         runs=("run", "second"), says=("INVALID_ARGUMENT", "several runs", "give --run-id")
     ),
     "the token is missing": Case(token=None, says=("UNAUTHENTICATED", "give --token-file")),
-    "the token is unknown": Case(token="guess", says=("UNAUTHENTICATED", "unknown", "give --token-file")),
+    "the token is no token": Case(
+        token="guess", says=("UNAUTHENTICATED", "no JSON web token", "give --token-file")
+    ),
     "the token is for something else": Case(
-        token="watcher", says=("PERMISSION_DENIED", "['viewer']", "give --token-file")
+        token=VIEWER, says=("PERMISSION_DENIED", "role viewer", "give --token-file")
     ),
     "the store cannot be used": Case(
         store="ftp://elsewhere/store", says=("STORE_REFUSED", "ftp://elsewhere/store", "s3://")
@@ -85,8 +88,8 @@ QUICK = {
 async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
     """A server that asks for tokens; its client is the operator."""
     async with (
-        served(redis_url, tmp_path, tokens_file=tokens_file(tmp_path, **TOKENS)) as world,
-        AsyncClient(world.address, token="ops") as client,
+        served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
+        AsyncClient(Connection(world.address, token=OPERATOR)) as client,
     ):
         world.client = client
         yield world

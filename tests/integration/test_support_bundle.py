@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.client import Connection
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_launcher.support.bundle import Evidence, save_bundle
 from support.archives import content
@@ -26,7 +27,7 @@ async def test_answers_of_the_server_and_manifests_of_its_store_are_packed(
         store.put_if_absent("run/solver/seq/00000000000000000007.pb", entry)
         store.put_if_absent("run/solver/parts/abc.afwd", b"weights")
         await world.create_run(store_uri=store.uri)
-        evidence = Evidence(address=world.address, run_id="run")
+        evidence = Evidence(server=Connection(world.address), run_id="run")
         missing = await asyncio.to_thread(save_bundle, evidence, tmp_path / "b.tar.gz")
 
     packed = {name: held.decode() for name, held in content(tmp_path / "b.tar.gz").items()}

@@ -49,7 +49,9 @@ async def played(folder: Path, idx: int, *models: str, config: Mapping[str, Any]
 
     async with serving_agents() as endpoint:
         given = AgentProcessSettings.model_validate(settings(config))
-        workflow = AgentProcess(settings=given, reward=no_reward, endpoint=endpoint, recipe_dir=folder)
+        workflow = AgentProcess(
+            settings=given, reward=no_reward, endpoint=endpoint, recipe_dir=folder, scratch_dir=folder
+        )
         policies = {name: ScriptedPolicy(answer, name=name, role=name) for name in models or ("solver",)}
         return await workflow.run(TaskSpec("t", (), {"idx": idx}), policies)
 

@@ -7,7 +7,6 @@ Used by the integration and contract tests of the dataflow server.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import sys
 import time
@@ -140,14 +139,6 @@ def bundle_of(source: str) -> run_pb2.CodeBundle:
     file = CodeFile("recipe.py", source.encode())
     files = [run_pb2.CodeFile(path=file.path, content=file.content)]
     return run_pb2.CodeBundle(files=files, sha256=bundle_digest([file]))
-
-
-def tokens_file(folder: Path, **roles: str) -> Path:
-    """A server's file of tokens; each name is a token of its role."""
-    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in roles}
-    path = folder / "tokens"
-    path.write_text("".join(f"{name} {role} sha256:{digests[name]}\n" for name, role in roles.items()))
-    return path
 
 
 @dataclass

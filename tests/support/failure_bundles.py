@@ -9,8 +9,12 @@ import re
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from astraflow.client import Connection
 
 SECTION = "support bundle"
 FOLDER = Path(".cache") / "failures"
@@ -62,7 +66,7 @@ def _saved(item: pytest.Item, report: pytest.TestReport) -> str:
     path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
     folders = left_behind(item)
     note = f"{item.nodeid} failed:\n\n{report.longreprtext}\n"
-    evidence = Evidence(folders=folders, address=_address(folders), note=note)
+    evidence = Evidence(folders=folders, server=_server(folders), note=note)
     try:
         save_bundle(evidence, path)
     except Exception as error:  # noqa: BLE001 - the test's own failure must be what is reported
@@ -89,15 +93,16 @@ def _newest_log_s(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.rglob("*.log") if path.is_file()), default=-1.0)
 
 
-def _address(folders: tuple[Path, ...]) -> str:
+def _server(folders: tuple[Path, ...]) -> "Connection | None":
     """The server of a run that still lives, if there is one."""
+    from astraflow.client import Connection
     from astraflow.commands.server import server_of_folder
     from astraflow.errors import AstraflowError
 
     for folder in folders:
         for run in folder.rglob("run.json"):
             try:
-                return server_of_folder(run.parent).address
+                return Connection(server_of_folder(run.parent).address)
             except AstraflowError:
                 continue  # it has ended; the bundle's index says so
-    return ""
+    return None

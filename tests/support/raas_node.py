@@ -97,7 +97,7 @@ async def local_node(
     """A node of the only run at `address`; `options` are node settings."""
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
     metrics, drain_requested = Metrics(), asyncio.Event()
-    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_addresses)
+    endpoint, served = Endpoint(), ServedEnvironments(settings.environment_connections)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
         hardware = describe_hardware(settings)
@@ -113,6 +113,7 @@ async def local_node(
                 found.run,
                 found.recipe,
                 into=folder / "code",
+                scratch=folder,
                 allowed=settings.allow_recipe_code,
                 endpoint=endpoint,
                 served=served,

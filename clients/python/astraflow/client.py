@@ -4,7 +4,7 @@
 typed errors (`astraflow.errors`) and retries only where the contract's `retry` option says that repeating is
 harmless. Streams are never repeated; a stream that ends early is the caller's to open again.
 
-    async with AsyncClient("127.0.0.1:7070") as client:
+    async with AsyncClient("127.0.0.1:7070") as client:  # or a join string, or a Connection
         run = (await client.call(client.runs.GetRun, GetRunRequest())).run
         async for notice in client.stream(client.versions.Watch, WatchRequest(run_id=run.run_id)):
             ...
@@ -28,7 +28,9 @@ from google.protobuf.message import Message
 
 from astraflow import errors
 from astraflow._status import from_rpc_error
-from astraflow.compatibility import require_compatible
+from astraflow.connecting.compatibility import require_compatible
+from astraflow.connecting.connection import Connection
+from astraflow.connecting.trust import trust_problem
 from astraflow.dataflow.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -41,7 +43,15 @@ from astraflow.dataflow.v1 import (
 from astraflow.options.v1 import options_pb2
 from astraflow.server.v1 import server_info_pb2
 
-__all__ = ["AsyncClient", "Client", "RetryPolicy", "channel_options", "correlated", "typed_stream"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Connection",
+    "RetryPolicy",
+    "channel_options",
+    "correlated",
+    "typed_stream",
+]
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -65,6 +75,7 @@ DEFAULT_TIMEOUT_S = 10.0
 _HARMLESS = frozenset({options_pb2.RETRY_READ, options_pb2.RETRY_IDEMPOTENT})
 # Errors after which the very same request may succeed, once the other side is there again.
 _REPEATABLE = (errors.UnavailableError, errors.PayloadMissingError)
+_UNREACHED = (errors.UnavailableError, errors.DeadlineError)
 _MIN_WAIT_S = 0.01
 _correlation_id: ContextVar[str] = ContextVar("astraflow_correlation_id", default="")
 
@@ -105,6 +116,29 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
+def async_channel(connection: Connection) -> grpc.aio.Channel:
+    """Open a channel for asyncio, with TLS where the connection says so. Tokens are sent by the clients, not by it."""
+    credentials, options = _credentials(connection), _options(connection)
+    if credentials is None:
+        return grpc.aio.insecure_channel(connection.address, options=options)
+    return grpc.aio.secure_channel(connection.address, credentials, options=options)
+
+
+def _credentials(connection: Connection) -> grpc.ChannelCredentials | None:
+    if not connection.is_secure:
+        return None
+    return grpc.ssl_channel_credentials(
+        connection.ca or None, connection.client_key or None, connection.client_cert or None
+    )
+
+
+def _options(connection: Connection) -> list[tuple[str, int | str]]:
+    options: list[tuple[str, int | str]] = list(channel_options())
+    if connection.server_name:
+        options.append(("grpc.ssl_target_name_override", connection.server_name))
+    return options
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often, and for how long, a harmless call is repeated while the server is unreachable.
@@ -130,14 +164,15 @@ class RetryPolicy:
 class _Calls:
     """What both twins share: the metadata of a call, and whether and when it may be repeated."""
 
-    def __init__(self, address: str, *, token: str | None, retry: RetryPolicy | None) -> None:
-        self.address = address
-        self._authorization = (("authorization", f"Bearer {token}"),) if token else ()
+    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None) -> None:
+        self.connection = Connection.of(target) if isinstance(target, str) else target
+        self.address = self.connection.address
         self._retry = retry or RetryPolicy()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        correlation_id = _correlation_id.get()
-        return (*self._authorization, *((("x-correlation-id", correlation_id),) if correlation_id else ()))
+        token, correlation_id = self.connection.current_token(), _correlation_id.get()
+        authorization = (("authorization", f"Bearer {token}"),) if token else ()
+        return (*authorization, *((("x-correlation-id", correlation_id),) if correlation_id else ()))
 
 
 class _Attempts:
@@ -189,9 +224,9 @@ class AsyncClient(_Calls):
     """Asyncio client. Safe to share between tasks of one event loop; close it, or use it as a context
     manager."""
 
-    def __init__(self, address: str, *, token: str | None = None, retry: RetryPolicy | None = None) -> None:
-        super().__init__(address, token=token, retry=retry)
-        self.channel = grpc.aio.insecure_channel(address, options=channel_options())
+    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
+        super().__init__(target, retry=retry)
+        self.channel = async_channel(self.connection)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
@@ -225,9 +260,18 @@ class AsyncClient(_Calls):
     async def server_info(
         self, *, timeout_s: float = DEFAULT_TIMEOUT_S, retry: RetryPolicy | None = None
     ) -> server_info_pb2.ServerInfo:
-        """Ask the server who it is; needs no token. Raises IncompatibleError when this client cannot talk to it."""
+        """Ask the server who it is; needs no token.
+
+        Raises IncompatibleError when this client cannot talk to it, UntrustedServerError when one side does not prove
+        who it is, or only one speaks TLS.
+        """
         request = admin_service_pb2.GetServerInfoRequest()
-        answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+        try:
+            answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+        except _UNREACHED as error:
+            if problem := await asyncio.to_thread(trust_problem, self.connection):
+                raise errors.UntrustedServerError(problem) from error
+            raise
         require_compatible(answer.server, address=self.address)
         return answer.server
 
@@ -268,9 +312,14 @@ class AsyncClient(_Calls):
 class Client(_Calls):
     """Blocking twin of `AsyncClient`; safe to share between threads."""
 
-    def __init__(self, address: str, *, token: str | None = None, retry: RetryPolicy | None = None) -> None:
-        super().__init__(address, token=token, retry=retry)
-        self.channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
+        super().__init__(target, retry=retry)
+        credentials, options = _credentials(self.connection), _options(self.connection)
+        self.channel = (
+            grpc.secure_channel(self.address, credentials, options=options)
+            if credentials
+            else grpc.insecure_channel(self.address, options=options)
+        )
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
@@ -301,7 +350,12 @@ class Client(_Calls):
     ) -> server_info_pb2.ServerInfo:
         """Blocking form of `AsyncClient.server_info`."""
         request = admin_service_pb2.GetServerInfoRequest()
-        answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+        try:
+            answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+        except _UNREACHED as error:
+            if problem := trust_problem(self.connection):
+                raise errors.UntrustedServerError(problem) from error
+            raise
         require_compatible(answer.server, address=self.address)
         return answer.server
 

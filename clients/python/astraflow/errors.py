@@ -12,7 +12,8 @@
     │   ├── InvalidTrajectoryError  a pushed trajectory fails validation
     │   ├── RecipeError             the recipe cannot be used
     │   ├── PluginError             a plug-in cannot be loaded or broke its Protocol
-    │   └── NotFoundError           no such run, policy, task, batch or version
+    │   ├── NotFoundError           no such run, policy, task, batch or version
+    │   └── UntrustedServerError    a certificate does not prove what it must, or only one side speaks TLS
     ├── StateError                  give up what you hold; someone else moved on
     │   ├── FencedError             a newer trainer epoch or lease attempt exists
     │   ├── PolicyHeldError         a trainer holds the policy that was asked for only if nobody does
@@ -61,6 +62,7 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
     "UnknownVersionError",
+    "UntrustedServerError",
     "VersionGapError",
 ]
 
@@ -146,6 +148,12 @@ class NotFoundError(RequestError):
     """No such run, policy, task, batch, node or version."""
 
     reason, code = "NOT_FOUND", "NOT_FOUND"
+
+
+class UntrustedServerError(RequestError):
+    """Both sides cannot prove who they are to each other; raised by clients, before anything was sent."""
+
+    reason, code = "UNTRUSTED_SERVER", "UNAVAILABLE"
 
 
 class StateError(AstraflowError):

@@ -216,9 +216,8 @@ async def _swaps(load: _Load, versions: _Versions, *, swaps: int) -> tuple[list[
         version = await asyncio.to_thread(versions.publish)
         committed_s = time.monotonic()
         model_dir = await asyncio.to_thread(versions.fetch, version)
-        swap_s = time.monotonic()
         await load.engine.engine.swap(model_dir=model_dir, version=version.version)
-        pauses.append(time.monotonic() - swap_s)
+        pauses.append(load.engine.engine.stopped_s)
         await load.first_token_of(version.version)
         delays.append(time.monotonic() - committed_s)
     load.stopping = True

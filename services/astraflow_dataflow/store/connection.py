@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Self, TypeAlias, cast
 
 from redis import asyncio as redis_asyncio
@@ -21,6 +22,7 @@ from astraflow import errors
 from astraflow_dataflow.records import Ability, Beat
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_dataflow.store.password_file import PasswordFile, without_credentials
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_kit.log import get_logger
 
@@ -55,13 +57,18 @@ _REFUSED_USER = (
 class Connection:
     """A connection pool to one Redis with the library loaded."""
 
-    def __init__(self, url: str, *, allow_volatile: bool = False) -> None:
-        self._url = url
+    def __init__(self, url: str, *, password_file: Path | None = None, allow_volatile: bool = False) -> None:
+        self._shown = without_credentials(url)
         self._allow_volatile = allow_volatile
         # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
         # `_answered` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
-            url, socket_timeout=None, socket_connect_timeout=5.0, health_check_interval=15, protocol=2
+            self._shown if password_file else url,
+            credential_provider=PasswordFile(url, password_file) if password_file else None,
+            socket_timeout=None,
+            socket_connect_timeout=5.0,
+            health_check_interval=15,
+            protocol=2,
         )
         # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
         self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
@@ -80,7 +87,7 @@ class Connection:
         except errors.UnavailableError as error:
             await self.close()
             raise errors.UnavailableError(
-                f"no usable Redis at {_shown(self._url)}: {error.message}; start one, or give another --redis"
+                f"no usable Redis at {self._shown}: {error.message}; start one, or give another --redis"
             ) from error
         except errors.AstraflowError:
             await self.close()
@@ -122,7 +129,7 @@ class Connection:
         """Return what this Redis can say about what is safe."""
         server, persistence = await self._info("server"), await self._info("persistence")
         return Ability(
-            name=f"Redis {server['redis_version']} at {_shown(self._url)}",
+            name=f"Redis {server['redis_version']} at {self._shown}",
             append_only=persistence.get("aof_enabled") == "1",
             appendfsync=await self._setting("appendfsync"),
             has_waitaof=as_list(await self.raw("COMMAND", "INFO", "WAITAOF")) not in ([], [None]),
@@ -161,7 +168,7 @@ class Connection:
         try:
             found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", function_library.LIBRARY)
         except errors.AstraflowError as error:
-            return f"Redis at {_shown(self._url)} does not answer: {error.message}"
+            return f"Redis at {self._shown} does not answer: {error.message}"
         return (
             None
             if found
@@ -223,17 +230,17 @@ class Connection:
         version = server["redis_version"]
         if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
             raise errors.IncompatibleError(
-                f"Redis {version} at {_shown(self._url)} is too old; install 7.0 or newer, or Valkey (functions)"
+                f"Redis {version} at {self._shown} is too old; install 7.0 or newer, or Valkey (functions)"
             )
         policy = memory.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             raise errors.IncompatibleError(
-                f"Redis at {_shown(self._url)} evicts keys (maxmemory-policy {policy}), which would lose acknowledged "
+                f"Redis at {self._shown} evicts keys (maxmemory-policy {policy}), which would lose acknowledged "
                 "data; set maxmemory-policy noeviction"
             )
         if (await self._info("persistence")).get("aof_enabled") != "1" and not self._allow_volatile:
             raise errors.IncompatibleError(
-                f"Redis at {_shown(self._url)} keeps no append-only file, so a restart would lose acknowledged data; "
+                f"Redis at {self._shown} keeps no append-only file, so a restart would lose acknowledged data; "
                 "set appendonly yes, or accept the loss with --allow-volatile"
             )
 
@@ -278,7 +285,8 @@ def translate(error: Exception) -> errors.AstraflowError:
     """Return the typed error for what redis-py raised or a function answered."""
     if isinstance(error, _REFUSED_USER):  # before ConnectionError, which redis-py derives some of these from
         return errors.PreconditionError(
-            f"Redis refuses this user: {error}; give redis://USER:PASSWORD@HOST:PORT/DB of one who may run all commands"
+            f"Redis refuses this user: {error}; give redis://USER@HOST:PORT/DB of one who may run all commands, "
+            "and the password in --redis-password-file"
         )
     if isinstance(error, redis_errors.ReadOnlyError):
         return errors.UnavailableError(
@@ -315,9 +323,3 @@ def _function_is_missing(reply: object) -> bool:
 
 def _incarnation(data_id: str, server: Mapping[str, str]) -> str:
     return f"{data_id}.{server.get('run_id', '')[:12]}"
-
-
-def _shown(url: str) -> str:
-    """The address without credentials."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from astraflow.commands.server import (
-    RUNS,
-    DataDirOption,
-    JoinOption,
-    RunIdOption,
-    Server,
-    TokenFileOption,
-    find_server,
-    read_token,
-)
+from astraflow.client import Connection
+from astraflow.commands.options import grouped_options
+from astraflow.commands.server import RUNS, DialOptions, RunIdOption
 from astraflow.errors import NotFoundError, UnavailableError
 from astraflow_launcher.support.bundle import Evidence, save_bundle
 
@@ -30,28 +24,23 @@ OutOption = Annotated[
 
 
 @app.command("support-bundle")
+@grouped_options
 def support_bundle(
-    data_dir: DataDirOption = None,
-    join: JoinOption = None,
+    options: DialOptions,
     out: OutOption = None,
     run_id: RunIdOption = "",
-    token_file: TokenFileOption = None,
 ) -> None:
     """Pack logs, Redis data, weight manifests, versions, recipe, metrics and the server's answers; no weights.
 
     Looks at the newest run below .astraflow/runs unless another is named. Changes nothing, and works on a run that
     has ended too.
     """
-    folder = None if join and data_dir is None else _folder(data_dir)
-    address, refusal = _address(join, folder)
-    evidence = Evidence(
-        folders=(folder,) if folder else (),
-        address=address,
-        run_id=run_id,
-        token=read_token(token_file),
-        note=refusal,
-    )
-    path = _archive_path(out, name=folder.resolve().name if folder else address)
+    is_elsewhere = (options.join or options.join_file) and options.data_dir is None
+    folder = None if is_elsewhere else _folder(options.data_dir)
+    server, refusal = _server(replace(options, data_dir=folder))
+    evidence = Evidence(folders=(folder,) if folder else (), server=server, run_id=run_id, note=refusal)
+    names = (folder.resolve().name if folder else "", server.address if server else "")
+    path = _archive_path(out, name=next(filter(None, names), ""))
     missing = save_bundle(evidence, path)
     typer.echo(f"{path}  ({path.stat().st_size / 2**20:.1f} MiB; README.txt in it says what is what)")
     for gap in missing:
@@ -70,12 +59,12 @@ def _folder(data_dir: Path | None) -> Path:
     return runs[-1].parent
 
 
-def _address(join: Server | None, folder: Path | None) -> tuple[str, str]:
+def _server(options: DialOptions) -> tuple[Connection | None, str]:
     """The server to ask, or nothing and the reason why nobody is asked."""
     try:
-        return find_server(join, data_dir=folder).address, ""
+        return options.connection(options.server()), ""
     except (NotFoundError, UnavailableError) as error:
-        return "", f"The server was not asked: {error.message}\n"
+        return None, f"The server was not asked: {error.message}\n"
 
 
 def _archive_path(out: Path | None, *, name: str) -> Path:

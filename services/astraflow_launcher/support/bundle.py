@@ -24,7 +24,7 @@ import psutil
 from google.protobuf.message import DecodeError
 
 from astraflow import __version__
-from astraflow.client import Client, RetryPolicy
+from astraflow.client import Client, Connection, RetryPolicy
 from astraflow.commands.wording import as_json
 from astraflow.dataflow.v1 import admin_service_pb2, run_service_pb2
 from astraflow.errors import AstraflowError
@@ -70,10 +70,9 @@ class Evidence:
     """Where to look. `folders` are run folders, or any folders with logs; the first names the run."""
 
     folders: tuple[Path, ...] = ()
-    address: str = ""
-    """Dataflow server to ask; empty when there is none."""
+    server: Connection | None = None
+    """Dataflow server to ask, if there is one."""
     run_id: str = ""
-    token: str | None = None
     note: str = ""
     """What the maker of the bundle knows: a failed test's report."""
 
@@ -84,8 +83,8 @@ def save_bundle(evidence: Evidence, path: Path) -> list[str]:
         if evidence.note:
             archive.add_text("note.txt", evidence.note, about="why this bundle was made")
         # What may be gone soon comes first.
-        if evidence.address:
-            _add_server(archive, evidence)
+        if evidence.server is not None:
+            _add_server(archive, evidence.server, run_id=evidence.run_id)
         _add_machine(archive)
         for number, folder in enumerate(evidence.folders):
             prefix = "" if len(evidence.folders) == 1 else f"folder-{number + 1}/"
@@ -281,14 +280,12 @@ def _add_page(archive: Archive, name: str, url: str) -> None:
 # -------------------------------------------------------------------- the server
 
 
-def _add_server(archive: Archive, evidence: Evidence) -> None:
-    with Client(evidence.address, token=evidence.token, retry=_ONCE) as client:
-        for name, ask in _questions(client, evidence.run_id).items():
-            add = partial(_add_answer, archive, name, ask, address=evidence.address)
-            archive.attempt(f"{name} of {evidence.address}", add, AstraflowError)
-        archive.attempt(
-            "the weight store", partial(_add_store, archive, client, evidence.run_id), AstraflowError
-        )
+def _add_server(archive: Archive, server: Connection, *, run_id: str) -> None:
+    with Client(server, retry=_ONCE) as client:
+        for name, ask in _questions(client, run_id).items():
+            add = partial(_add_answer, archive, name, ask, address=server.address)
+            archive.attempt(f"{name} of {server.address}", add, AstraflowError)
+        archive.attempt("the weight store", partial(_add_store, archive, client, run_id), AstraflowError)
 
 
 def _add_store(archive: Archive, client: Client, run_id: str) -> None:

@@ -68,6 +68,8 @@ class HttpEngine:
         self._recomputed: set[int] = set()
         self._last_sent_s = -_SETTLE_S
         self._resuming: asyncio.Task[None] | None = None
+        self.stopped_s = 0.0
+        """How long the last swap kept calls waiting."""
 
     async def introduce(self) -> None:
         info = read_server_info(
@@ -108,14 +110,17 @@ class HttpEngine:
             self._cache_salt = token_hex(4)
             self._whole_from_now_on("its weights were wrong")
         ordered = await self._order(changes, model_dir, version=version)
+        # What is repaired must not sample meanwhile.
+        prepared = running is not PauseMode.ABORT and await self._prepare(model_dir, version)
         self._open.clear()
+        began_s = asyncio.get_running_loop().time()
         try:
             # Calls that were just sent reach the scheduler before the pause does: one that it met only after the swap
             # would begin on prefixes of before, and is made again.
             await asyncio.sleep(self._last_sent_s + _SETTLE_S - asyncio.get_running_loop().time())
             await self._transport.post_idempotent("/pause_generation", {"mode": str(running)})
             if not (ordered and await self._load_changes(version)):
-                await self._load(model_dir, version)
+                await self._load(model_dir, version, prepared=prepared)
             if running is PauseMode.RETRACT and await self._forget_prefixes():
                 self._recomputed.add(version)
         finally:
@@ -123,6 +128,7 @@ class HttpEngine:
             # again. A lost answer to the pause is no sign that it is not paused.
             self._resuming = asyncio.create_task(self._resume_and_open())
             await asyncio.shield(self._resuming)
+            self.stopped_s = asyncio.get_running_loop().time() - began_s
 
     async def resume(self) -> None:
         await self._transport.post_until_acknowledged("/continue_generation", _RESUME)
@@ -183,10 +189,20 @@ class HttpEngine:
             log.warning("engine.whole_loads", reason=reason, url=self.base_url)
         self._orders = None
 
-    async def _load(self, model_dir: Path, version: int) -> None:
+    async def _prepare(self, model_dir: Path, version: int) -> bool:
+        """Whether the engine has loaded and checked the version while it serves, so that a swap only exchanges."""
+        if self._info is None or not self._info.is_embedded:
+            return False  # SGLang reads a model into the tensors that it serves
+        named = {"model_path": str(model_dir), "weight_version": str(version)}
+        await self._transport.post("/prepare_weights", named, timeout_s=self._swap_timeout_s)
+        return True
+
+    async def _load(self, model_dir: Path, version: int, *, prepared: bool) -> None:
         # flush_cache stays off: SGLang cannot flush below running requests. The cache key of new calls names
         # the version instead, so keys and values of older weights are never reused.
         body = {"model_path": str(model_dir), "weight_version": str(version), "flush_cache": False}
+        if prepared:
+            body["prepared"] = True
         what = f"version {version} from {model_dir}"
         try:
             answer = await self._transport.post(

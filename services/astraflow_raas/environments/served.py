@@ -7,7 +7,7 @@ lifecycle `Service`; asked by `recipe_environments`.
 import asyncio
 from collections.abc import Mapping
 
-from astraflow.client import AsyncClient
+from astraflow.client import AsyncClient, Connection
 from astraflow.plugins import MissingCapability
 from astraflow_raas.environments.remote import RemoteEnvironment
 
@@ -17,15 +17,13 @@ class ServedEnvironments:
 
     def __init__(
         self,
-        addresses: Mapping[str, str] | None = None,
+        connections: Mapping[str, Connection] | None = None,
         *,
-        token: str | None = None,
         holder: str = "",
         incarnation: int = 0,
     ) -> None:
         """`holder` names the node over restarts, which `incarnation` counts."""
-        self._addresses = dict(addresses or {})
-        self._token = token
+        self._connections = dict(connections or {})
         self._holder = holder
         self._incarnation = incarnation
         self._clients: dict[str, AsyncClient] = {}
@@ -33,8 +31,8 @@ class ServedEnvironments:
 
     def require(self, name: str) -> None:
         """Raise MissingCapability unless the settings name it."""
-        if name not in self._addresses:
-            known = ", ".join(self._addresses) or "none"
+        if name not in self._connections:
+            known = ", ".join(self._connections) or "none"
             raise MissingCapability(
                 f"this node knows no served environment {name!r} (known: {known}); start it with "
                 f"--environment {name}=HOST:PORT"
@@ -44,7 +42,7 @@ class ServedEnvironments:
         """What one episode acts in. Raises MissingCapability."""
         self.require(name)
         if name not in self._clients:
-            self._clients[name] = AsyncClient(self._addresses[name], token=self._token)
+            self._clients[name] = AsyncClient(self._connections[name])
         return RemoteEnvironment(
             self._clients[name],
             name=name,

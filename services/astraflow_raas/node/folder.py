@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class NodeFolder:
     def code(self) -> Path:
         """Where recipe code is written."""
         return self.path / "code"
+
+    @property
+    def scratch(self) -> Path:
+        """Where each episode may have a folder; the next claim removes those that a killed process left."""
+        return self.path.resolve() / "scratch"
 
     def spool(self, run_id: str) -> Path:
         """Where finished episodes of a run are kept until the server has them safely."""
@@ -81,7 +87,10 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
         except BlockingIOError:
             os.close(lock)
             continue
-        return NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
+        claimed = NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
+        shutil.rmtree(claimed.scratch, ignore_errors=True)
+        claimed.scratch.mkdir(exist_ok=True)
+        return claimed
     raise ConflictError(
         f"node {node_id!r} already runs in {work_dir}; stop it, or choose another --node-id or --work-dir"
     )

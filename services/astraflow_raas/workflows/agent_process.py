@@ -66,7 +66,9 @@ class _Result(BaseModel):
 
 
 class AgentProcess:
-    """Starts the recipe's program for each episode; `recipe_dir` is None where recipe code may not run."""
+    """Starts the recipe's program for each episode; `recipe_dir` is None where recipe code may not run. What episodes
+    leave in `scratch_dir` when the node is killed, its next start removes.
+    """
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class AgentProcess:
         reward: Scorer,
         endpoint: AgentEndpoint,
         recipe_dir: Path | None,
+        scratch_dir: Path,
     ) -> None:
         if recipe_dir is None:
             raise MissingCapability(
@@ -85,6 +88,7 @@ class AgentProcess:
         self._reward = reward
         self._endpoint = endpoint
         self._command = _resolved(settings, recipe_dir)
+        self._scratch_dir = scratch_dir
         self._slots = asyncio.Semaphore(settings.max_processes)
         self._limits = AgentLimits(
             max_calls=settings.max_calls,
@@ -96,7 +100,7 @@ class AgentProcess:
         """Return what the agent's calls became. Raises AgentFailed."""
         async with (
             self._slots,
-            _own_folder() as folder,
+            _own_folder(self._scratch_dir) as folder,
             self._endpoint.open(policies, limits=self._limits) as session,
         ):
             work, result = folder / "work", folder / "result.json"
@@ -166,8 +170,8 @@ def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ..
 
 
 @asynccontextmanager
-async def _own_folder() -> AsyncIterator[Path]:
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="astraflow-agent-"))
+async def _own_folder(below: Path) -> AsyncIterator[Path]:
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agent-", dir=below))
     try:
         yield folder
     finally:

@@ -17,7 +17,7 @@ import typer
 
 from astraflow.client import Client
 from astraflow.commands.nodes import all_nodes
-from astraflow.commands.server import RunOptions, Server, find_server
+from astraflow.commands.server import RunOptions
 from astraflow.dataflow.v1 import (
     admin_service_pb2,
     run_service_pb2,
@@ -134,15 +134,15 @@ class PolicyOptions(ServerPolicyOptions):
                 raise InvalidArgumentError("--store reads without a server: say --run-id and --policy, too")
             yield _read(self.store, run_id=self.run_id, policy_id=self.policy, server=None)
             return
-        _require_server(self.join, data_dir=self.data_dir)
+        _require_server(self)
         with self.of_server() as server:
             yield _read(server.store_uri, run_id=server.run_id, policy_id=server.policy_id, server=server)
 
 
-def _require_server(join: Server | None, *, data_dir: Path | None) -> None:
+def _require_server(options: RunOptions) -> None:
     """A run that has ended left its versions: say how to look at them."""
     try:
-        find_server(join, data_dir=data_dir)
+        options.server()
     except UnavailableError as error:
         raise UnavailableError(
             f"{error.message}. Its versions outlive it: --store file://FOLDER/store (or what `astraflow dev --store` "

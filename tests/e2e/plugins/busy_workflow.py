@@ -19,11 +19,19 @@ class Busy:
     """Made for one policy."""
 
     def __init__(
-        self, *, reward: Scorer, endpoint: AgentEndpoint, environments: Environments, recipe_dir: Path | None
+        self,
+        *,
+        reward: Scorer,
+        endpoint: AgentEndpoint,
+        environments: Environments,
+        recipe_dir: Path | None,
+        scratch_dir: Path,
     ) -> None:
         agent = AgentProcessSettings(command=(sys.executable, str(AGENT)), timeout_s=60)
         game = MultiTurnSettings(environment=PluginSettings(use="served:Echo"), max_tokens=200)
-        self.agent = AgentProcess(settings=agent, reward=reward, endpoint=endpoint, recipe_dir=recipe_dir)
+        self.agent = AgentProcess(
+            settings=agent, reward=reward, endpoint=endpoint, recipe_dir=recipe_dir, scratch_dir=scratch_dir
+        )
         self.game = MultiTurn(settings=game, environments=environments, reward=reward)
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from astraflow import errors
 from astraflow._status import to_status
-from astraflow.client import AsyncClient, Client, RetryPolicy, correlated, typed_stream
+from astraflow.client import AsyncClient, Client, Connection, RetryPolicy, correlated, typed_stream
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
@@ -364,7 +364,7 @@ def test_a_call_in_flight_when_its_server_goes_is_repeated(connect: Connect, scr
 
 
 def test_a_token_travels_with_every_call(connect: Connect, address: str, script: Script) -> None:
-    twin = connect(address, token="s3cret")
+    twin = connect(Connection(address, token="s3cret"))
     twin.call(READ)
     twin.watch(take=3)
     assert [seen["authorization"] for seen in script.seen] == ["Bearer s3cret"] * 4

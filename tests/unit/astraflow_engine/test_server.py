@@ -74,10 +74,11 @@ async def test_a_defect_is_a_500_without_details(client: httpx.AsyncClient) -> N
 
 
 async def test_a_refused_update_answers_in_the_update_s_shape(client: httpx.AsyncClient) -> None:
-    response = await client.post("/update_weights_from_disk", json={"model_path": "x"})
-    assert response.status_code == 400
-    said = "weight_version is missing; name the version, or its tokens would carry the old version's name"
-    assert response.json() == {"success": False, "message": said, "num_paused_requests": 0}
+    for path in ("/update_weights_from_disk", "/prepare_weights"):
+        response = await client.post(path, json={"model_path": "x"})
+        assert response.status_code == 400
+        said = "weight_version is missing; name the version, or its tokens would carry the old version's name"
+        assert response.json() == {"success": False, "message": said, "num_paused_requests": 0}
 
 
 async def test_model_information_names_the_family(client: httpx.AsyncClient) -> None:

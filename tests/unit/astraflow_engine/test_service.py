@@ -2,6 +2,7 @@
 all."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ async def greedy_tokens(service: EngineService) -> tuple[tuple[int, ...], str]:
 
 
 def update(folder: Path, **differing: Any) -> api.WeightUpdate:
-    given = {"weight_version": "1", "flush_cache": True, "abort_all_requests": False}
+    given = {"weight_version": "1", "flush_cache": True, "abort_all_requests": False, "prepared": False}
     return api.WeightUpdate(model_path=folder, **(given | differing))
 
 
@@ -107,6 +108,35 @@ async def test_a_failing_update_keeps_weights_path_and_version(service: EngineSe
         await service.update_weights(update(folder))
     assert await greedy_tokens(service) == before
     assert service.model_path == folder
+
+
+async def test_what_was_prepared_is_swapped_in_once_and_only_under_its_name(
+    service: EngineService, folder: Path, tmp_path: Path
+) -> None:
+    others = tiny_models.save_tiny_model(tmp_path / "others", seed=1)
+    before = await greedy_tokens(service)
+    await service.prepare_weights(update(others))
+    assert await greedy_tokens(service) == before
+    shutil.rmtree(others)
+    await service.update_weights(update(others, prepared=True))
+    assert (await greedy_tokens(service))[0] != before[0]
+    for differing in ({}, {"weight_version": "2"}, {"prepared": False}):
+        if differing:
+            await service.prepare_weights(update(folder))
+        with pytest.raises(errors.ModelError):
+            await service.update_weights(update(others, **({"prepared": True} | differing)))
+
+
+async def test_weights_that_cannot_be_prepared_take_away_what_was(
+    service: EngineService, folder: Path, tmp_path: Path
+) -> None:
+    others = tiny_models.save_tiny_model(tmp_path / "others", seed=1)
+    await service.prepare_weights(update(others))
+    shutil.rmtree(others)
+    with pytest.raises(errors.ModelError):
+        await service.prepare_weights(update(others))
+    with pytest.raises(errors.ModelError):
+        await service.update_weights(update(others, prepared=True))
 
 
 async def test_an_update_under_paused_requests_must_not_flush(service: EngineService, folder: Path) -> None:

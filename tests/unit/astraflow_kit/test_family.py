@@ -110,3 +110,31 @@ def test_a_program_that_does_not_exist_is_named() -> None:
     done = _run(*ending_with_us("/no/such/program"))
     assert done.returncode != 0
     assert "No such file or directory" in done.stderr
+
+
+# Leaves an orphan that has ended, and says which of the first process's children nobody has reaped.
+_LEAVES_ORPHANS = """
+import os, pathlib, time
+if not os.fork():
+    os.fork()
+    os._exit(0)
+os.wait()
+def dead():
+    rows = (path.read_text().rpartition(")")[2].split() for path in pathlib.Path("/proc").glob("[0-9]*/stat"))
+    return [row for row in rows if row[0] == "Z"]
+until = time.monotonic() + 10
+while dead() and time.monotonic() < until:
+    time.sleep(0.01)
+print(os.getppid(), len(dead()))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_first_process_of_a_container_reaps_and_tells_how_its_program_ended() -> None:
+    namespace = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+    if _run(*namespace, "true").returncode:
+        pytest.skip("no process namespace can be made here")
+    done = _run(
+        *namespace, sys.executable, "-m", "astraflow_kit.family", "0", sys.executable, "-c", _LEAVES_ORPHANS
+    )
+    assert (done.stdout, done.returncode) == ("1 0\n", 128 + signal.SIGKILL), done.stderr

@@ -1,21 +1,15 @@
 """A real grpc.aio server with a small service of its own: roles, errors, health, reflection, taken ports."""
 
 import asyncio
-import hashlib
 import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,17 +19,20 @@ from astraflow import errors
 from astraflow._contract import ContractError
 from astraflow._status import from_rpc_error
 from astraflow.options.v1 import options_pb2
-from astraflow_kit import identity, log, ports, serve
+from astraflow_kit import log, ports, serve
+from astraflow_kit.identity.gate import caller
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.settings import DaemonSettings, load
+from support.certificates import self_signed
+from support.tokens import keys_file, token
 
 pytestmark = pytest.mark.slow
 
 ECHO = "astraflow_kit_test.v1.EchoService"
 NAKED = "astraflow_kit_test.v1.NakedService"
 LATER = "astraflow_kit_test.v1.LaterService"
-TOKENS = {"node": "rollout", "boss": "operator", "both": "viewer,operator"}
+TOKENS = {"node": "rollout", "boss": "operator", "clerk": "viewer"}
 
 
 _CONTRACT = """
@@ -94,7 +91,7 @@ class EchoServicer:
             self.waiting.set()
             await asyncio.Event().wait()
         if request.value == "who":
-            return StringValue(value=identity.caller().subject)
+            return StringValue(value=caller().subject)
         return request
 
     async def Chat(
@@ -204,15 +201,6 @@ async def refusal(call: Awaitable[object], kind: type[errors.AstraflowError] | N
     return error
 
 
-def tokens_file(folder: Path) -> Path:
-    path = folder / "tokens"
-    lines = [
-        f"{who} {roles} sha256:{hashlib.sha256(who.encode()).hexdigest()}" for who, roles in TOKENS.items()
-    ]
-    path.write_text("# people and nodes\n\n" + "\n".join(lines) + "\n")
-    return path
-
-
 async def test_a_call_is_answered_on_a_free_port() -> None:
     async with serving() as (server, channel):
         assert (await say(channel, "hello")).value == "hello"
@@ -290,21 +278,22 @@ async def test_calls_are_counted_by_final_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("authorization", "answer"),
+    ("scheme", "who", "answer"),
     [
-        ("Bearer boss", "boss"),
-        ("bearer both", "both"),
-        ("Bearer node", errors.PermissionError_),
-        ("Bearer nobody", errors.UnauthenticatedError),
-        ("Basic boss", errors.UnauthenticatedError),
-        (None, errors.UnauthenticatedError),
+        ("Bearer", "boss", "boss"),
+        ("bearer", "boss", "boss"),
+        ("Bearer", "node", errors.PermissionError_),
+        ("Bearer", "nobody", errors.UnauthenticatedError),
+        ("Basic", "boss", errors.UnauthenticatedError),
+        ("", "", errors.UnauthenticatedError),
     ],
 )
 async def test_an_rpc_is_open_to_the_roles_its_contract_names(
-    tmp_path: Path, authorization: str | None, answer: str | type[errors.AstraflowError]
+    tmp_path: Path, scheme: str, who: str, answer: str | type[errors.AstraflowError]
 ) -> None:
-    metadata = (("authorization", authorization),) if authorization else ()
-    async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
+    sent = token(who, TOKENS[who]) if who in TOKENS else who
+    metadata = (("authorization", f"{scheme} {sent}"),) if scheme else ()
+    async with serving(DaemonSettings(token_keys_file=keys_file(tmp_path))) as (_, channel):
         call = say(channel, "who", metadata=metadata)
         if isinstance(answer, str):
             assert (await call).value == answer
@@ -316,11 +305,11 @@ async def test_without_tokens_anyone_may_call_but_a_token_is_not_ignored(channel
     assert (await say(channel, "who")).value == "anonymous"
     metadata = (("authorization", "Bearer boss"),)
     error = await refusal(say(channel, "who", metadata=metadata), errors.UnauthenticatedError)
-    assert "tokens_file" in error.message
+    assert "token_keys_file" in error.message
 
 
 async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path) -> None:
-    async with serving(DaemonSettings(tokens_file=tokens_file(tmp_path))) as (_, channel):
+    async with serving(DaemonSettings(token_keys_file=keys_file(tmp_path))) as (_, channel):
         health: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", ECHO, LATER):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)
@@ -427,31 +416,46 @@ async def test_stop_lets_an_open_stream_go_and_run_returns() -> None:
             await call.read()
 
 
-def _self_signed(folder: Path) -> dict[str, Path]:
-    """A key and its own certificate for 127.0.0.1, as PEM files."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "astraflow test")])
-    start = datetime.now(UTC) - timedelta(hours=1)
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    certificate = (
-        builder.not_valid_before(start)
-        .not_valid_after(start + timedelta(days=1))
-        .add_extension(alternative, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    encoding = serialization.Encoding.PEM
-    secret = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    paths = {"tls_cert_file": folder / "cert.pem", "tls_key_file": folder / "key.pem"}
-    paths["tls_cert_file"].write_bytes(certificate.public_bytes(encoding))
-    paths["tls_key_file"].write_bytes(secret)
-    return paths
-
-
 async def test_with_tls_files_only_tls_is_spoken(tmp_path: Path) -> None:
-    paths = _self_signed(tmp_path)
+    paths = self_signed(tmp_path)
     async with serving(load(DaemonSettings, paths)) as (server, plain):
         await refusal(say(plain, "hello"), errors.UnavailableError)
         credentials = grpc.ssl_channel_credentials(paths["tls_cert_file"].read_bytes())
         async with grpc.aio.secure_channel(server.address, credentials) as channel:
             assert (await say(channel, "hello")).value == "hello"
+
+
+async def test_a_replaced_certificate_is_shown_to_the_next_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_kit.identity.watched.LOOK_EVERY_S", 0.0)
+    async with serving(load(DaemonSettings, self_signed(tmp_path))) as (server, _):
+        for _ in range(2):
+            shown = self_signed(tmp_path)["tls_cert_file"].read_bytes()
+            async with grpc.aio.secure_channel(
+                server.address, grpc.ssl_channel_credentials(shown)
+            ) as channel:
+                assert (await say(channel, "hello")).value == "hello"
+
+
+async def test_mutual_tls_wants_a_certificate_of_the_clients_authority(tmp_path: Path) -> None:
+    client = tmp_path / "client"
+    client.mkdir()
+    own, theirs = self_signed(tmp_path), self_signed(client)
+    settings = load(DaemonSettings, {**own, "tls_client_ca_file": theirs["tls_cert_file"]})
+    root = own["tls_cert_file"].read_bytes()
+    chain, key = theirs["tls_cert_file"].read_bytes(), theirs["tls_key_file"].read_bytes()
+    async with serving(settings) as (server, _):
+        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root)) as stranger:
+            await refusal(say(stranger, "hello"), errors.UnavailableError)
+        known = grpc.ssl_channel_credentials(root, key, chain)
+        async with grpc.aio.secure_channel(server.address, known) as channel:
+            assert (await say(channel, "hello")).value == "hello"
+
+
+async def test_a_reachable_address_says_what_it_gives_up() -> None:
+    lines = logged()
+    async with serving(DaemonSettings(host="0.0.0.0", insecure=True)):
+        [exposed] = lines("server.exposed")
+    assert "no TLS" in exposed["gives_up"]
+    assert "no tokens: whoever reaches the address acts in every role" in exposed["gives_up"]

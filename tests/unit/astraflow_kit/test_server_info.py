@@ -2,7 +2,8 @@
 
 import time
 
-from astraflow import __version__, compatibility
+from astraflow import __version__
+from astraflow.connecting import compatibility
 from astraflow_kit.server_info import server_info
 
 

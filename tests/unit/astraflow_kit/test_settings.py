@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
-from astraflow_kit.settings import DaemonSettings, SettingsError, is_loopback, load, read_secret
+from astraflow_kit.settings import DaemonSettings, SettingsError, load, read_secret
 
 
 class Example(DaemonSettings):
@@ -18,7 +19,7 @@ class Example(DaemonSettings):
 
 @pytest.fixture
 def tls(tmp_path: Path) -> dict[str, object]:
-    paths = {name: tmp_path / name for name in ("tls_cert_file", "tls_key_file", "tokens_file")}
+    paths = {name: tmp_path / name for name in ("tls_cert_file", "tls_key_file", "token_keys_file")}
     for path in paths.values():
         path.write_text("x")
     return dict(paths)
@@ -32,8 +33,8 @@ def test_options_win_over_the_environment_and_that_over_defaults(monkeypatch: py
 
 
 def test_an_empty_variable_counts_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASTRAFLOW_TOKENS_FILE", "")
-    assert load(Example).tokens_file is None
+    monkeypatch.setenv("ASTRAFLOW_TOKEN_KEYS_FILE", "")
+    assert load(Example).token_keys_file is None
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -48,7 +49,7 @@ def test_settings_cannot_be_changed() -> None:
         ({"grpc_port": 70_000}, "option grpc_port = 70000: .*65535"),
         ({"log_level": "loud"}, "option log_level = 'loud'"),
         ({"failpoints": "trainer.nowhere=kill"}, "unknown failpoint 'trainer.nowhere'"),
-        ({"tokens_file": "/no/such/file"}, "option tokens_file"),
+        ({"token_keys_file": "/no/such/file"}, "option token_keys_file"),
         ({"grpc_port": -1, "http_port": -1}, "grpc_port = -1: .*; option http_port = -1: "),
     ],
 )
@@ -82,9 +83,9 @@ def test_loopback_needs_no_protection(host: str) -> None:
 def test_a_reachable_address_needs_tls_and_tokens_or_a_clear_word(
     host: str, tls: dict[str, object], tmp_path: Path
 ) -> None:
-    some = {key: value for key, value in tls.items() if key != "tokens_file"}
+    some = {key: value for key, value in tls.items() if key != "token_keys_file"}
     for options in ({}, some):
-        with pytest.raises(SettingsError, match=r"tokens_file, or bind 127\.0\.0\.1, or accept"):
+        with pytest.raises(SettingsError, match=r"token_keys_file, or bind 127\.0\.0\.1, or accept"):
             load(Example, {"host": host, **options})
     assert load(Example, {"host": host, **tls}).host == host
     assert load(Example, {"host": host, "insecure": True}).host == host
@@ -94,6 +95,20 @@ def test_pages_on_a_reachable_address_need_their_own_word() -> None:
     with pytest.raises(SettingsError, match="insecure_http"):
         load(Example, {"http_host": "0.0.0.0", "insecure": True})
     load(Example, {"http_host": "0.0.0.0", "insecure_http": True})
+
+
+def test_tls_and_tokens_protect_the_pages_too(tls: dict[str, object]) -> None:
+    assert load(Example, {"http_host": "0.0.0.0", **tls}).http_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [("tls_client_ca_file", "tls_cert_file"), ("revoked_tokens_file", "token_keys_file")],
+)
+def test_a_file_that_would_do_nothing_alone_is_refused(tmp_path: Path, given: str, needs: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=f"{given} needs {needs}"):
+        load(Example, {given: tmp_path / "file"})
 
 
 def test_a_certificate_without_its_key_is_refused(tls: dict[str, object]) -> None:

@@ -61,7 +61,13 @@ raas: {{reward: {reward}, workflow: {workflow}}}
     run = run_pb2.Run(run_id="r", recipe_yaml=text, code=code)
     recipe = parse_recipe(text).recipe
     return load_workflow(
-        run, recipe, into=folder, allowed=allowed, endpoint=Endpoint(), served=ServedEnvironments()
+        run,
+        recipe,
+        into=folder,
+        scratch=folder,
+        allowed=allowed,
+        endpoint=Endpoint(),
+        served=ServedEnvironments(),
     ).workflow
 
 

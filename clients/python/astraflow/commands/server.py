@@ -12,16 +12,18 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from google.protobuf.message import Message
 
 from astraflow.client import Client, RetryPolicy
 from astraflow.commands.wording import as_json, console, print_json
+from astraflow.connecting.connection import Connection, DialFiles, dial
 from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from astraflow.join import is_join_string
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,21 +31,19 @@ if TYPE_CHECKING:
 __all__ = [
     "RUNS",
     "DataDirOption",
-    "JoinOption",
+    "DialOptions",
     "RunIdOption",
     "RunOptions",
     "Server",
     "ServerOptions",
-    "TokenFileOption",
-    "connected",
     "find_server",
-    "read_token",
     "server_of_folder",
 ]
 
 RUNS = Path(".astraflow") / "runs"
 ADDRESS_FILE = Path("addresses") / "dataflow.json"
 JOIN_VARIABLE = "ASTRAFLOW_JOIN"
+_PANEL = "How to reach it"
 _PATIENCE = RetryPolicy(total_s=3.0)
 
 M = TypeVar("M", bound=Message)
@@ -51,18 +51,36 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Server:
-    """A dataflow server and how it was found."""
+    """A dataflow server and how it was found: by its address or a join string, or by the file of one."""
 
-    address: str
+    target: str = field(repr=False)
     found_by: str
+    join_file: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT`."""
+        return self.connection(DialFiles()).address
+
+    def connection(self, files: DialFiles) -> Connection:
+        """How to reach it with what else was given. Raises InvalidArgumentError."""
+        return dial(self.target, join_file=self.join_file, files=files)
 
 
 def _with_source(
     context: typer.Context, parameter: typer.CallbackParam, server: Server | None
 ) -> Server | None:
     source = context.get_parameter_source(parameter.name or "")
-    from_variable = server is not None and source is not None and source.name == "ENVIRONMENT"
-    return Server(server.address, JOIN_VARIABLE) if server is not None and from_variable else server
+    if server is not None and source is not None and source.name == "ENVIRONMENT":
+        return replace(
+            server, found_by=parameter.envvar if isinstance(parameter.envvar, str) else JOIN_VARIABLE
+        )
+    if server is not None and is_join_string(server.target):
+        raise InvalidArgumentError(
+            "--join: a join string holds a token, and every process of this machine reads command lines; put it into "
+            f"a file and give --join-file FILE, or set {JOIN_VARIABLE}"
+        )
+    return server
 
 
 JoinOption = Annotated[
@@ -71,9 +89,22 @@ JoinOption = Annotated[
         "--join",
         metavar="HOST:PORT",
         envvar=JOIN_VARIABLE,
-        parser=lambda address: Server(address, "--join"),
+        parser=lambda target: Server(target, "--join"),
         callback=_with_source,
-        help=f"Dataflow server. Default: the one of the newest folder below {RUNS} whose run is alive.",
+        help=f"Dataflow server. Default: the one of the newest folder below {RUNS} whose run is alive. "
+        "The variable may hold a join string.",
+        show_envvar=True,
+    ),
+]
+JoinFileOption = Annotated[
+    Server | None,
+    typer.Option(
+        "--join-file",
+        metavar="FILE",
+        envvar="ASTRAFLOW_JOIN_FILE",
+        parser=lambda path: Server("", "--join-file", Path(path)),
+        callback=_with_source,
+        help="File holding a join string: address, authority and token in one.",
     ),
 ]
 DataDirOption = Annotated[
@@ -83,26 +114,84 @@ DataDirOption = Annotated[
     ),
 ]
 RunIdOption = Annotated[str, typer.Option("--run-id", help="Run to look at. Default: the server's only one.")]
-TokenFileOption = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="File holding your token for the server.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; docs/debugging.md says which fields.")]
 
 
+def _option(name: str, text: str, *, metavar: str | None = "FILE") -> Any:  # noqa: ANN401 - as typer declares it
+    variable = f"ASTRAFLOW_{name.removeprefix('--').replace('-', '_').upper()}"
+    return typer.Option(
+        name, metavar=metavar, envvar=variable, show_envvar=False, help=text, rich_help_panel=_PANEL
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """What every command that asks a server takes: whom it asks, as whom, and in which form it answers."""
+class DialOptions:
+    """What every command that dials a server takes: whom it asks, how both prove who they are, and as whom."""
 
     join: JoinOption = None
+    join_file: JoinFileOption = None
     data_dir: DataDirOption = None
-    token_file: TokenFileOption = None
+    token_file: Annotated[Path | None, _option("--token-file", "File holding your token for the server.")] = (
+        None
+    )
+    ca_file: Annotated[
+        Path | None, _option("--ca-file", "PEM certificates of the server's authority. Turns TLS on.")
+    ] = None
+    public_ca: Annotated[
+        bool, _option("--public-ca", "Trust this machine's own authorities. Turns TLS on.", metavar=None)
+    ] = False
+    server_name: Annotated[
+        str, _option("--server-name", "Name that the server's certificate must carry.", metavar="NAME")
+    ] = ""
+    client_cert_file: Annotated[
+        Path | None, _option("--client-cert-file", "PEM certificate for a server that asks for one.")
+    ] = None
+    client_key_file: Annotated[Path | None, _option("--client-key-file", "Its PEM private key.")] = None
+    insecure: Annotated[
+        bool,
+        _option("--insecure", "Send the token without TLS. For closed test networks only.", metavar=None),
+    ] = False
+
+    def server(self) -> Server:
+        """The server to ask. Raises InvalidArgumentError, NotFoundError, UnavailableError."""
+        if self.join is not None and self.join_file is not None:
+            raise InvalidArgumentError(
+                f"{self.join.found_by} and {self.join_file.found_by} both name a server; give one of them"
+            )
+        return find_server(self.join or self.join_file, data_dir=self.data_dir)
+
+    def connection(self, server: Server) -> Connection:
+        """How to reach it. Raises InvalidArgumentError."""
+        given = {item.name: getattr(self, item.name) for item in fields(DialFiles)}
+        return server.connection(DialFiles(**given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(DialOptions):
+    """The same for commands that ask the server, and show its answer in some form."""
+
     json_: JsonOption = False
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        """A client of the server to ask; see `connected`."""
-        with connected(self.join, data_dir=self.data_dir, token_file=self.token_file) as (client, _):
-            yield client
+        """A client of the server to ask.
+
+        The error for an unreachable server names its address and how it was found; IncompatibleError says that it
+        speaks other contracts, UntrustedServerError that one side does not prove who it is.
+        """
+        server = self.server()
+        if not server.found_by.startswith("--"):
+            typer.echo(f"asking {server.address} ({server.found_by})", err=True)
+        with Client(self.connection(server), retry=_PATIENCE) as client:
+            try:
+                client.server_info()
+                yield client
+            except UnavailableError as error:
+                raise UnavailableError(
+                    f"no dataflow server answers at {server.address} ({server.found_by}); start it, or give another "
+                    f"--join HOST:PORT. It said: {error.message}",
+                    retry_after_s=error.retry_after_s,
+                ) from error
 
     def show(self, answer: M, text: Callable[[M], RenderableType]) -> None:
         """Print the answer as JSON, or what `text` makes of it: a line as it is, anything else as a page."""
@@ -159,39 +248,6 @@ def server_of_folder(folder: Path) -> Server:
     if not _is_alive(published.pid):
         raise _ended(published)
     return Server(published.address, f"run folder {folder}")
-
-
-@contextmanager
-def connected(
-    join: Server | None, *, data_dir: Path | None, token_file: Path | None
-) -> Iterator[tuple[Client, Server]]:
-    """Yield a client of the server to ask. The error for an unreachable server names its address and how it was found;
-    IncompatibleError says that it speaks other contracts.
-    """
-    server = find_server(join, data_dir=data_dir)
-    if server.found_by != "--join":
-        typer.echo(f"asking {server.address} ({server.found_by})", err=True)
-    with Client(server.address, token=read_token(token_file), retry=_PATIENCE) as client:
-        try:
-            client.server_info()
-            yield client, server
-        except UnavailableError as error:
-            raise UnavailableError(
-                f"no dataflow server answers at {server.address} ({server.found_by}); start it, or give another "
-                f"--join HOST:PORT. It said: {error.message}",
-                retry_after_s=error.retry_after_s,
-            ) from error
-
-
-def read_token(token_file: Path | None) -> str | None:
-    """Return the token in a file; None without one. Raises InvalidArgumentError for a file that is missing."""
-    if token_file is None:
-        return None
-    if not token_file.is_file():
-        raise InvalidArgumentError(
-            f"--token-file {token_file} does not exist; name a file that holds the token"
-        )
-    return token_file.read_text().strip()
 
 
 def _published(folder: Path) -> _Published | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.commands.server import Server, connected, find_server
-from astraflow.compatibility import CONTRACT_VERSION
+from astraflow.commands.server import Server, ServerOptions, find_server
+from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
 from astraflow.server.v1.server_info_pb2 import ServerInfo
@@ -73,7 +73,7 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
     publish(tmp_path / "a")
     with (
         pytest.raises(UnavailableError, match=r"no dataflow server answers at 127\.0\.0\.1:1 \(run folder"),
-        connected(None, data_dir=tmp_path / "a", token_file=None) as (client, _),
+        ServerOptions(data_dir=tmp_path / "a").client() as client,
     ):
         client.call(client.admin.Status, pb.StatusRequest(), timeout_s=1.0)
     assert capsys.readouterr().err == f"asking 127.0.0.1:1 (run folder {tmp_path / 'a'})\n"
@@ -86,14 +86,14 @@ def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_o
     with (
         serving(ScriptedBatches(info=info)) as client,
         pytest.raises(IncompatibleError, match=refusal),
-        connected(Server(client.address, "--join"), data_dir=None, token_file=None),
+        ServerOptions(join=Server(client.address, "--join")).client(),
     ):
         pytest.fail("the command must not begin")
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(InvalidArgumentError, match=r"--token-file .*token does not exist"),
-        connected(Server("127.0.0.1:1", "--join"), data_dir=None, token_file=tmp_path / "token"),
+        pytest.raises(InvalidArgumentError, match=r"token file .*token cannot be read"),
+        ServerOptions(join=Server("127.0.0.1:1", "--join"), token_file=tmp_path / "token").client(),
     ):
         pass

@@ -12,7 +12,7 @@ ROWS: dict[str, tuple[Exception, type[errors.AstraflowError], str]] = {
     "away": (redis.ConnectionError("refused"), AWAY, "does not answer: refused"),
     "slow": (redis.TimeoutError("late"), AWAY, "does not answer: late"),
     "loading": (redis.BusyLoadingError("loading"), AWAY, "does not answer: loading"),
-    "no password": (redis.AuthenticationError("NOAUTH"), REFUSED, "give redis://USER:PASSWORD@HOST:PORT/DB"),
+    "no password": (redis.AuthenticationError("NOAUTH"), REFUSED, "in --redis-password-file"),
     "user without rights": (redis.NoPermissionError("NOPERM fcall"), REFUSED, "one who may run all commands"),
     "replica": (redis.ReadOnlyError("READONLY"), AWAY, "address of its primary"),
     "full": (redis.OutOfMemoryError("used"), FULL, "give it more memory"),

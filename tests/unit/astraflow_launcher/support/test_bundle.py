@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.client import Connection
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_launcher.support.bundle import Evidence, save_bundle
 from support.archives import content
@@ -81,7 +82,7 @@ def test_daemons_and_servers_that_ended_are_named_as_missing(run_folder: Path, t
     (run_folder / "addresses").mkdir()
     ended = {"pid": 2**22 + 1, "grpc": "127.0.0.1:1", "http": "127.0.0.1:1"}
     (run_folder / "addresses" / "dataflow.json").write_text(json.dumps(ended))
-    evidence = Evidence(folders=(run_folder,), address="127.0.0.1:1")
+    evidence = Evidence(folders=(run_folder,), server=Connection("127.0.0.1:1"))
     missing = save_bundle(evidence, tmp_path / "b.tar.gz")
     assert "pages of dataflow: it has ended" in missing
     assert [gap for gap in missing if gap.startswith("status of 127.0.0.1:1: ")]

@@ -340,15 +340,52 @@ async def test_an_engine_that_hangs_while_it_loads_is_doubted_after_its_time(
         await engine.swap(model_dir=V5, version=5)
 
 
-async def test_the_embedded_engine_keeps_its_weights_when_it_refuses(server: MisbehavingEngine) -> None:
+@pytest.fixture
+async def embedded(server: MisbehavingEngine) -> AsyncIterator[HttpEngine]:
     server.server_info = {"engine": "astraflow"}
     engine = HttpEngine(server.url)
     await engine.introduce()
+    server.asked.clear()
+    yield engine
+    await engine.close()
+
+
+async def test_the_embedded_engine_loads_before_it_is_paused(
+    embedded: HttpEngine, server: MisbehavingEngine
+) -> None:
+    await embedded.swap(model_dir=V5, version=5)
+    named = {"model_path": "v5", "weight_version": "5"}
+    assert server.asked[:3] == [
+        ("/prepare_weights", named),
+        ("/pause_generation", {"mode": "in_place"}),
+        ("/update_weights_from_disk", named | {"flush_cache": False, "prepared": True}),
+    ]
+
+
+async def test_a_version_that_the_embedded_engine_cannot_load_pauses_nothing(
+    embedded: HttpEngine, server: MisbehavingEngine
+) -> None:
+    server.next("/prepare_weights", bad.says(400, '{"success": false, "message": "NaN"}'))
+    with pytest.raises(EngineRefused, match="NaN"):
+        await embedded.swap(model_dir=V5, version=5)
+    assert server.paths == ["/prepare_weights"]
+
+
+async def test_a_repair_loads_what_is_on_disk_once_nothing_runs(
+    embedded: HttpEngine, server: MisbehavingEngine
+) -> None:
+    await embedded.swap(model_dir=V5, version=5, running=PauseMode.ABORT)
+    assert server.paths[:2] == ["/pause_generation", "/update_weights_from_disk"]
+    assert "prepared" not in server.asked[1][1]
+
+
+async def test_the_embedded_engine_keeps_its_weights_when_it_refuses(
+    embedded: HttpEngine, server: MisbehavingEngine
+) -> None:
     server.next("/update_weights_from_disk", bad.says(400, '{"success": false, "message": "NaN"}'))
     with pytest.raises(EngineRefused, match="NaN") as refused:
-        await engine.swap(model_dir=V5, version=5)
+        await embedded.swap(model_dir=V5, version=5)
     assert not isinstance(refused.value, EngineDoubtful)
-    await engine.close()
 
 
 async def test_calls_go_to_the_rank_whose_places_were_taken(server: MisbehavingEngine) -> None:

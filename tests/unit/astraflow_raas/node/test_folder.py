@@ -47,3 +47,12 @@ def test_mirrors_of_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     assert len(places) == 4
     assert folder.mirror("r1", "a", root=Path("/dev/shm")) == Path("/dev/shm/node-1/r1/a")
     folder.release()
+
+
+def test_what_a_killed_node_left_of_its_episodes_is_removed_by_its_next_start(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, node_id="node-1")
+    (first.scratch / "agent-1").mkdir()
+    first.release()
+    second = claim_folder(tmp_path, node_id="node-1")
+    assert not list(second.scratch.iterdir())
+    second.release()

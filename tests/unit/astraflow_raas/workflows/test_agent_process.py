@@ -54,8 +54,15 @@ async def run(
             reward=judged,
             endpoint=endpoint,
             recipe_dir=folder,
+            scratch_dir=scratch_of(folder),
         )
         return await workflow.run(TASK, {"solver": policy})
+
+
+def scratch_of(folder: Path) -> Path:
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return scratch
 
 
 def test_it_is_a_workflow() -> None:
@@ -158,6 +165,18 @@ async def test_nothing_that_it_started_outlives_a_program(tmp_path: Path) -> Non
     assert not alive(int(pid.read_text()))
 
 
+async def test_an_episode_works_below_the_folder_that_the_node_gives_and_leaves_nothing_there(
+    tmp_path: Path,
+) -> None:
+    program = f"""
+        assert os.path.abspath("../..") == {str(scratch_of(tmp_path))!r}
+        open("left", "w").close()
+        ask(*task["messages"])
+        """
+    await run(tmp_path, program)
+    assert not list(scratch_of(tmp_path).iterdir())
+
+
 async def test_an_episode_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     policy = ScriptedPolicy(lambda _: "7")
@@ -178,7 +197,9 @@ async def test_no_more_programs_run_at_once_than_allowed(tmp_path: Path) -> None
     policy.may_answer.clear()
     async with serving_agents() as endpoint:
         settings = AgentProcessSettings(command=("python", "agent.py"), max_processes=1)
-        workflow = AgentProcess(settings=settings, reward=judged, endpoint=endpoint, recipe_dir=tmp_path)
+        workflow = AgentProcess(
+            settings=settings, reward=judged, endpoint=endpoint, recipe_dir=tmp_path, scratch_dir=tmp_path
+        )
         episodes = [asyncio.create_task(workflow.run(TASK, {"solver": policy})) for _ in range(3)]
         await eventually(lambda: policy.prompts, what="one program asks", patience_s=30)
         policy.may_answer.set()
@@ -197,7 +218,7 @@ def test_a_node_that_cannot_run_it_says_so_when_it_starts(
 ) -> None:
     settings: Any = AgentProcessSettings.model_validate({"command": command})
     with pytest.raises(MissingCapability, match=complaint):
-        AgentProcess(settings=settings, reward=judged, endpoint=Any, recipe_dir=folder)  # type: ignore[arg-type]
+        AgentProcess(settings=settings, reward=judged, endpoint=Any, recipe_dir=folder, scratch_dir=Path())  # type: ignore[arg-type]
 
 
 def alive(pid: int) -> bool:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from astraflow.compatibility import CONTRACT_VERSION as OURS
-from astraflow.compatibility import require_compatible
+from astraflow.connecting.compatibility import CONTRACT_VERSION as OURS
+from astraflow.connecting.compatibility import require_compatible
 from astraflow.errors import IncompatibleError
 from astraflow.server.v1.server_info_pb2 import ServerInfo
 

@@ -1,0 +1,117 @@
+"""The pages of one daemon: who may read them, over TLS or not, and the probe listener beside them.
+
+Invariant: once the daemon has token keys, only the probes answer who has no token of a viewer or an operator for
+what the page is about. Daemons build one `Pages` and run it as a `Service`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from astraflow.connecting.connection import is_loopback
+from astraflow.errors import AstraflowError
+from astraflow_kit.http import HttpServer, ReadinessCheck, StatusSource, create_app, create_probes
+from astraflow_kit.identity.certificates import ServerCertificate
+from astraflow_kit.identity.gate import denied, speaking
+from astraflow_kit.identity.tokens import ALL
+from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
+from astraflow_kit.lifecycle import Lifecycle
+from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.settings import DaemonSettings
+
+log = get_logger(__name__)
+
+PROBES = ("/healthz", "/startedz", "/readyz")
+READERS = frozenset({"operator", "viewer"})
+_STATUS = {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403}
+
+
+class Pages:
+    """Serves /status, /metrics and the probes on `http_port`, the probes alone on `probe_port` where that is set."""
+
+    def __init__(
+        self,
+        settings: DaemonSettings,
+        *,
+        life: Lifecycle,
+        metrics: Metrics,
+        status: StatusSource,
+        readiness: Mapping[str, ReadinessCheck] | None = None,
+        run_id: str = "",
+        revoked: RevokedElsewhere = frozenset,
+    ) -> None:
+        """`run_id` is the run that all pages are about; without one /status shows those runs that the caller may see,
+        and /metrics is for who may see all. Raises SettingsError for keys or certificates that cannot be used.
+        """
+        started = life.started.is_set
+        app = create_app(metrics=metrics, status=status, readiness=readiness, started=started)
+        if settings.token_keys_file:
+            _require_tokens(app, Verifier(settings, revoked=revoked), run_id=run_id)
+        tls = ServerCertificate(settings).ssl_context() if settings.tls_cert_file else None
+        self._settings = settings
+        self._pages = HttpServer(app, host=settings.http_host, port=settings.http_port, tls=tls)
+        self._servers = [self._pages]
+        self._probes: HttpServer | None = None
+        if settings.probe_port is not None:
+            probes = create_probes(readiness=readiness, started=started)
+            host, port = settings.probe_host, settings.probe_port
+            self._probes = HttpServer(probes, host=host, port=port, setting="probe_port")
+            self._servers.append(self._probes)
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the pages, known after `start`."""
+        return self._pages.address
+
+    @property
+    def probe_address(self) -> str:
+        """The same of the probe listener; empty without one."""
+        return self._probes.address if self._probes else ""
+
+    async def start(self) -> None:
+        """Bind. Raises PortError."""
+        for server in self._servers:
+            await server.start()
+        if self._settings.insecure_http and not is_loopback(self._settings.http_host):
+            log.warning(
+                "pages.exposed", address=self.address, gives_up="whoever reaches it may read these pages"
+            )
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        await asyncio.gather(*(server.run() for server in self._servers))
+
+    async def stop(self, *, deadline_s: float) -> None:
+        """Let open requests finish for at most `deadline_s`."""
+        for server in self._servers:
+            await server.stop(deadline_s=deadline_s)
+
+
+def _require_tokens(app: FastAPI, verifier: Verifier, *, run_id: str) -> None:
+    @app.middleware("http")
+    async def admit(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        path = request.url.path
+        if path in PROBES:
+            return await answer(request)
+        try:
+            identity = verifier.identify(request.headers.get("authorization"))
+            if not identity.roles & READERS:
+                raise denied(
+                    "role",
+                    f"{identity.subject!r} has role {', '.join(identity.roles)}; pages are for viewers",
+                )
+            whole = run_id or (ALL if path == "/metrics" else "")
+            if whole and not identity.may_see(whole):
+                about = f"run {run_id!r}" if run_id else "all runs"
+                raise denied(
+                    "run", f"{path} is about {about}, which the token of {identity.subject!r} is not for"
+                )
+        except AstraflowError as error:
+            refused = {"error": error.reason, "message": error.message, **error.metadata}
+            headers = {"WWW-Authenticate": "Bearer"} if error.reason == "UNAUTHENTICATED" else None
+            return JSONResponse(refused, status_code=_STATUS[error.reason], headers=headers)
+        with speaking(identity):
+            return await answer(request)

@@ -1,0 +1,117 @@
+"""Who reads a daemon's pages, over what, and what probes are told."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from astraflow_kit.lifecycle import Lifecycle
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.pages import Pages
+from astraflow_kit.settings import DaemonSettings
+from support.certificates import self_signed
+from support.tokens import keys_file, token
+
+
+async def _status() -> Mapping[str, object]:
+    return {"step": 3}
+
+
+async def _unready() -> str:
+    return "waiting for version"
+
+
+@asynccontextmanager
+async def serving(
+    settings: DaemonSettings, *, run_id: str = "", life: Lifecycle | None = None
+) -> AsyncIterator[Pages]:
+    life = life or Lifecycle(drain_timeout_s=1)
+    pages = Pages(
+        settings,
+        life=life,
+        metrics=Metrics(),
+        status=_status,
+        readiness={"policies": _unready},
+        run_id=run_id,
+    )
+    await pages.start()
+    running = asyncio.create_task(pages.run())
+    try:
+        yield pages
+    finally:
+        await pages.stop(deadline_s=2)
+        await asyncio.wait_for(running, 60)
+
+
+async def asked(address: str, path: str, sent: str = "") -> httpx.Response:
+    """The answer to somebody with this token."""
+    headers = {"authorization": f"Bearer {sent}"} if sent else {}
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10, headers=headers) as client:
+        return await client.get(path)
+
+
+VIEWER, OTHERS = token("v", "viewer"), token("o", "viewer", runs=["other"])
+READERS = [
+    ("", "/status", "", 401, "missing"),
+    ("", "/status", "forged", 401, "malformed"),
+    ("", "/status", token("n", "rollout"), 403, "role"),
+    ("", "/status", OTHERS, 200, None),
+    ("", "/metrics", OTHERS, 403, "run"),
+    ("", "/metrics", VIEWER, 200, None),
+    ("run", "/status", OTHERS, 403, "run"),
+    ("run", "/metrics", token("r", "operator", runs=["run"]), 200, None),
+    ("", "/openapi.json", "", 401, "missing"),
+    ("", "/healthz", "", 200, None),
+    ("", "/readyz", "", 503, None),
+]
+
+
+@pytest.mark.parametrize(("run_id", "path", "sent", "status", "reason"), READERS)
+async def test_pages_are_for_those_whose_token_says_so(
+    tmp_path: Path, run_id: str, path: str, sent: str, status: int, reason: str | None
+) -> None:
+    async with serving(DaemonSettings(token_keys_file=keys_file(tmp_path)), run_id=run_id) as pages:
+        answer = await asked(pages.address, path, sent)
+    assert answer.status_code == status
+    if reason:
+        assert answer.json()["reason"] == reason
+    assert (answer.headers.get("www-authenticate") == "Bearer") == (status == 401)
+
+
+async def test_probes_have_a_listener_of_their_own_that_tells_nothing_else(tmp_path: Path) -> None:
+    life = Lifecycle(drain_timeout_s=1)
+    settings = DaemonSettings(probe_port=0, token_keys_file=keys_file(tmp_path), **self_signed(tmp_path))  # type: ignore[arg-type]
+    async with serving(settings, life=life) as pages:
+        paths = ("/healthz", "/startedz", "/readyz", "/status", "/metrics", "/docs", "/openapi.json")
+        before = [(await asked(pages.probe_address, path)).status_code for path in paths]
+        life.started.set()
+        started = await asked(pages.probe_address, "/startedz")
+    assert before == [200, 503, 503, 404, 404, 404, 404]
+    assert started.status_code == 200
+
+
+async def test_pages_speak_tls_1_3_and_show_a_replaced_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_kit.identity.watched.LOOK_EVERY_S", 0.0)
+    async with serving(DaemonSettings(**self_signed(tmp_path))) as pages:  # type: ignore[arg-type]
+        for name in ("first", "second"):
+            trusted = ssl.create_default_context(
+                cafile=str(self_signed(tmp_path, name=name)["tls_cert_file"])
+            )
+            async with httpx.AsyncClient(base_url=f"https://{pages.address}", verify=trusted) as client:
+                assert (await client.get("/status")).json() == {"step": 3}
+        trusted.minimum_version, trusted.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+        async with httpx.AsyncClient(base_url=f"https://{pages.address}", verify=trusted) as old:
+            with pytest.raises(httpx.ConnectError):
+                await old.get("/status")
+
+
+async def test_without_keys_pages_need_no_token() -> None:
+    async with serving(DaemonSettings()) as pages:
+        assert (await asked(pages.address, "/status")).json() == {"step": 3}
+        assert pages.probe_address == ""
