@@ -2,8 +2,8 @@
 exactly one creates the object.
 
 Invariant: a store that lets two writers win is refused before anything is built on it. Some stores answer right to one
-writer after another and wrong to many at once, so many are tried, with bodies of a size at which some stores take
-another way. Trainers, `astraflow runs create` and `astraflow dev` ask at their start, `astraflow doctor` when told to.
+writer after another and wrong to many at once, so many are tried, with bodies of a size that some stores treat
+otherwise. Trainers, `astraflow runs create` and `astraflow dev` ask at their start, `astraflow doctor` when told to.
 """
 
 import secrets

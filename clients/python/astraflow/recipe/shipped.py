@@ -1,7 +1,7 @@
 """The recipes that come with this release, by name.
 
 Invariant: a name stands for the same files in a wheel and in a checkout. Asked by `load_recipe`, and by daemons, which
-may run the code of these recipes without being told so.
+may run the code of these recipes without leave.
 """
 
 from __future__ import annotations
