@@ -126,7 +126,7 @@ def test_an_image_is_small_labelled_and_confined(docker: DockerDaemon, image: st
     config = built["Config"]
     assert config["User"] == "10001:10001"
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
-    assert bool(config["Healthcheck"]) is (image != "tools")
+    assert ("Healthcheck" in config) is (image != "tools")
     budget = {"trainer": 1500, "raas": 1500}.get(image, 250)
     assert (built["Size"] - base["Size"]) / MIB < budget
     if image == "valkey":
