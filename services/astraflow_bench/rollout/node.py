@@ -128,7 +128,9 @@ def _run(recipe: Path, load: Load, *, folder: Path, environment: Mapping[str, st
         f"dataflow.group_size={_GROUP}",
         "dataflow.groups_per_step=65536",
         f"raas.max_concurrent_tasks={EPISODES // _GROUP}",
+        # The first version is evaluated whatever is said: a thousand prompts that nobody shares, for minutes.
         "dataflow.evaluation.every_versions=0",
+        "dataflow.evaluation.final_samples=1",
     ]
     command = [
         sys.executable,
