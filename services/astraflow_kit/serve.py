@@ -65,10 +65,18 @@ class GrpcServer:
     """Serves the registered services with health and reflection; a `Service` of the lifecycle."""
 
     def __init__(
-        self, registrations: Sequence[Registration], *, settings: DaemonSettings, metrics: Metrics
+        self,
+        registrations: Sequence[Registration],
+        *,
+        settings: DaemonSettings,
+        metrics: Metrics,
+        port_setting: str = "grpc_port",
     ) -> None:
-        """Raises SettingsError for keys or certificates that cannot be used."""
+        """`port_setting` is what people call the port. Raises SettingsError for keys or certificates that cannot be
+        used.
+        """
         self._registrations = registrations
+        self._port_setting = port_setting
         self._settings = settings
         self._metrics = metrics
         self._verifier = Verifier(settings) if settings.token_keys_file else None
@@ -118,7 +126,7 @@ class GrpcServer:
             else:
                 bound = server.add_insecure_port(f"{target}:{port}")
         except RuntimeError as error:
-            raise bind_failure(host, port, setting="grpc_port") from error
+            raise bind_failure(host, port, setting=self._port_setting) from error
         if not is_loopback(host) and (gives_up := given_up(self._settings)):
             log.warning("server.exposed", address=f"{target}:{bound}", gives_up=gives_up)
         return f"{target}:{bound}"
