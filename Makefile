@@ -30,6 +30,13 @@ SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requi
 TYPESCRIPT       := clients/typescript
 TYPESCRIPT_STAMP := $(TYPESCRIPT)/node_modules/.installed-$(shell cksum < $(TYPESCRIPT)/package-lock.json | cut -d' ' -f1)
 
+# The Go client, built with the gRPC of Debian's packages, which lie in a GOPATH.
+GO_CLIENT   := clients/go
+GO_PACKAGE  := github.com/astraflow/astraflow/$(GO_CLIENT)
+GO_PATH     := $(CURDIR)/build/gopath
+GO_SOURCES  := /usr/share/gocode
+GO_PACKAGES := golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go protoc-gen-go-grpc
+
 # TextWorld and ALFWorld, for the tests that play them: an environment of its own, for parts of them are under the GPL.
 GAMES_VENV  := .venv-env
 GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
@@ -67,7 +74,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup typescript sglang-env text-games-env verifiers-env
+.PHONY: lint format types proto proto-check breaking schema setup typescript go sglang-env text-games-env verifiers-env
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -101,6 +108,15 @@ typescript: $(TYPESCRIPT_STAMP) ## Build the TypeScript client (needs node >= 20
 	@cd $(TYPESCRIPT) && npm run --silent build
 	@echo 'typescript: built; tests that need it find it'
 
+go: ## Build and test the Go client (needs Debian's golang-go and gRPC for it)
+	@command -v go > /dev/null && [ -d $(GO_SOURCES)/src/google.golang.org/grpc ] \
+	  || { echo 'go: sudo apt-get install -y $(GO_PACKAGES)'; exit 1; }
+	@mkdir -p $(GO_PATH)/src/$(dir $(GO_PACKAGE)) && ln -sfn $(CURDIR)/$(GO_CLIENT) $(GO_PATH)/src/$(GO_PACKAGE)
+	@export GO111MODULE=off GOFLAGS= GOPATH=$(GO_PATH):$(GO_SOURCES); cd $(GO_PATH)/src/$(GO_PACKAGE) \
+	  && go vet . ./conformance ./examples/evaluate && go test . && test -z "$$(gofmt -l *.go conformance examples)" \
+	  && go build -o build/driver ./conformance && go build -o build/evaluate ./examples/evaluate
+	@echo 'go: built; tests that need it find it'
+
 sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 min)
 	@echo 'sglang-env: ready; tests that need it find it'
 
@@ -113,7 +129,7 @@ verifiers-env: $(VERIFIERS_STAMP) ## The package verifiers in .venv-verifiers (0
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
-	@rm -rf build dist $(TYPESCRIPT)/dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist $(TYPESCRIPT)/dist $(GO_CLIENT)/build .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too

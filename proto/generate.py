@@ -1,9 +1,9 @@
-"""Generates the Python and the TypeScript side of the contracts, their descriptors for tools and other languages, and
-docs/contracts.md.
+"""Generates the Python, TypeScript and Go sides of the contracts, their descriptors for tools and other languages, and
+docs/contracts.md. C++ generates its own where it is built.
 
 The output is committed, so that nobody needs protoc; it depends only on the .proto files and the pinned
-generators, and `--check` proves that it is fresh. TypeScript needs its generator from npm (`make typescript`): without
-it that side is left as it is, and named. `make proto` and `make proto-check` call this.
+generators, and `--check` proves that it is fresh. TypeScript needs its generator from npm (`make typescript`), Go those
+of Debian 12: a side without its generators is left as it is, and named. `make proto` and `make proto-check` call this.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ PROTO_ROOT = Path(__file__).resolve().parent
 PYTHON_ROOT = PROTO_ROOT.parent / "clients" / "python"
 TYPESCRIPT = PROTO_ROOT.parent / "clients" / "typescript"
 TYPESCRIPT_PLUGIN = TYPESCRIPT / "node_modules" / ".bin" / "protoc-gen-es"
+GO = PROTO_ROOT.parent / "clients" / "go"
+GO_MODULE = "github.com/astraflow/astraflow/clients/go"
+# Code of newer ones needs a newer gRPC than Debian's; this compiles with both.
+GO_PLUGINS = {"protoc-gen-go": "protoc-gen-go v1.28.1", "protoc-gen-go-grpc": "protoc-gen-go-grpc 1.0"}
 GOOGLE_RPC = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 PAGE = PROTO_ROOT.parent / "docs" / "contracts.md"
 DESCRIPTORS = PROTO_ROOT.parent / "clients" / "descriptors" / "astraflow.binpb"
-GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi", "_pb.ts")
+GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi", "_pb.ts", ".pb.go")
 
 
 def main() -> int:
@@ -36,15 +40,20 @@ def main() -> int:
     parser.add_argument(
         "--typescript", type=Path, default=TYPESCRIPT / "src" / "gen", help="the same in TypeScript"
     )
+    parser.add_argument("--go", type=Path, default=GO / "astraflow", help="the same in Go")
     parser.add_argument("--page", type=Path, default=PAGE, help="page of all rpcs to write or check")
     parser.add_argument("--descriptors", type=Path, default=DESCRIPTORS, help="descriptors to write or check")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as typescript_scratch:
-        trees = {arguments.into: generate(Path(scratch))}
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = {arguments.into: generate(new_folder(scratch, "python"))}
         if TYPESCRIPT_PLUGIN.exists():
-            trees[arguments.typescript] = generate_typescript(Path(typescript_scratch))
+            trees[arguments.typescript] = generate_typescript(new_folder(scratch, "typescript"))
         else:
             print("proto: TypeScript is left as it is; `make typescript` installs its generator")
+        if (other := other_go_plugin()) is None:
+            trees[arguments.go] = generate_go(new_folder(scratch, "go"))
+        else:
+            print(f"proto: Go is left as it is; {other}")
         described = describe()
         singles = {
             arguments.page: page_of_rpcs(described).encode(),
@@ -81,6 +90,33 @@ def generate_typescript(scratch: Path) -> dict[str, Path]:
     plugin_options = [f"--plugin=protoc-gen-es={TYPESCRIPT_PLUGIN}", f"--es_out={scratch}"]
     protoc(*plugin_options, "--es_opt=target=ts,import_extension=js", *GOOGLE_RPC)
     return {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*.ts"))}
+
+
+def other_go_plugin() -> str | None:
+    """Why Go cannot be generated here as it was; None when it can."""
+    for name, version in GO_PLUGINS.items():
+        path = shutil.which(name)
+        found = subprocess.check_output([path, "--version"], text=True).strip() if path else "none"
+        if found != version:
+            return f"its generator is {version} (Debian 12: {', '.join(GO_PLUGINS)}), found {found}"
+    return None
+
+
+def generate_go(scratch: Path) -> dict[str, Path]:
+    """The same for Go, in packages named after the files' `go_package`."""
+    kinds = ("go", "go-grpc")
+    protoc(
+        *(f"--{kind}_out={scratch}" for kind in kinds),
+        *(f"--{kind}_opt=module={GO_MODULE}" for kind in kinds),
+    )
+    return {str(path.relative_to(scratch / "astraflow")): path for path in sorted(scratch.rglob("*.go"))}
+
+
+def new_folder(parent: str, name: str) -> Path:
+    """An empty folder."""
+    folder = Path(parent, name)
+    folder.mkdir()
+    return folder
 
 
 def protoc(*options: str) -> None:
@@ -170,7 +206,7 @@ def differences(fresh: dict[str, Path], *, into: Path) -> list[str]:
 
 def leftovers(fresh: dict[str, Path], *, into: Path) -> list[str]:
     """Generated files under `into` that no .proto makes any more."""
-    found = (path for path in into.rglob("*_pb*") if path.name.endswith(GENERATED_SUFFIXES))
+    found = (path for path in into.rglob("*") if path.name.endswith(GENERATED_SUFFIXES))
     return [name for name in (str(path.relative_to(into)) for path in found) if name not in fresh]
 
 

@@ -20,7 +20,9 @@ from support.source_tree import REPOSITORY, tracked_files
 PAGES = [path for path in tracked_files() if path.suffix == ".md"]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`([^`\n]+)`")
-COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(astraflow|make) (.+)")
+COMMAND = re.compile(
+    r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?(astraflow|make) ([^\"].*)"
+)  # an import of Go is quoted
 SECTION_LINK = re.compile(r"\]\(([^)#\s:]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.M)
 WIDTH = 120

@@ -26,7 +26,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def into(folder: Path) -> list[str]:
     """The options that keep a run within `folder`."""
     single = ["--page", str(folder / "contracts.md"), "--descriptors", str(folder / "all.binpb")]
-    single += ["--typescript", str(folder / "typescript")]
+    single += ["--typescript", str(folder / "typescript"), "--go", str(folder / "go")]
     return ["--into", str(folder), *single]
 
 

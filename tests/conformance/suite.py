@@ -65,7 +65,8 @@ def expanded(rows: Sequence[Mapping[str, Json]]) -> Iterator[Mapping[str, Json]]
 class Driver:
     """A driver program. Operations may be sent while others are waiting for their answer."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], *, language: str) -> None:
+        self.language = language
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )

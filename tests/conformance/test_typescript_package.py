@@ -8,8 +8,8 @@ import signal
 import subprocess
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from astraflow import __version__
 from astraflow.dataflow.v1 import task_service_pb2 as task_pb
 from astraflow.dataflow.v1 import trace_pb2
 from astraflow_kit.ports import free_port
-from support.dataflow_world import Node, World
+from conformance.completing import completing
+from support.dataflow_world import World
 from support.source_tree import REPOSITORY
 
 CLIENT = REPOSITORY / "clients" / "typescript"
@@ -158,22 +159,6 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
-
-
-@asynccontextmanager
-async def completing(node: Node) -> AsyncIterator[None]:
-    """A node that finishes every task: the reward is the number of the member."""
-
-    async def work() -> None:
-        while True:
-            await node.complete_all(await node.lease(8, wait_s=1.0))
-
-    working = asyncio.create_task(work())
-    try:
-        yield
-    finally:
-        working.cancel()
-        await asyncio.wait((working,))
 
 
 class Completions(BaseHTTPRequestHandler):

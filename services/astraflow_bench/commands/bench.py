@@ -15,6 +15,7 @@ from astraflow_bench.commands.bench_policies import policies
 from astraflow_bench.commands.bench_rewards import rewards
 from astraflow_bench.commands.bench_rollout import rollout
 from astraflow_bench.commands.bench_wan import wan
+from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
 from astraflow_bench.weights import benchmark as measure
 from astraflow_bench.weights import report as weight_report
@@ -62,7 +63,8 @@ def weights(
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write weights-bench.json and .md there.")
+        Path | None,
+        typer.Option(metavar="FOLDER", callback=made, help="Also write weights-bench.json and .md there."),
     ] = None,
 ) -> None:
     """Bytes and CPU of weight versions, against entropy bounds, peers' encodings and one memcpy.

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from astraflow_bench import policies as measurement
+from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
 from astraflow_bench.policies import MAX_NO_CREDIT, MAX_WALL_RATIO, Comparison, Difference
 from astraflow_launcher.view.metrics_file import to_json
@@ -30,7 +31,8 @@ def policies(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help=f"Also write {_PAGE}.json and .md there.")
+        Path | None,
+        typer.Option(metavar="FOLDER", callback=made, help=f"Also write {_PAGE}.json and .md there."),
     ] = None,
 ) -> None:
     """Reward per step and wall time of policies trained in one run, against each of them trained alone.

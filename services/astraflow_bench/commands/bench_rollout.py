@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
 from astraflow_bench.rollout.figures import Figure
 
@@ -44,7 +45,8 @@ def rollout(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help=f"Also write {_PAGE}.json and .md there.")
+        Path | None,
+        typer.Option(metavar="FOLDER", callback=made, help=f"Also write {_PAGE}.json and .md there."),
     ] = None,
 ) -> None:
     """What rollouts cost: the CPU engine beside transformers and SGLang, the node, swaps, the OpenAI endpoint.

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
 from astraflow_bench.wan import experiment, report
 from astraflow_bench.wan.experiment import Options
@@ -50,7 +51,8 @@ def wan(
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write wan.json and wan.md there.")
+        Path | None,
+        typer.Option(metavar="FOLDER", callback=made, help="Also write wan.json and wan.md there."),
     ] = None,
 ) -> None:
     """Publisher, store and two nodes in network namespaces, on links of a real rate and round trip; needs root.

@@ -204,7 +204,6 @@ def summary(report: WanReport) -> list[str]:
 
 def write_page(report: WanReport, *, folder: Path, origin: Origin, command: str) -> None:
     """Write `wan.json` and `wan.md` into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"origin": asdict(origin), "command": command, **report.as_json()}
     (folder / "wan.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [

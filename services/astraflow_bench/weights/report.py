@@ -59,7 +59,6 @@ def write_page(
     report: WeightsReport, targets: Sequence[Target], *, folder: Path, origin: Origin, command: str
 ) -> None:
     """Write `weights-bench.json` and `weights-bench.md` into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"origin": dataclasses.asdict(origin), "command": command, **as_json(report, targets)}
     (folder / f"{PAGE}.json").write_text(json.dumps(content, indent=1) + "\n")
     missed = [target.name for target in targets if not target.met]

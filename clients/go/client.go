@@ -1,0 +1,235 @@
+// Package astraflow is the client of AstraFlow's dataflow server: submit tasks, run rollout nodes, watch runs.
+//
+// The generated contracts are in the packages astraflow/dataflow/v1 (dataflowv1), astraflow/rollout/v1 (rolloutv1) and
+// so on beneath this one. This package adds what everybody would otherwise write himself: a connection from an address
+// or a join string, typed errors, repeats where the contract says that they are harmless, token columns, and streams
+// that come back after a loss.
+package astraflow
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"os"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/protobuf/proto"
+
+	dataflowv1 "github.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1"
+	optionsv1 "github.com/astraflow/astraflow/clients/go/astraflow/options/v1"
+	serverv1 "github.com/astraflow/astraflow/clients/go/astraflow/server/v1"
+)
+
+const (
+	// Version is the release of this package.
+	Version = "0.1.0"
+	// MaxMessageBytes is the largest message in either direction.
+	MaxMessageBytes = 64 << 20
+)
+
+// ContractVersion is the contract version that this package was made for.
+var ContractVersion, _ = proto.GetExtension(
+	serverv1.File_astraflow_server_v1_server_info_proto.Options(), optionsv1.E_ContractVersion).(uint32)
+
+// Client has the services of one dataflow server over one connection. It is safe for concurrent use.
+type Client struct {
+	Runs         dataflowv1.RunServiceClient
+	Tasks        dataflowv1.TaskServiceClient
+	Trajectories dataflowv1.TrajectoryServiceClient
+	Batches      dataflowv1.BatchServiceClient
+	Versions     dataflowv1.VersionServiceClient
+	Admin        dataflowv1.AdminServiceClient
+	// Channel is what the services call through, for rpcs that none of them has.
+	Channel grpc.ClientConnInterface
+
+	address    string
+	connection *grpc.ClientConn
+}
+
+type settings struct {
+	join       Join
+	token      func() (string, error)
+	tls        *tls.Config
+	isInsecure bool
+	retry      RetryPolicy
+}
+
+// Option is an option of Connect.
+type Option func(*settings) error
+
+// WithToken sends the token as bearer token, in place of the join string's.
+func WithToken(token string) Option {
+	return func(s *settings) error {
+		s.token = func() (string, error) { return token, nil }
+		return nil
+	}
+}
+
+// WithTokenFile sends the token in the file, which is read again for each call, so that it can be replaced.
+func WithTokenFile(path string) Option {
+	return func(s *settings) error {
+		s.token = func() (string, error) {
+			content, err := os.ReadFile(path)
+			if err != nil {
+				return "", newError(Unavailable, "the token file cannot be read: %v", err)
+			}
+			return strings.TrimSpace(string(content)), nil
+		}
+		return nil
+	}
+}
+
+// WithCAFile uses TLS and trusts the authorities in the PEM file, and no other.
+func WithCAFile(path string) Option {
+	return func(s *settings) error {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return newError(InvalidArgument, "the CA file cannot be read: %v; mount it or fix its mode", err)
+		}
+		pool := x509.NewCertPool()
+		if !pool.AppendCertsFromPEM(content) {
+			return newError(InvalidArgument, "the CA file %s holds no certificate in PEM", path)
+		}
+		s.secure().RootCAs = pool
+		return nil
+	}
+}
+
+// WithPublicCA uses TLS and trusts the authorities that this machine trusts.
+func WithPublicCA() Option {
+	return func(s *settings) error { s.secure().RootCAs = nil; return nil }
+}
+
+// WithServerName asks for this name in the server's certificate, in place of the host of the address.
+func WithServerName(name string) Option {
+	return func(s *settings) error { s.join.ServerName = name; return nil }
+}
+
+// WithClientCertificate shows the certificate in the PEM file to a server that asks for one.
+func WithClientCertificate(certificateFile, keyFile string) Option {
+	return func(s *settings) error {
+		pair, err := tls.LoadX509KeyPair(certificateFile, keyFile)
+		if err != nil {
+			return newError(InvalidArgument, "the client certificate and its key do not load: %v", err)
+		}
+		s.secure().Certificates = []tls.Certificate{pair}
+		return nil
+	}
+}
+
+// WithInsecure sends the token without TLS, to whoever listens on the way. For closed test networks only.
+func WithInsecure() Option {
+	return func(s *settings) error { s.isInsecure = true; return nil }
+}
+
+// WithRetry repeats harmless calls by another policy than DefaultRetry; one whose Total is 0 repeats none.
+func WithRetry(policy RetryPolicy) Option {
+	return func(s *settings) error { s.retry = policy; return nil }
+}
+
+func (s *settings) secure() *tls.Config {
+	if s.tls == nil {
+		s.tls = &tls.Config{MinVersion: tls.VersionTLS12}
+	}
+	return s.tls
+}
+
+// Connect returns a client of the server at target, which is HOST:PORT (in plain text unless an option says whom to
+// trust) or a join string. The connection is made by the first call.
+func Connect(target string, options ...Option) (*Client, error) {
+	chosen, err := settingsOf(target, options)
+	if err != nil {
+		return nil, err
+	}
+	security := grpc.WithInsecure() //nolint:staticcheck // Debian 12 has a gRPC without credentials/insecure
+	if chosen.tls != nil {
+		chosen.tls.ServerName = chosen.join.ServerName
+		security = grpc.WithTransportCredentials(credentials.NewTLS(chosen.tls))
+	}
+	pause := backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second}
+	connection, err := grpc.Dial("dns:///"+chosen.join.Address, security, //nolint:staticcheck // as above: no NewClient
+		grpc.WithUserAgent("astraflow-go/"+Version),
+		grpc.WithDisableServiceConfig(),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: pause, MinConnectTimeout: 5 * time.Second}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time: 20 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true,
+		}),
+		grpc.WithDefaultCallOptions(
+			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
+	)
+	if err != nil {
+		return nil, newError(InvalidArgument, "cannot connect to %s: %v", chosen.join.Address, err)
+	}
+	calls := &channel{connection: connection, token: chosen.token, retry: chosen.retry}
+	return &Client{
+		Runs:         dataflowv1.NewRunServiceClient(calls),
+		Tasks:        dataflowv1.NewTaskServiceClient(calls),
+		Trajectories: dataflowv1.NewTrajectoryServiceClient(calls),
+		Batches:      dataflowv1.NewBatchServiceClient(calls),
+		Versions:     dataflowv1.NewVersionServiceClient(calls),
+		Admin:        dataflowv1.NewAdminServiceClient(calls),
+		Channel:      calls,
+		address:      chosen.join.Address,
+		connection:   connection,
+	}, nil
+}
+
+func settingsOf(target string, options []Option) (*settings, error) {
+	chosen := &settings{join: Join{Address: target}, retry: DefaultRetry}
+	if IsJoin(target) {
+		join, err := ParseJoin(target)
+		if err != nil {
+			return nil, err
+		}
+		chosen.join = *join
+		if chosen.secure().RootCAs, err = join.pool(); err != nil {
+			return nil, err
+		}
+	} else if err := requireAddress(target); err != nil {
+		return nil, err
+	}
+	_ = WithToken(chosen.join.Token)(chosen)
+	for _, option := range options {
+		if err := option(chosen); err != nil {
+			return nil, err
+		}
+	}
+	if token, _ := chosen.token(); token != "" && chosen.tls == nil && !chosen.isInsecure && !isLoopback(target) {
+		return nil, newError(InvalidArgument, "the token for %s would travel in the clear; say whom to trust (a join "+
+			"string, a CA file, or a public CA), or accept the risk with WithInsecure", target)
+	}
+	return chosen, nil
+}
+
+// ServerInfo asks the server who it is; needs no token. The error is Incompatible when this package cannot talk to it.
+func (c *Client) ServerInfo(ctx context.Context, options ...grpc.CallOption) (*serverv1.ServerInfo, error) {
+	answer, err := c.Admin.GetServerInfo(ctx, &dataflowv1.GetServerInfoRequest{}, options...)
+	if err != nil {
+		return nil, err
+	}
+	server := answer.GetServer()
+	oldest, newest := server.GetOldestContractVersion(), server.GetContractVersion()
+	switch {
+	case oldest > ContractVersion:
+		return nil, incompatible(c.address, server, "client")
+	case newest < ContractVersion:
+		return nil, incompatible(c.address, server, "server")
+	}
+	return server, nil
+}
+
+func incompatible(address string, server *serverv1.ServerInfo, older string) *Error {
+	return newError(Incompatible, "the server at %s (astraflow %s) speaks contract version %d to %d, this client "+
+		"(clients/go %s) %d: update the %s", address, server.GetProductVersion(), server.GetOldestContractVersion(),
+		server.GetContractVersion(), Version, ContractVersion, older)
+}
+
+// Close closes the connection; calls in flight fail.
+func (c *Client) Close() error {
+	return c.connection.Close()
+}
