@@ -22,6 +22,7 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 from astraflow.errors import AstraflowError
+from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
@@ -32,6 +33,7 @@ from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
 from astraflow_dataflow.servicers.run_servicer import RunServicer
+from astraflow_dataflow.servicers.scaler_servicer import ScalerServicer
 from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
 from astraflow_dataflow.servicers.version_servicer import VersionServicer
@@ -172,6 +174,15 @@ class Dataflow:
             ),
         ]
 
+    def scaler(self, *, ending: asyncio.Event) -> GrpcServer | None:
+        """The listener that answers KEDA, where the settings have one; its streams end once `ending` is set."""
+        if self.settings.scaler_port is None:
+            return None
+        servicer = ScalerServicer(self.registry, self.reporting, ending)
+        added = [(external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server, servicer)]
+        settings = self.settings.scaler
+        return GrpcServer(added, settings=settings, metrics=self.metrics, port_setting="scaler_port")
+
     async def status(self) -> Mapping[str, object]:
         """What /status shows: the Status answer of every run that the caller may see, or why there is none."""
         runs = {
@@ -276,15 +287,20 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         metrics=dataflow.metrics,
         revoked=dataflow.revoked_tokens.seen,
     )
+    scaler = dataflow.scaler(ending=life.drain)
 
     def announce() -> None:
         addresses = lifecycle.Addresses(
-            grpc=grpc_server.address, http=pages.address, probe=pages.probe_address
+            grpc=grpc_server.address,
+            http=pages.address,
+            probe=pages.probe_address,
+            scaler=scaler.address if scaler else "",
         )
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
 
-    await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)
+    services: list[lifecycle.Service] = [keeper, pages, grpc_server, *([scaler] if scaler else [])]
+    await lifecycle.run_services(services, lifecycle=life, on_started=announce)
 
 
 def connection_of(settings: DataflowServerSettings) -> Connection:

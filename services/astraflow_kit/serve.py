@@ -84,11 +84,14 @@ class GrpcServer:
         metrics: Metrics,
         run_id: str = "",
         revoked: RevokedElsewhere = frozenset,
+        port_setting: str = "grpc_port",
     ) -> None:
         """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
-        revoked otherwise than by the settings' file. Raises SettingsError for keys or certificates that cannot be used.
+        revoked otherwise than by the settings' file; `port_setting` is what people call the port. Raises SettingsError
+        for keys or certificates that cannot be used.
         """
         self._registrations = registrations
+        self._port_setting = port_setting
         self._settings = settings
         self._metrics = metrics
         self._run_id = run_id
@@ -171,7 +174,7 @@ class GrpcServer:
             else:
                 bound = server.add_insecure_port(f"{target}:{port}")
         except RuntimeError as error:
-            raise bind_failure(host, port, setting="grpc_port") from error
+            raise bind_failure(host, port, setting=self._port_setting) from error
         if not is_loopback(host) and (gives_up := given_up(self._settings)):
             log.warning("server.exposed", address=f"{target}:{bound}", gives_up=gives_up)
         return f"{target}:{bound}"

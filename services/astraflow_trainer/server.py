@@ -21,7 +21,7 @@ from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
-from astraflow_kit.http import StatusSource
+from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
@@ -104,7 +104,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
 
 
 async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
-    """A rank that is not the first: it trains and publishes its part, and answers nobody."""
+    """A rank that is not the first: it trains and publishes its part, and answers at most probes."""
     folder = own_folder(settings, rank.rank)
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings, folder=folder)
@@ -120,7 +120,16 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
             progress=Progress(),
             controls=controls,
         )
-        await lifecycle.run_services([_Training(session, controls, group)], lifecycle=life)
+        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group)]
+        await lifecycle.run_services(services, lifecycle=life)
+
+
+def probes_of_pod(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> list[lifecycle.Service]:
+    """The probe listener of a machine or pod without the first rank: the first of its ranks answers for it."""
+    if settings.probe_port is None or rank.local_rank != 0:
+        return []
+    app = create_probes(started=life.started.is_set)
+    return [HttpServer(app, host=settings.probe_host, port=settings.probe_port, setting="probe_port")]
 
 
 class _Training:

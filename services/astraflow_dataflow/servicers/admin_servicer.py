@@ -13,7 +13,6 @@ from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_size
-from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
@@ -117,9 +116,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         return pb.PurgeDeadLettersResponse(purged=purged)
 
     async def PoolReport(self, request: pb.PoolReportRequest, context: Context) -> pb.PoolReportResponse:
-        run = await self.registry.get(request.run_id)
-        audit = await self.store.audits.audit(run.run_id)
-        return pool_report(audit, await self.store.nodes.all(run.run_id, now_ms=audit.now_ms))
+        return await self.reporting.pools(await self.registry.get(request.run_id))
 
     async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenResponse:
         token = request.token
