@@ -90,7 +90,7 @@ class Dataflow:
             connection=connection,
             store=store,
             registry=RunRegistry(
-                store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
+                store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
             ),
             versions=versions,
             reporting=Reporting(

@@ -424,7 +424,8 @@ export const RunService: GenService<{
     output: typeof CreateRunResponseSchema;
   },
   /**
-   * FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent.
+   * FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+   * finishing or finished. Atomic, idempotent.
    *
    * @generated from rpc astraflow.dataflow.v1.RunService.UpdateRun
    */
