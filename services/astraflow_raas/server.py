@@ -163,7 +163,10 @@ def _drain_requested(reason: str, *, settings: NodeSettings, mirrors: MirrorFold
 
 async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, metrics: Metrics) -> None:
     grpc_server = GrpcServer(
-        registrations_of(node, begin_drain=life.begin_drain), settings=settings, metrics=metrics
+        registrations_of(node, begin_drain=life.begin_drain),
+        settings=settings,
+        metrics=metrics,
+        run_id=node.run_id,
     )
 
     async def status() -> Mapping[str, object]:
