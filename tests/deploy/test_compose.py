@@ -77,7 +77,7 @@ def stack(
         "HTTP_PORT": str(free_port()),
     }
     with Compose(docker, choices) as compose:
-        compose.run("up", "--detach", "--no-build")
+        compose.up()
         yield compose
 
 
@@ -214,7 +214,7 @@ def test_a_killed_container_comes_back_and_the_run_goes_on(stack: Compose, servi
 
 
 def test_a_second_node_contributes(stack: Compose) -> None:
-    stack.run("up", "--detach", "--no-build", "--scale", "raas=2", "raas")
+    stack.up("--scale", "raas=2", "raas")
 
     def who_sampled() -> set[str]:
         return {node.node_id for node in status(stack).nodes if node.trajectories}
@@ -227,5 +227,5 @@ def test_a_second_node_contributes(stack: Compose) -> None:
 def test_down_and_up_resumes(stack: Compose) -> None:
     before = step(stack)
     stack.run("down", "--timeout", "60")
-    stack.run("up", "--detach", "--no-build")
+    stack.up()
     reaches(stack, before + 2)

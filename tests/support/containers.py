@@ -191,6 +191,13 @@ class Compose:
         """`docker-compose WORDS…` in the folder."""
         return _run([COMPOSE, *words], environment=self._environment, folder=self.folder, check=check)
 
+    def up(self, *words: str) -> None:
+        """`up` with the images there are. Raises RuntimeError with what the containers said last."""
+        done = self.run("up", "--detach", "--no-build", *words, check=False)
+        if done.returncode:
+            said = self.run("logs", "--no-color", "--tail", "20", check=False).stdout
+            raise RuntimeError(f"{done.stderr[-2000:]}\n{said[-8000:]}")
+
     def containers(self, service: str) -> list[str]:
         """Ids of a service's containers, ended ones too."""
         return self.run("ps", "--all", "--quiet", service).stdout.split()

@@ -16,7 +16,8 @@ app = typer.Typer(add_completion=False)
 def secrets(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with one folder for each party.")],
     names: Annotated[
-        list[str], typer.Option("--name", metavar="HOST", help="Name that callers use for a server; repeat it.")
+        list[str],
+        typer.Option("--name", metavar="HOST", help="Name that callers use for a server; repeat it."),
     ],
 ) -> None:
     """Make the secrets of one installation that are missing or end within 60 days; leaves the others as they are.

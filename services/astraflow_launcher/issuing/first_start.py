@@ -72,7 +72,10 @@ def _passwords(folder: Path) -> Iterator[str]:
             yield f"{place.name}"
     password = (folder / "dataflow" / "valkey-password").read_text().strip()
     write_file(folder / "valkey" / "valkey.conf", f"requirepass {password}\n".encode())
-    for file in ("token", "grafana-password"):  # Prometheus and Grafana run as users of their own, in this group
+    for file in (
+        "token",
+        "grafana-password",
+    ):  # Prometheus and Grafana run as users of their own, in this group
         (folder / "observe" / file).chmod(_GROUP_READS)
 
 

@@ -41,7 +41,12 @@ def test_tokens_have_the_role_of_their_party_and_the_servers_know_their_key(tmp_
         ).roles
         for party in ("trainer", "raas", "operator", "observe")
     }
-    assert found == {"trainer": {"trainer"}, "raas": {"rollout"}, "operator": {"operator"}, "observe": {"viewer"}}
+    assert found == {
+        "trainer": {"trainer"},
+        "raas": {"rollout"},
+        "operator": {"operator"},
+        "observe": {"viewer"},
+    }
 
 
 def test_what_signs_stays_with_the_authority_and_secrets_are_not_readable_by_others(tmp_path: Path) -> None:
