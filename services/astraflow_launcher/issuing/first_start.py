@@ -1,7 +1,7 @@
 """The secrets of one installation, made where they are missing: what a first `docker compose up` starts from.
 
-Invariant: nothing that is valid is replaced, so every start may ask; each party's folder holds what it needs and nothing
-of the others, and the keys that sign stay in `authority`. Called by `astraflow secrets`.
+Invariant: nothing that is valid is replaced, so every start may ask; each party's folder holds what it needs and
+nothing of the others, and the keys that sign stay in `authority`. Called by `astraflow secrets`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GROUP_READS = 0o640
 def make_missing(folder: Path, *, names: Sequence[str], now: datetime | None = None) -> Iterator[str]:
     """Make what is missing below `folder`, and what ends within 60 days anew; yields what was made, in words.
 
-    `names` are the host names that servers are called by. Raises InvalidArgumentError for a folder that cannot be written.
+    `names` are the host names that servers are called by. Raises InvalidArgumentError for a folder that is not writable.
     """
     now = now or datetime.now(UTC)
     authority = folder / "authority"
