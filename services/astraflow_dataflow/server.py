@@ -22,6 +22,7 @@ from astraflow.dataflow.v1 import (
     version_service_pb2_grpc,
 )
 from astraflow.errors import AstraflowError
+from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
@@ -32,6 +33,7 @@ from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
 from astraflow_dataflow.servicers.run_servicer import RunServicer
+from astraflow_dataflow.servicers.scaler_servicer import ScalerServicer
 from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
 from astraflow_dataflow.servicers.version_servicer import VersionServicer
@@ -39,6 +41,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
+from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
@@ -72,6 +75,7 @@ class Dataflow:
     reporting: Reporting
     settling: Settling
     durability: Durability
+    revoked_tokens: RevokedTokens
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -86,7 +90,7 @@ class Dataflow:
             connection=connection,
             store=store,
             registry=RunRegistry(
-                store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
+                store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
             ),
             versions=versions,
             reporting=Reporting(
@@ -94,6 +98,7 @@ class Dataflow:
             ),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
+            revoked_tokens=RevokedTokens(connection),
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
@@ -158,9 +163,25 @@ class Dataflow:
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(store, registry, self.reporting, durability, self.settings.capabilities),
+                AdminServicer(
+                    store,
+                    registry,
+                    self.reporting,
+                    durability,
+                    self.revoked_tokens,
+                    self.settings.capabilities,
+                ),
             ),
         ]
+
+    def scaler(self, *, ending: asyncio.Event) -> GrpcServer | None:
+        """The listener that answers KEDA, where the settings have one; its streams end once `ending` is set."""
+        if self.settings.scaler_port is None:
+            return None
+        servicer = ScalerServicer(self.registry, self.reporting, ending)
+        added = [(external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server, servicer)]
+        settings = self.settings.scaler
+        return GrpcServer(added, settings=settings, metrics=self.metrics, port_setting="scaler_port")
 
     async def status(self) -> Mapping[str, object]:
         """What /status shows: the Status answer of every run that the caller may see, or why there is none."""
@@ -187,17 +208,22 @@ class RunKeeper:
     def __init__(self, dataflow: Dataflow) -> None:
         self._dataflow = dataflow
         self._stopped = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
         try:
             await self._dataflow.durability.start()
+            await self._dataflow.revoked_tokens.look()
         except AstraflowError:
             await self._dataflow.connection.close()
             raise
-        self._following = background.start(self._dataflow.durability.run, name="durability", run_id="")
+        follow = self._dataflow.revoked_tokens.follow
+        self._following = [
+            background.start(self._dataflow.durability.run, name="durability", run_id=""),
+            background.start(follow, name="revoked_tokens", run_id=""),
+        ]
         await self._look()
 
     async def run(self) -> None:
@@ -213,9 +239,9 @@ class RunKeeper:
         """End the background work and close the connections."""
         self._stopped.set()
         await self._dataflow.registry.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for following in self._following:
+            following.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
@@ -253,17 +279,28 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         metrics=dataflow.metrics,
         status=dataflow.status,
         readiness={"redis": dataflow.connection.ready},
+        revoked=dataflow.revoked_tokens.seen,
     )
-    grpc_server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
+    grpc_server = GrpcServer(
+        dataflow.registrations(),
+        settings=settings,
+        metrics=dataflow.metrics,
+        revoked=dataflow.revoked_tokens.seen,
+    )
+    scaler = dataflow.scaler(ending=life.drain)
 
     def announce() -> None:
         addresses = lifecycle.Addresses(
-            grpc=grpc_server.address, http=pages.address, probe=pages.probe_address
+            grpc=grpc_server.address,
+            http=pages.address,
+            probe=pages.probe_address,
+            scaler=scaler.address if scaler else "",
         )
         lifecycle.write_address_file(settings.address_file, addresses)
         log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
 
-    await lifecycle.run_services([keeper, pages, grpc_server], lifecycle=life, on_started=announce)
+    services: list[lifecycle.Service] = [keeper, pages, grpc_server, *([scaler] if scaler else [])]
+    await lifecycle.run_services(services, lifecycle=life, on_started=announce)
 
 
 def connection_of(settings: DataflowServerSettings) -> Connection:

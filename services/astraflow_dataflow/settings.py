@@ -7,12 +7,12 @@ variables, `server` passes the parts on.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, FilePath, field_validator
+from pydantic import Field, FilePath, field_validator, model_validator
 
 from astraflow_dataflow.records import Level
-from astraflow_kit.settings import CommandOption, DaemonSettings
+from astraflow_kit.settings import CommandOption, DaemonSettings, Port
 
 
 class DataflowServerSettings(DaemonSettings):
@@ -40,6 +40,30 @@ class DataflowServerSettings(DaemonSettings):
     """Time in which a trainer renews the batch it holds; expiry raises an alarm and never unbinds."""
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
+
+    scaler_port: Annotated[Port | None, CommandOption("Autoscaling")] = None
+    """Port of a listener that answers KEDA, on `host` and for client certificates only; 0 takes a free one. Off unless
+    given.
+    """
+    scaler_client_ca_file: FilePath | None = None
+    """PEM certificates of the authority whose clients may ask it."""
+
+    @model_validator(mode="after")
+    def _scaler_is_safe(self) -> Self:
+        if (self.scaler_port is None) != (self.scaler_client_ca_file is None):
+            raise ValueError("scaler_port and scaler_client_ca_file go together; give both or neither")
+        if self.scaler_port is not None and self.tls_cert_file is None:
+            raise ValueError(
+                "scaler_port needs tls_cert_file and tls_key_file: KEDA shows no token, only a certificate"
+            )
+        return self
+
+    @property
+    def scaler(self) -> DaemonSettings:
+        """Settings of the scaler's listener: the same server at another port, with authorities of its own."""
+        return self.model_copy(
+            update={"grpc_port": self.scaler_port, "tls_client_ca_file": self.scaler_client_ca_file}
+        )
 
     @property
     def capabilities(self) -> list[str]:

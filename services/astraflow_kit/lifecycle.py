@@ -154,6 +154,7 @@ class Addresses:
     grpc: str = ""
     http: str = ""
     probe: str = ""
+    scaler: str = ""
     pid: int = field(default_factory=os.getpid)
 
 

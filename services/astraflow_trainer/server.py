@@ -21,7 +21,7 @@ from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
-from astraflow_kit.http import StatusSource
+from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
 from astraflow_kit.metrics import Metrics
@@ -36,7 +36,8 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_weights.store import ObjectStore, open_store, probe_create_only
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
 
 __all__ = ["check", "run"]
@@ -62,7 +63,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
         make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
-    store = _usable_store(settings, joined)
+    store = _usable_store(settings, joined, remember=False)
     VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
     return {"run": joined.run_id, "policy": joined.policy_id, "store": joined.store_uri}
 
@@ -90,6 +91,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
             metrics=metrics,
+            run_id=joined.run_id,
         )
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
@@ -103,7 +105,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
 
 
 async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
-    """A rank that is not the first: it trains and publishes its part, and answers nobody."""
+    """A rank that is not the first: it trains and publishes its part, and answers at most probes."""
     folder = own_folder(settings, rank.rank)
     with _client(settings) as client:
         joined = await asyncio.to_thread(_join, client, settings, folder=folder)
@@ -119,7 +121,16 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
             progress=Progress(),
             controls=controls,
         )
-        await lifecycle.run_services([_Training(session, controls, group)], lifecycle=life)
+        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group)]
+        await lifecycle.run_services(services, lifecycle=life)
+
+
+def probes_of_pod(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> list[lifecycle.Service]:
+    """The probe listener of a machine or pod without the first rank: the first of its ranks answers for it."""
+    if settings.probe_port is None or rank.local_rank != 0:
+        return []
+    app = create_probes(started=life.started.is_set)
+    return [HttpServer(app, host=settings.probe_host, port=settings.probe_port, setting="probe_port")]
 
 
 class _Training:
@@ -193,10 +204,10 @@ def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedR
     )
 
 
-def _usable_store(settings: TrainerSettings, joined: JoinedRun) -> ObjectStore:
+def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: bool = True) -> ObjectStore:
     """The run's store, proven to be writable and to honour create-only PUT."""
     store = open_store(joined.store_uri, settings=settings.store)
-    probe_create_only(store)
+    probe_create_only(store, remember=remember)
     return store
 
 

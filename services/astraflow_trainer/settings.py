@@ -72,6 +72,8 @@ class RankSettings(BaseSettings):
 
     rank: Annotated[int, Field(ge=0)] = 0
     """RANK."""
+    local_rank: Annotated[int, Field(ge=0)] | None = None
+    """LOCAL_RANK: which of the ranks of its machine or pod; `torchrun` sets it."""
     world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
     """WORLD_SIZE."""
     master_addr: str = "127.0.0.1"

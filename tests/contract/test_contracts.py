@@ -51,8 +51,8 @@ def test_every_rpc_says_who_may_call_it_and_what_repeating_does(files: Files) ->
 
 def test_every_file_names_its_package_in_other_languages_by_one_scheme(files: Files) -> None:
     for file in files:
-        name, options = file.package.split(".")[1], file.options
-        assert file.package == f"astraflow.{name}.v1"
+        name, options = file.name.split("/")[1], file.options
+        assert file.package == ("externalscaler" if name == "keda" else f"astraflow.{name}.v1")
         go_package = f"github.com/astraflow/astraflow/clients/go/astraflow/{name}/v1;{name}v1"
         assert options.go_package == go_package, file.name
         assert options.java_package == f"io.astraflow.{name}.v1", file.name

@@ -53,7 +53,15 @@ COMMANDS: dict[str, Subcommand] = {
     "dead-letters": Subcommand(
         "astraflow.commands.dead_letters", "Requeue or delete failed tasks.", "", _OPERATE
     ),
-    "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
+    "runs": Subcommand("astraflow.commands.runs", "Create, follow and end runs.", "", _OPERATE),
+    "ca": Subcommand("astraflow_launcher.commands.ca", "Issue certificates of your own.", "tools", _OPERATE),
+    "token": Subcommand("astraflow_launcher.commands.token", "Issue and read tokens.", "tools", _OPERATE),
+    "join-token": Subcommand(
+        "astraflow_launcher.commands.join_token", "Let a node join with one line.", "tools", _OPERATE
+    ),
+    "health": Subcommand(
+        "astraflow_launcher.commands.health", "Ask a daemon here if it works.", "", _OPERATE
+    ),
     "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
     "bench": Subcommand(
         "astraflow_bench.commands.bench",

@@ -1,6 +1,6 @@
 """Pools: what groups of nodes do and could do, for autoscalers.
 
-Pure; called by the admin service.
+Pure; called by `reporting` and `scaler_servicer`.
 """
 
 from __future__ import annotations
@@ -30,3 +30,23 @@ def leasable_tasks(audit: Audit) -> int:
     if audit.life is not Life.ACTIVE or any(policy.lacks_version for policy in audit.policies):
         return 0
     return audit.retries + min(audit.queued_tasks, audit.admitted)
+
+
+def nodes_wanted(
+    report: admin_service_pb2.PoolReportResponse,
+    pool: str,
+    *,
+    tasks_per_node: float,
+    share: float = 1.0,
+) -> float:
+    """Return how many nodes of `tasks_per_node` tasks each a pool could keep busy with the tasks that it holds and its
+    `share` of those that could be leased now.
+    """
+    load = load_of(report, pool)
+    return (load.leases + share * report.leasable_tasks) / tasks_per_node
+
+
+def load_of(report: admin_service_pb2.PoolReportResponse, pool: str) -> admin_service_pb2.PoolLoad:
+    """Return the load of one pool; of one without nodes an empty one."""
+    none = admin_service_pb2.PoolLoad(pool=pool)
+    return next((load for load in report.pools if load.pool == pool), none)

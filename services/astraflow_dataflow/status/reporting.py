@@ -19,6 +19,7 @@ from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
@@ -78,6 +79,11 @@ class Reporting:
         newest = await self.versions.newest(context)
         note_lags(nodes, {version.policy_id: version.version for version in newest})
         return nodes
+
+    async def pools(self, context: RunContext) -> admin_service_pb2.PoolReportResponse:
+        """Return load and capacity of each pool of nodes, and the tasks that more of them could take."""
+        audit = await self.store.audits.audit(context.run_id)
+        return pool_report(audit, await self.store.nodes.all(context.run_id, now_ms=audit.now_ms))
 
     def forget(self, run_id: str) -> None:
         """The run was deleted."""

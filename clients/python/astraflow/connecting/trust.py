@@ -44,8 +44,8 @@ def _plain_problem(connection: Connection, opened: socket.socket) -> str | None:
         if "ALERT" not in (error.reason or ""):  # an alert is an answer as well
             return None
     return (
-        f"the server at {connection.address} speaks TLS, and this side was not told whom to trust: give a join string, "
-        "its authority's certificate (--ca-file), or --public-ca"
+        f"the server at {connection.address} speaks TLS, and this side does not say whom it trusts: give a join "
+        "string, its authority's certificate (--ca-file), or --public-ca"
     )
 
 
@@ -53,8 +53,9 @@ def _tls_problem(connection: Connection, opened: socket.socket) -> str | None:
     name = connection.server_name or connection.host
     try:
         with _context(connection).wrap_socket(opened, server_hostname=name) as secured:
-            # What a server makes of our certificate comes after the handshake; its own preface otherwise.
-            secured.recv(1)
+            # After the handshake comes its preface, or what it makes of our certificate: an alert, or nothing at all.
+            if not secured.recv(1):
+                return _unwanted(connection)
     except ssl.SSLCertVerificationError as error:
         return f"the server at {connection.address} is not trusted: {_why_untrusted(error, name)}"
     except ssl.SSLError as error:
@@ -97,18 +98,15 @@ def _why_refused(connection: Connection, reason: str) -> str | None:
             f"the server at {connection.address} does not speak TLS: start it with tls_cert_file and tls_key_file, or "
             "reach it by its plain address where nobody else can listen"
         )
-    if (
-        ("ALERT" in reason and "CERTIFICATE" in reason)
-        or "HANDSHAKE_FAILURE" in reason
-        or "UNKNOWN_CA" in reason
-    ):
-        shown = (
-            "does not accept the client certificate"
-            if connection.client_cert
-            else "wants a client certificate"
-        )
-        return (
-            f"the server at {connection.address} {shown}: give one of its authority with --client-cert-file and "
-            "--client-key-file"
-        )
-    return None
+    # An alert: of all that a server can object to, our certificate is what the settings say.
+    return _unwanted(connection) if "ALERT" in reason else None
+
+
+def _unwanted(connection: Connection) -> str:
+    shown = (
+        "does not accept the client certificate" if connection.client_cert else "wants a client certificate"
+    )
+    return (
+        f"the server at {connection.address} {shown}: give one of its authority with --client-cert-file and "
+        "--client-key-file"
+    )

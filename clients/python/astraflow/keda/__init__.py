@@ -1,0 +1,1 @@
+"""Generated contracts: see proto/astraflow/keda."""

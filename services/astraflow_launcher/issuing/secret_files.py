@@ -1,0 +1,33 @@
+"""Files that hold secrets: readable by their owner only, whole or not there, and never overwritten by accident."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from astraflow.errors import ConflictError, InvalidArgumentError
+
+__all__ = ["require_absent", "write_file"]
+
+
+def require_absent(*paths: Path) -> None:
+    """Raise ConflictError when one of these exists."""
+    for path in paths:
+        if path.exists():
+            raise ConflictError(f"{path} exists and is not overwritten; move it away, or choose another name")
+
+
+def write_file(path: Path, content: bytes, *, secret: bool = True) -> None:
+    """Write a file with mode 0600, or 0644 where it is no secret; a reader sees all of it or none.
+
+    Raises InvalidArgumentError when it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:  # noqa: PTH123
+            os.fchmod(file.fileno(), 0o600 if secret else 0o644)
+            file.write(content)
+        draft.replace(path)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be written: {error.strerror}") from error
