@@ -32,7 +32,7 @@ _GROUP_READS = 0o640
 def make_missing(folder: Path, *, names: Sequence[str], now: datetime | None = None) -> Iterator[str]:
     """Make what is missing below `folder`, and what ends within 60 days anew; yields what was made, in words.
 
-    `names` are the host names that servers are called by. Raises InvalidArgumentError for a folder that is not writable.
+    `names` are the host names that servers are called by. Raises InvalidArgumentError where it cannot write.
     """
     now = now or datetime.now(UTC)
     authority = folder / "authority"
