@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError, PreconditionError
@@ -21,6 +22,8 @@ from astraflow_weights.store.granted import ReadKind, SignedReads, StoreRead
 if TYPE_CHECKING:
     from astraflow_weights.store.s3_signing import ReadSigner
 
+_MAX_READS = bounds_of(pb.SignReadsRequest, "reads").max_items
+_MAX_KEY = bounds_of(pb.StoreRead, "key").max_len
 _KINDS = {
     pb.STORE_READ_KIND_GET: ReadKind.GET,
     pb.STORE_READ_KIND_HEAD: ReadKind.HEAD,
@@ -59,6 +62,13 @@ class StoreGrants:
 
     async def sign(self, run: run_pb2.Run, reads: Sequence[pb.StoreRead]) -> pb.SignReadsResponse:
         """Sign reads. Raises PreconditionError, InvalidArgumentError, StoreRefused."""
+        if not 1 <= len(reads) <= _MAX_READS:
+            raise InvalidArgumentError(
+                f"{len(reads)} reads are to be signed; ask for 1 to {_MAX_READS} at a time"
+            )
+        longest = max(len(text) for read in reads for text in (read.key, read.after))
+        if longest > _MAX_KEY:
+            raise InvalidArgumentError(f"a key has {longest} characters, at most {_MAX_KEY}")
         if self._signer is None or not self._grants(run):
             raise PreconditionError(
                 f"this server grants no reads of {run.store_uri}; start it with --store-grants, or give nodes "
