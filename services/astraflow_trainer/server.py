@@ -91,6 +91,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
             metrics=metrics,
+            run_id=joined.run_id,
         )
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
