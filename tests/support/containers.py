@@ -205,7 +205,7 @@ class Compose:
     def secret(self, owner: str, name: str) -> Path:
         """A file in a volume of secrets, as this machine's root sees it."""
         volume = f"{self.choices['COMPOSE_PROJECT_NAME']}_secrets-{owner}"
-        return Path(self.docker.inspect(volume)[0]["Mountpoint"]) / name
+        return self.docker.folder / "data" / "volumes" / volume / "_data" / name
 
 
 class served:
