@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from astraflow._status import from_rpc_error
-from astraflow.client import RetryPolicy
-from astraflow.errors import AstraflowError, InternalError, RetryableError
+from astraflow.client import AsyncClient, RetryPolicy
+from astraflow.errors import AstraflowError, InternalError, RetryableError, UnauthenticatedError
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -60,19 +60,25 @@ class LoopService:
 class StreamService(LoopService):
     """Subclasses write `_stream`; it returns when the server closed the stream, and raises when it broke."""
 
+    _client: AsyncClient
+
     def __init__(self) -> None:
         super().__init__()
         self._failures = 0
         """Streams that broke since one last worked; subclasses set it back."""
 
     async def _loop(self) -> None:
-        """One stream after the other. Raises when the server refuses the node for good."""
+        """One stream after the other. Raises when the server refuses the node for good: a refused token is so only
+        where no file can bring another one.
+        """
         while True:
             hint_s = None
             try:
                 await self._stream()
                 self._failures = 0
-            except (RetryableError, InternalError) as error:
+            except (RetryableError, InternalError, UnauthenticatedError) as error:
+                if isinstance(error, UnauthenticatedError) and not self._client.connection.token_may_change:
+                    raise
                 self._failures, hint_s = self._failures + 1, error.retry_after_s
                 self._stream_failed(error, report=log.info if self._failures % _LOG_EVERY == 1 else log.debug)
             await asyncio.sleep(_RECONNECT.wait_s(max(1, self._failures), hint_s=hint_s))

@@ -12,7 +12,7 @@ from functools import partial
 from google.protobuf.json_format import MessageToDict
 
 from astraflow.client import AsyncClient
-from astraflow.errors import UnavailableError
+from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import ReadinessCheck
@@ -238,12 +238,8 @@ class _Watch(LoopService):
             self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
-        if waiting_for == "server" and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
-            raise UnavailableError(
-                f"no dataflow server at {self._server} for {now_s - self._since_s:.0f} s; "
-                f"{self._node.pusher.num_kept} episodes are kept on disk for the node's next start; raise "
-                "--server-gone-timeout-s (0: wait for ever) when it may be away longer"
-            )
+        if waiting_for in ("server", "token") and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
+            raise self._given_up(now_s - self._since_s)
         if waiting_for and now_s >= self._log_next_s:
             self._log_next_s = now_s + _LOG_EVERY_S
             log.info(
@@ -253,6 +249,18 @@ class _Watch(LoopService):
                 leases=self._node.worker.num_held,
                 episodes_kept=self._node.pusher.num_kept,
             )
+
+    def _given_up(self, waited_s: float) -> AstraflowError:
+        refusal, num_kept = self._node.worker.refusal, self._node.pusher.num_kept
+        kept = f"{num_kept} episodes are kept on disk for the node's next start"
+        if refusal is not None:
+            return type(refusal)(
+                f"{self._server} has refused the token for {waited_s:.0f} s: {refusal.message}; {kept}"
+            )
+        return UnavailableError(
+            f"no dataflow server at {self._server} for {waited_s:.0f} s; {kept}; raise --server-gone-timeout-s (0: "
+            "wait for ever) when it may be away longer"
+        )
 
 
 @asynccontextmanager

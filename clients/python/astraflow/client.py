@@ -161,6 +161,9 @@ class RetryPolicy:
         return ceiling * random.uniform(0.5, 1.0)
 
 
+_ONCE = RetryPolicy(total_s=0.0)
+
+
 class _Calls:
     """What both twins share: the metadata of a call, and whether and when it may be repeated."""
 
@@ -265,13 +268,15 @@ class AsyncClient(_Calls):
         Raises IncompatibleError when this client cannot talk to it, UntrustedServerError when one side does not prove
         who it is, or only one speaks TLS.
         """
-        request = admin_service_pb2.GetServerInfoRequest()
+        request, retry = admin_service_pb2.GetServerInfoRequest(), retry or self._retry
         try:
-            answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+            answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=_ONCE)
         except _UNREACHED as error:
             if problem := await asyncio.to_thread(trust_problem, self.connection):
                 raise errors.UntrustedServerError(problem) from error
-            raise
+            if not retry.total_s:
+                raise
+            answer = await self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
         require_compatible(answer.server, address=self.address)
         return answer.server
 
@@ -349,13 +354,15 @@ class Client(_Calls):
         self, *, timeout_s: float = DEFAULT_TIMEOUT_S, retry: RetryPolicy | None = None
     ) -> server_info_pb2.ServerInfo:
         """Blocking form of `AsyncClient.server_info`."""
-        request = admin_service_pb2.GetServerInfoRequest()
+        request, retry = admin_service_pb2.GetServerInfoRequest(), retry or self._retry
         try:
-            answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
+            answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=_ONCE)
         except _UNREACHED as error:
             if problem := trust_problem(self.connection):
                 raise errors.UntrustedServerError(problem) from error
-            raise
+            if not retry.total_s:
+                raise
+            answer = self.call(self.admin.GetServerInfo, request, timeout_s=timeout_s, retry=retry)
         require_compatible(answer.server, address=self.address)
         return answer.server
 

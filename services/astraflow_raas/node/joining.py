@@ -111,7 +111,8 @@ def _suggesting_fixes(client: AsyncClient) -> Iterator[None]:
         raise InvalidArgumentError(f"{client.address}: {error.message}; give --run-id") from error
     except (UnauthenticatedError, PermissionError_) as error:
         raise type(error)(
-            f"{client.address}: {error.message}; give --token-file with a token of the role `rollout`"
+            f"{client.address}: {error.message}; give --token-file, or --join-file, with a token of the role "
+            "`rollout` for this run"
         ) from error
     except FencedError as error:
         raise FencedError(f"{client.address}: {error.message}; choose another --node-id") from error

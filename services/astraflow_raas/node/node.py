@@ -129,7 +129,7 @@ class Node:
         if self.worker.draining:
             return "drain"
         if self.worker.without_server:
-            return "server"
+            return "token" if self.worker.refusal else "server"
         return self.policies.waiting_for or self.pusher.waiting_for
 
     def publish_gauges(self, metrics: Metrics) -> None:

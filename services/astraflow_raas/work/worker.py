@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, UnauthenticatedError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -97,6 +97,8 @@ class Worker(StreamService):
         """True while a working session is open."""
         self.without_server = False
         """True from the loss of a session until the next one is open."""
+        self.refusal: UnauthenticatedError | None = None
+        """Why the token is refused, while it is."""
 
     @property
     def num_held(self) -> int:
@@ -134,6 +136,7 @@ class Worker(StreamService):
 
     def _stream_failed(self, error: AstraflowError, *, report: Callable[..., None]) -> None:
         self.without_server = True
+        self.refusal = error if isinstance(error, UnauthenticatedError) else None
         report("session.lost", reason=error.reason, message=error.message, leases=self.num_held)
 
     async def _rejoin(self) -> None:

@@ -1,10 +1,14 @@
 """A loop ends where it waits, runs its last `finally`, and keeps errors apart from cancellations."""
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from astraflow_raas.loops import LoopService
+from astraflow.client import AsyncClient, Connection
+from astraflow.errors import AstraflowError, UnauthenticatedError
+from astraflow_raas.loops import LoopService, StreamService
 
 
 class Waiting(LoopService):
@@ -61,3 +65,42 @@ async def test_a_cancellation_from_outside_spreads_and_still_cleans_up() -> None
     with pytest.raises(asyncio.CancelledError):
         await running
     assert service.cleaned_up
+
+
+class Refused(StreamService):
+    """A stream whose first attempts a server refuses for their token."""
+
+    def __init__(self, client: AsyncClient, *, refusals: int) -> None:
+        super().__init__()
+        self._client, self.refusals = client, refusals
+        self.reported: list[str] = []
+        self.worked = asyncio.Event()
+
+    async def _stream(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise UnauthenticatedError("the token has expired")
+        self.worked.set()
+        await asyncio.Event().wait()
+
+    def _stream_failed(self, error: AstraflowError, *, report: Callable[..., None]) -> None:
+        self.reported.append(error.reason)
+
+
+async def test_a_refused_token_is_waited_out_where_a_file_may_bring_another(tmp_path: Path) -> None:
+    connection = Connection("127.0.0.1:1", token=tmp_path / "token")
+    (tmp_path / "token").write_text("t")
+    async with AsyncClient(connection) as client:
+        service = Refused(client, refusals=2)
+        running = asyncio.create_task(service.run())
+        async with asyncio.timeout(10):
+            await service.worked.wait()
+        assert service.reported == ["UNAUTHENTICATED"] * 2
+        await service.stop(deadline_s=5.0)
+        await running
+
+
+async def test_a_refused_token_that_nothing_can_replace_ends_the_service() -> None:
+    async with AsyncClient(Connection("127.0.0.1:1", token="t")) as client:
+        with pytest.raises(UnauthenticatedError):
+            await Refused(client, refusals=1).run()

@@ -91,6 +91,11 @@ class Connection:
         """Port of the address."""
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def token_may_change(self) -> bool:
+        """Whether a token that is refused now may be replaced by another one."""
+        return not isinstance(self.token, str)
+
     def current_token(self) -> str:
         """The token to send now; empty without one. Raises UnavailableError while its file cannot be read."""
         if isinstance(self.token, Path):
