@@ -16,7 +16,13 @@ from astraflow.errors import EVERY_RPC
 _SERVICE, _RPC = 6, 2  # field numbers of descriptor.proto, from which paths into a file are made
 _REPEATS = {"RETRY_READ": "reads", "RETRY_IDEMPOTENT": "idempotent", "RETRY_NEVER": "acts again"}
 _STREAMS = {(False, False): "", (True, False): " ⇈", (False, True): " ⇊", (True, True): " ⇅"}
-_TABLE = "| rpc | purpose | state | repeat | roles | errors |\n|---|---|---|---|---|---|"
+_TABLE = "| rpc | purpose | state | repeat | roles | runs | errors |\n|---|---|---|---|---|---|---|"
+_RUNS = {
+    "SCOPE_SERVED_RUN": "served",
+    "SCOPE_VISIBLE_RUNS": "visible",
+    "SCOPE_ALL_RUNS": "all",
+    "SCOPE_NO_RUN": "none",
+}
 _HEAD = """# Contracts: every rpc, and the bounds of fields
 
 Generated from [`proto/`](../proto) by `make proto`; do not edit. The comments of the `.proto` files say more. Streams
@@ -28,6 +34,9 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
   the client library.
 * **Roles** may call it; `anyone` needs no token. Without token keys every caller has every role
   ([identity](identity.md)).
+* **Runs**: what the claim `runs` of a token is compared with. `named` is the run in the request, an empty one standing
+  for the token's only run; `served` the run that the daemon belongs to; `visible` answers leave out other runs; `all`
+  needs a token for `*`.
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
 
@@ -118,6 +127,7 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         f"missing: `{missing['capability']}`; {missing['instead']}" if missing else "works",
         _REPEATS[options["retry"]],
         ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
+        _RUNS.get(options.get("scope", ""), "" if options["roles"] == ["ROLE_ANYONE"] else "named"),
         _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

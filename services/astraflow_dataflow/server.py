@@ -41,6 +41,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
+from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
@@ -74,6 +75,7 @@ class Dataflow:
     reporting: Reporting
     settling: Settling
     durability: Durability
+    revoked_tokens: RevokedTokens
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -88,7 +90,7 @@ class Dataflow:
             connection=connection,
             store=store,
             registry=RunRegistry(
-                store, code_dir=settings.work_dir / "code" if settings.allow_recipe_code else None
+                store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
             ),
             versions=versions,
             reporting=Reporting(
@@ -96,6 +98,7 @@ class Dataflow:
             ),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
+            revoked_tokens=RevokedTokens(connection),
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
@@ -160,7 +163,14 @@ class Dataflow:
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
-                AdminServicer(store, registry, self.reporting, durability, self.settings.capabilities),
+                AdminServicer(
+                    store,
+                    registry,
+                    self.reporting,
+                    durability,
+                    self.revoked_tokens,
+                    self.settings.capabilities,
+                ),
             ),
         ]
 
@@ -198,17 +208,22 @@ class RunKeeper:
     def __init__(self, dataflow: Dataflow) -> None:
         self._dataflow = dataflow
         self._stopped = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
         try:
             await self._dataflow.durability.start()
+            await self._dataflow.revoked_tokens.look()
         except AstraflowError:
             await self._dataflow.connection.close()
             raise
-        self._following = background.start(self._dataflow.durability.run, name="durability", run_id="")
+        follow = self._dataflow.revoked_tokens.follow
+        self._following = [
+            background.start(self._dataflow.durability.run, name="durability", run_id=""),
+            background.start(follow, name="revoked_tokens", run_id=""),
+        ]
         await self._look()
 
     async def run(self) -> None:
@@ -224,9 +239,9 @@ class RunKeeper:
         """End the background work and close the connections."""
         self._stopped.set()
         await self._dataflow.registry.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for following in self._following:
+            following.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
@@ -264,8 +279,14 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         metrics=dataflow.metrics,
         status=dataflow.status,
         readiness={"redis": dataflow.connection.ready},
+        revoked=dataflow.revoked_tokens.seen,
     )
-    grpc_server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
+    grpc_server = GrpcServer(
+        dataflow.registrations(),
+        settings=settings,
+        metrics=dataflow.metrics,
+        revoked=dataflow.revoked_tokens.seen,
+    )
     scaler = dataflow.scaler(ending=life.drain)
 
     def announce() -> None:

@@ -128,15 +128,17 @@ class EngineCore:
         self._scheduler.submit(Sequence(request=request, seed=seed, arrived_s=self._clock.monotonic_s()))
 
     def step(self) -> list[Completion]:
-        """Let waiting requests in, or advance the running ones by one token; returns those that ended."""
+        """Let waiting requests in, and advance the running ones by one token unless all that entered have drawn theirs;
+        returns those that ended.
+        """
         if self._paused:
             return []
         admitted = self._scheduler.admit()
-        if admitted:
-            return self._enter(admitted)
-        if self._scheduler.num_running:
-            return self._decode()
-        return []
+        completions, all_drawn = self._enter(admitted) if admitted else ([], False)
+        # Never a step later: what a row holds and its first token are of the same weights.
+        if self._scheduler.num_running and not all_drawn:
+            completions += self._decode()
+        return completions
 
     def abort(self, matches: Callable[[GenerateRequest], bool]) -> list[Completion]:
         """End every matching request now, with what it has."""
@@ -202,14 +204,16 @@ class EngineCore:
             **asdict(self._totals),
         )
 
-    def _enter(self, admitted: list[Sequence]) -> list[Completion]:
-        entered = self._runner.enter(admitted, free_slots=self._scheduler.free_slots())
-        for sequence, draw in entered:
-            self._scheduler.place(sequence, slot=draw.slot)
+    def _enter(self, admitted: list[Sequence]) -> tuple[list[Completion], bool]:
+        """Those that ended with their first token, and whether all have drawn one."""
+        entered, draws = self._runner.enter(admitted, free_slots=self._scheduler.free_slots())
+        for slot, sequence in entered.items():
+            self._scheduler.place(sequence, slot=slot)
             if not sequence.tokens:
                 self._totals.num_prompt_tokens += len(sequence.request.prompt)
                 self._totals.num_cached_tokens += sequence.cached_tokens
-        return self._record(entered)
+        ended = self._record((entered[draw.slot], draw) for draw in draws) if draws else []
+        return ended, len(draws) == len(entered)
 
     def _decode(self) -> list[Completion]:
         failpoints.hit("engine.decode_step")

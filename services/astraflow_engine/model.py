@@ -3,7 +3,7 @@
 Owns the arithmetic and nothing else: which rows run, and at which positions, is decided by the caller. Llama,
 Qwen2 and Qwen3 differ in biases and in the norm of queries and keys: what a version has no tensor for is left out. Two
 passes exist: `extend` writes several new tokens per row (prompts, recomputation) and `decode` one token for
-each of the leading rows without copying their cache. Both return the hidden state before the output head.
+each of some rows without copying their cache. Both return the hidden state before the output head.
 Called by the scheduler thread only, under `torch.inference_mode`.
 
 Shape legend: B rows, N new tokens, D hidden, Q heads, K kv heads, G = Q / K, H head_dim, T cached length, V
@@ -34,29 +34,36 @@ class Decoder:
         *,
         tokens_B: torch.Tensor,
         positions_B: torch.Tensor,
-        write_at_B: torch.Tensor,
+        rows_B: torch.Tensor,
         length: int,
     ) -> torch.Tensor:
-        """One token for each of the first B rows; returns hidden states [B, D].
+        """One token for each of the rows, in ascending order; returns hidden states [B, D].
 
-        `positions_B` int64 is where the token stands, `write_at_B` where its key goes (the dump column for
-        idle rows), and `length` exceeds every position.
+        `positions_B` int64 is where the token stands and its key goes, and `length` exceeds every position.
         """
         config = self._config
-        num_rows = tokens_B.shape[0]
         hidden = F.embedding(tokens_B, weights.embedding_VD)
         rotation = self._rotary.at(positions_B)
-        mask = _reach_mask(positions_B, length=length)[:, None, None]
-        places = cache.places(torch.arange(num_rows), write_at_B)
+        places = cache.places(rows_B, positions_B)
+        # Attention alone runs over idle rows below the last one as well, in place of a copy of all keys and values.
+        num_rows = int(rows_B[-1]) + 1
+        has_idle = len(rows_B) < num_rows
+        reach = (
+            positions_B.new_zeros(num_rows).index_copy_(0, rows_B, positions_B) if has_idle else positions_B
+        )
+        mask = _reach_mask(reach, length=length)[:, None, None]
         groups = config.num_heads // config.num_kv_heads
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._project(hidden, layer, rotation=rotation)
             cache.write(index, places, keys=keys, values=values)
             cached_keys, cached_values = cache.leading_rows(index, num_rows=num_rows, length=length)
             # Heads of one group share keys: as query length they become one plain batched product.
-            grouped = queries.reshape(num_rows, config.num_kv_heads, groups, config.head_dim)
+            grouped = queries.reshape(-1, config.num_kv_heads, groups, config.head_dim)
+            if has_idle:
+                grouped = grouped.new_zeros(num_rows, *grouped.shape[1:]).index_copy_(0, rows_B, grouped)
             mixed = F.scaled_dot_product_attention(grouped, cached_keys, cached_values, attn_mask=mask)
-            hidden = self._finish_layer(hidden, mixed.reshape(num_rows, -1), layer)
+            mixed = mixed.reshape(num_rows, -1)
+            hidden = self._finish_layer(hidden, mixed[rows_B] if has_idle else mixed, layer)
         return self._norm(hidden, weights.norm_D)
 
     def extend(

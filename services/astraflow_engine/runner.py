@@ -1,7 +1,7 @@
 """The tensors of every slot, and the passes that advance them: prefill for entering requests, decode for
 the rest.
 
-Invariant: for an occupied slot, `positions` is where its last drawn token will be written, everything below
+Invariant: for an occupied slot, `positions` is where its last token will be written, everything below
 it is in the cache, and the prefix index names only rows computed under the weights that `runner` holds now.
 Called by `core.py` on the scheduler thread; it decides nothing about who runs.
 
@@ -47,6 +47,11 @@ class _Prompt:
     def num_missing(self) -> int:
         return len(self.tokens) - self.start
 
+    @property
+    def is_ready(self) -> bool:
+        """Only the last token is missing, and the next decode pass computes that."""
+        return self.num_missing == 1
+
 
 class ModelRunner:
     """Model, cache and per-slot state of one engine. Not thread-safe."""
@@ -68,10 +73,15 @@ class ModelRunner:
         self._pass_tokens = pass_tokens
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
         self._positions = torch.zeros(num_slots, dtype=torch.int64)
-        self._write_at = torch.full((num_slots,), capacity, dtype=torch.int64)
 
-    def enter(self, sequences: Iterable[Sequence], *, free_slots: Seq[int]) -> list[tuple[Sequence, Draw]]:
-        """Choose a slot for each sequence, compute what no row holds yet, and draw each one's next token."""
+    def enter(
+        self, sequences: Iterable[Sequence], *, free_slots: Seq[int]
+    ) -> tuple[dict[int, Sequence], list[Draw]]:
+        """Choose a slot for each sequence, compute what no row holds yet, and draw the next token of those.
+
+        Returns the sequences by their slots. Those that have no draw wait for the next decode pass: all but their last
+        token was held, so it costs them no pass of their own.
+        """
         free = list(free_slots)
         prompts: dict[tuple[str, tuple[int, ...]], _Prompt] = {}
         by_slot: dict[int, Sequence] = {}
@@ -85,26 +95,27 @@ class ModelRunner:
                 slot = self._prefixes.least_valuable(free)
                 free.remove(slot)
                 prompts[key].slots.append(slot)
-                num_reused = len(context)
+                num_reused = len(context) - prompts[key].is_ready
             self._assign(sequence, slot=prompts[key].slots[-1], num_reused=num_reused)
             by_slot[prompts[key].slots[-1]] = sequence
-        draws = self._prefill(list(prompts.values()))
-        return [(by_slot[draw.slot], draw) for draw in draws]
+        for prompt in prompts.values():
+            if prompt.is_ready:
+                self._hold(prompt, length=prompt.start)
+        missing = [prompt for prompt in prompts.values() if not prompt.is_ready]
+        return by_slot, self._prefill(missing) if missing else []
 
     def decode(self, slots: Seq[int]) -> list[Draw]:
         """Advance the occupied slots, given in ascending order, by one token each."""
-        num_rows = slots[-1] + 1
-        positions = self._positions[:num_rows]
+        rows = torch.tensor(slots)
+        positions = self._positions[rows]
         hidden = self._model.decode(
             self._weights,
             self._cache,
-            tokens_B=self._last_tokens[:num_rows],
+            tokens_B=self._last_tokens[rows],
             positions_B=positions,
-            write_at_B=self._write_at[:num_rows],
+            rows_B=rows,
             length=int(positions.max()) + 1,
         )
-        if len(slots) < num_rows:
-            hidden = hidden[torch.tensor(slots)]
         return self._draw(hidden, slots=slots)
 
     def leave(self, slot: int, sequence: Sequence) -> None:
@@ -130,7 +141,7 @@ class ModelRunner:
         self._cache.exchange_rows(first, second, length=length)
         self._prefixes.exchange(first, second)
         self._sampling.exchange(first, second)
-        for state in (self._last_tokens, self._positions, self._write_at):
+        for state in (self._last_tokens, self._positions):
             state[pair] = state[pair[::-1]]
 
     def replace_weights(self, weights: Weights) -> None:
@@ -144,7 +155,6 @@ class ModelRunner:
 
     def _vacate(self, slot: int) -> None:
         self._positions[slot] = 0
-        self._write_at[slot] = self._cache.capacity
 
     def _settle(self, context: list[int], *, space: str, free: list[int]) -> _Prompt:
         """Take a free row for a new context, holding as much of its prefix as any row has."""
@@ -173,14 +183,19 @@ class ModelRunner:
         slots: list[int] = []
         sources: list[int] = []
         for index, prompt in enumerate(prompts):
-            self._cache.copy_row(prompt.slots[0], targets=prompt.slots[1:], length=len(prompt.tokens))
-            for slot in prompt.slots:
-                self._prefixes.record(slot, tokens=prompt.tokens, space=prompt.space)
-                # One below the first free position: `_draw` moves every drawn row on by one.
-                self._positions[slot] = self._write_at[slot] = len(prompt.tokens) - 1
+            self._hold(prompt, length=len(prompt.tokens))
             slots += prompt.slots
             sources += [index] * len(prompt.slots)
         return self._draw(hidden_BD[torch.tensor(sources)], slots=slots)
+
+    def _hold(self, prompt: _Prompt, *, length: int) -> None:
+        """All slots of a prompt hold `length` of its tokens, and stand at its last one."""
+        self._cache.copy_row(prompt.slots[0], targets=prompt.slots[1:], length=length)
+        for slot in prompt.slots:
+            self._prefixes.record(slot, tokens=prompt.tokens[:length], space=prompt.space)
+            self._last_tokens[slot] = prompt.tokens[-1]
+            # `_draw` moves every drawn row on by one.
+            self._positions[slot] = len(prompt.tokens) - 1
 
     def _compute(self, prompts: list[_Prompt]) -> torch.Tensor:
         """Run every prompt's missing tokens, a bounded number per pass; the hidden state of each last
@@ -233,7 +248,6 @@ class ModelRunner:
         where = torch.tensor(slots)
         self._last_tokens[where] = tokens
         self._positions[where] += 1
-        self._write_at[where] += 1
         return [
             Draw(slot=slot, token=token, logprob=logprob)
             for slot, token, logprob in zip(slots, tokens.tolist(), logprobs.tolist(), strict=True)

@@ -36,6 +36,13 @@ _ENTRIES = (
     Metric("astraflow_rpcs_total", Kind.COUNTER, "Finished rpcs by final status code.", ("rpc", "code")),
     Metric("astraflow_rpc_seconds", Kind.HISTOGRAM, "Duration of rpcs; streams from open to end.", ("rpc",)),
     Metric("astraflow_rpcs_active", Kind.GAUGE, "Rpcs in progress, streams included.", ("rpc",)),
+    Metric(
+        "astraflow_rpcs_refused_total",
+        Kind.COUNTER,
+        "Refused rpcs by error, and why by token.",
+        ("reason", "why"),
+    ),
+    Metric("astraflow_tls_expiry_timestamp_seconds", Kind.GAUGE, "When the server's certificate ends."),
     # dataflow
     Metric("astraflow_dataflow_pushes_total", Kind.COUNTER, "Pushed episodes by outcome.", ("outcome",)),
     Metric(

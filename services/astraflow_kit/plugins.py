@@ -255,8 +255,9 @@ def _import(module_name: str, *, spec: str, recipe_dir: Path | None) -> ModuleTy
 def _import_recipe(spec: str, *, recipe_dir: Path | None) -> ModuleType:
     if recipe_dir is None:
         raise PluginError(
-            f"plug-in {spec!r} is code of the run's recipe, which this daemon may not run; start it with "
-            "--allow-recipe-code if you trust whoever created the run, or install the code as a package"
+            f"plug-in {spec!r} is code of the run's recipe, which this daemon may not run, as it is no recipe of this "
+            "release; start it with --allow-recipe-code if you trust whoever created the run, or install the code as a "
+            "package"
         )
     path = recipe_dir / f"{RECIPE_MODULE}.py"
     if not path.is_file():

@@ -1,28 +1,31 @@
 """A run's own code on this machine: checked against its digest, written to a folder, only with leave.
 
-Invariant: no byte of a recipe's code reaches the disk unless the daemon was started with leave to run it, the
-bundle has the digest that pins it, and every path stays inside its folder; a folder is complete or absent.
-Every daemon that runs plug-ins calls it when it has joined a run.
+Invariant: no byte of a recipe's code reaches the disk unless it came with this release, or the daemon was started with
+leave to run any; the bundle has the digest that pins it, and every path stays inside its folder; a folder is complete
+or absent. Every daemon that runs plug-ins calls it when it has joined a run.
 """
 
 import re
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
-from astraflow.recipe.file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest, read_code
+from astraflow.recipe.shipped import shipped_recipes
 
 _SAFE_PATH = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
 
 
 def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Path | None:
-    """Write the bundle below `into` and return its folder; None when there is none or it is not allowed.
+    """Write the bundle below `into` and return its folder; None when there is none or it may not be run.
 
-    Idempotent: one folder per digest. Raises RecipeError when the bundle is not what its digest says.
+    Code of a recipe of this release may always be run, any other when it is `allowed`. Idempotent: one folder per
+    digest. Raises RecipeError when the bundle is not what its digest says.
     """
-    if not bundle.files or not allowed:
+    if not bundle.files or not (allowed or bundle.sha256 in _shipped_code()):
         return None
     files = [CodeFile(file.path, file.content) for file in bundle.files]
     digest = bundle_digest(files)
@@ -40,6 +43,13 @@ def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Pa
     if not folder.is_dir():
         _write(files, folder=folder)
     return folder
+
+
+@cache
+def _shipped_code() -> frozenset[bytes]:
+    """Digests of the code of this release's recipes."""
+    bundles = [read_code(folder) for folder in shipped_recipes().values()]
+    return frozenset(bundle_digest(files) for files in bundles if files)
 
 
 def _write(files: list[CodeFile], *, folder: Path) -> None:

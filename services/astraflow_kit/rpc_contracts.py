@@ -12,6 +12,8 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from astraflow._contract import ContractError, RpcContract, read_contract
 from astraflow.errors import UnimplementedError
+from astraflow_kit.identity.scopes import fields_of
+from astraflow_kit.identity.tokens import OPEN_TO_ALL
 
 Registration = tuple[Callable[[Any, Any], None], object]
 """A generated `add_…Servicer_to_server` and the servicer to add."""
@@ -37,6 +39,12 @@ def unknown_rpc(rpc: str, *, served: Mapping[str, object]) -> UnimplementedError
 
 def _fitting(method: MethodDescriptor, servicer: object) -> RpcContract:
     contract = read_contract(method)
+    says = contract.scope != "unspecified" or OPEN_TO_ALL in contract.roles
+    if not says and not fields_of(method.input_type, "run_id"):
+        raise ContractError(
+            f"the request of {method.full_name} names no run: give it one, or say which runs it is about with "
+            "(astraflow.options.v1.scope)"
+        )
     has_it = not getattr(type(servicer), method.name).__module__.endswith("_pb2_grpc")
     if has_it and contract.capability:
         raise ContractError(

@@ -8,6 +8,8 @@ contracts declare missing, and those that no contract has, are answered here. `_
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -23,10 +25,18 @@ from grpc_status import rpc_status
 from astraflow._contract import RpcContract
 from astraflow._status import to_status
 from astraflow.connecting.connection import is_loopback
-from astraflow.errors import AstraflowError, InternalError, InvalidArgumentError, RetryableError
-from astraflow_kit.identity.certificates import ServerCertificate
+from astraflow.errors import (
+    AstraflowError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionError_,
+    RetryableError,
+    UnauthenticatedError,
+)
+from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
-from astraflow_kit.identity.verifier import Verifier
+from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
+from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -39,12 +49,14 @@ log = get_logger(__name__)
 MAX_MESSAGE_BYTES = 64 * 2**20
 CORRELATION_METADATA = "x-correlation-id"
 STOP_GRACE_S = 5.0
+_WARN_EVERY_S = 6 * 3600.0
 RETRY_AFTER_S = 0.2
 """How long callers wait after a retryable error that names no time itself."""
 # Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text, escaped to three bytes for each that is
 # not ASCII, and once more as details.
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
 _OPTIONS = (
     # What is a little too large is refused in words, by `_decoded`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
@@ -70,28 +82,43 @@ class GrpcServer:
         *,
         settings: DaemonSettings,
         metrics: Metrics,
+        run_id: str = "",
+        revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
     ) -> None:
-        """`port_setting` is what people call the port. Raises SettingsError for keys or certificates that cannot be
-        used.
+        """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
+        revoked otherwise than by the settings' file; `port_setting` is what people call the port. Raises SettingsError
+        for keys or certificates that cannot be used.
         """
         self._registrations = registrations
         self._port_setting = port_setting
         self._settings = settings
         self._metrics = metrics
-        self._verifier = Verifier(settings) if settings.token_keys_file else None
+        self._run_id = run_id
+        self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
+        self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port`, known after `start`."""
+        self.services: tuple[str, ...] = ()
+        """Full names of the services that it serves, likewise."""
 
     async def start(self) -> None:
         """Bind and serve. Raises ContractError for servicers other than their contracts, PortError for a taken
         address.
         """
         contracts = served_contracts(self._registrations)
-        guard = _Guard(contracts, verifier=self._verifier, metrics=self._metrics)
+        self.services = tuple(contracts)
+        guard = _Guard(
+            contracts,
+            verifier=self._verifier,
+            streams=self._streams,
+            run_id=self._run_id,
+            metrics=self._metrics,
+        )
         self._server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
         for add, servicer in self._registrations:
             add(servicer, self._server)
@@ -100,6 +127,7 @@ class GrpcServer:
         reflection.enable_server_reflection(public, self._server)
         self.address = self._bind(self._server)
         await self._server.start()
+        self._watching = asyncio.create_task(self._watch(), name="identity")
         for name in contracts:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         log.info("server.started", address=self.address, services=list(contracts))
@@ -114,8 +142,28 @@ class GrpcServer:
         """Refuse new rpcs, let open ones finish for at most STOP_GRACE_S, then cancel them."""
         if self._server is None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(min(deadline_s, STOP_GRACE_S))
+
+    async def _watch(self) -> None:
+        """End streams whose token is not good any more, and say when the certificate ends."""
+        warned_s = -math.inf
+        while True:
+            self._streams.end_those_without_token()
+            if self._certificate is not None:
+                expires_s, remaining_s = (
+                    self._certificate.current().expires_s,
+                    self._certificate.remaining_s(),
+                )
+                self._metrics.set("astraflow_tls_expiry_timestamp_seconds", expires_s)
+                if remaining_s < EXPIRES_SOON_S and time.monotonic() - warned_s > _WARN_EVERY_S:
+                    warned_s = time.monotonic()
+                    log.warning(
+                        "identity.certificate_ends", days=round(remaining_s / 86_400, 1), remedy=RENEW
+                    )
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def _bind(self, server: grpc.aio.Server) -> str:
         host, port = self._settings.host, self._settings.grpc_port
@@ -140,12 +188,14 @@ class _Guard(grpc.aio.ServerInterceptor):
         contracts: Mapping[str, Mapping[str, RpcContract]],
         *,
         verifier: Verifier | None,
+        streams: OpenStreams,
+        run_id: str,
         metrics: Metrics,
     ) -> None:
         self._services = contracts
         self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
-        roles = {rpc: contract.roles for rpc, contract in self._rpcs.items()}
-        self._gate = Gate(roles, verifier=verifier)
+        self._gate = Gate(self._rpcs, verifier=verifier, run_id=run_id)
+        self._streams = streams
         self._metrics = metrics
         self._ids = IdSource()
 
@@ -173,7 +223,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         wrap = self._streaming if handler.response_streaming else self._unary
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         guarded: Handler = make(
-            wrap(_decoding(behaviour, handler, rpc=rpc), rpc=rpc),
+            wrap(self._decoding(behaviour, handler, rpc=rpc), rpc=rpc),
             response_serializer=handler.response_serializer,
         )
         return guarded
@@ -198,6 +248,25 @@ class _Guard(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _decoding(self, behaviour: Callable[..., Any], handler: Handler, *, rpc: str) -> Callable[..., Any]:
+        """`behaviour` on the bytes of its requests, so that unreadable ones are refused like any other mistake, and
+        those that speak of what the caller's token is not for.
+        """
+
+        def admitted(request: bytes) -> object:
+            decoded = _decoded(request, handler, rpc=rpc)
+            self._gate.narrow(rpc, decoded)
+            return decoded
+
+        if not handler.request_streaming:
+            return lambda request, context: behaviour(admitted(request), context)
+
+        async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[object]:
+            async for request in requests:
+                yield admitted(request)
+
+        return lambda requests, context: behaviour(each(requests), context)
+
     @asynccontextmanager
     async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[None]:
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
@@ -207,10 +276,11 @@ class _Guard(grpc.aio.ServerInterceptor):
         code = "CANCELLED"
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
-            self._gate.admit(rpc, metadata.get("authorization"))
+            identity = self._gate.admit(rpc, metadata.get("authorization"))
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
-            yield
+            with self._streams.while_good(identity):
+                yield
             code = "OK"  # also when a request stream just ended because its caller vanished
         except grpc.aio.AbortError:
             code = "ABORTED_BY_SERVICER"
@@ -219,23 +289,13 @@ class _Guard(grpc.aio.ServerInterceptor):
             contract = self._rpcs.get(rpc)
             typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
+            why = typed.metadata.get("reason", "") if isinstance(error, _IDENTITY_ERRORS) else ""
+            self._metrics.increment("astraflow_rpcs_refused_total", reason=typed.reason, why=why)
             await _abort(context, typed)
         finally:
             self._metrics.add("astraflow_rpcs_active", -1, rpc=rpc)
             self._metrics.increment("astraflow_rpcs_total", rpc=rpc, code=code)
             self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
-
-
-def _decoding(behaviour: Callable[..., Any], handler: Handler, *, rpc: str) -> Callable[..., Any]:
-    """`behaviour` on the bytes of its requests, so that unreadable ones are refused like any other mistake."""
-    if not handler.request_streaming:
-        return lambda request, context: behaviour(_decoded(request, handler, rpc=rpc), context)
-
-    async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[object]:
-        async for request in requests:
-            yield _decoded(request, handler, rpc=rpc)
-
-    return lambda requests, context: behaviour(each(requests), context)
 
 
 def _decoded(request: bytes, handler: Handler, *, rpc: str) -> object:

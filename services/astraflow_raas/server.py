@@ -5,6 +5,7 @@ after its last finished episode was pushed or its drain ran out of time. `__main
 """
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -162,7 +163,10 @@ def _drain_requested(reason: str, *, settings: NodeSettings, mirrors: MirrorFold
 
 async def _serve_node(node: Node, *, settings: NodeSettings, life: Lifecycle, metrics: Metrics) -> None:
     grpc_server = GrpcServer(
-        registrations_of(node, begin_drain=life.begin_drain), settings=settings, metrics=metrics
+        registrations_of(node, begin_drain=life.begin_drain),
+        settings=settings,
+        metrics=metrics,
+        run_id=node.run_id,
     )
 
     async def status() -> Mapping[str, object]:
@@ -238,6 +242,9 @@ class _Watch(LoopService):
             self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
+                if not gc.get_freeze_count():
+                    # What starting has loaded stays: to look through it for garbage would hold the loop for 0.1 s.
+                    gc.freeze()
         if waiting_for in ("server", "token") and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
             raise self._given_up(now_s - self._since_s)
         if waiting_for and now_s >= self._log_next_s:

@@ -54,6 +54,7 @@ class Controls:
         self._ended = False
         self._pause_reason: str | None = None
         self._checkpoints: list[Future[int]] = []
+        self._checkpoint_due = False
         self._rates: list[tuple[float, Future[RateChange]]] = []
         self._refusal = "the trainer has not begun to train; ask Status what it waits for, then ask again"
         self._last_step = 0
@@ -120,6 +121,11 @@ class Controls:
             self._refusal, self._ended = "", False
             self._last_step, self._replaying = step, replaying
 
+    def checkpoint_due(self) -> None:
+        """The last checkpoint is too old: ask for another, which nobody waits for."""
+        with self._changed:
+            self._checkpoint_due = True
+
     def begin(self, step: int) -> bool:
         """Take `step` in hand, unless something was asked first: then its batch waits, bound as it is."""
         with self._changed:
@@ -149,7 +155,7 @@ class Controls:
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step`, the last step taken, is durable."""
         with self._changed:
-            asked, self._checkpoints = self._checkpoints, []
+            asked, self._checkpoints, self._checkpoint_due = self._checkpoints, [], False
         _answer(asked, lambda future: future.set_result(step))
 
     def learning_rate_set(self, peak: float, change: RateChange) -> None:
@@ -170,7 +176,8 @@ class Controls:
 
     def _orders(self) -> Orders | None:
         rate = self._rates[0][0] if self._rates and not self._replaying else None
-        orders = Orders(stop=self._stop, checkpoint=bool(self._checkpoints), learning_rate=rate)
+        checkpoint = bool(self._checkpoints) or self._checkpoint_due
+        orders = Orders(stop=self._stop, checkpoint=checkpoint, learning_rate=rate)
         return None if orders == Orders() else orders
 
     def _require_running(self) -> None:

@@ -96,6 +96,7 @@ class LoopSettings:
     published: Mapping[int, int]
     """Step to the newest version it has in the store. Of replayed steps only the newest of these publishes."""
     checkpoint_every_steps: int
+    checkpoint_every_s: float
 
 
 class TrainingLoop:
@@ -120,6 +121,8 @@ class TrainingLoop:
         self._published: Mapping[int, int] = {}
         self._newest = 0
         self._blocked = _Blocked()
+        self._saved_s = 0.0
+        """When the newest checkpoint was made, by the monotonic clock."""
 
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
@@ -131,7 +134,10 @@ class TrainingLoop:
         self._controls.ended(PreconditionError(f"the trainer has ended after step {step}"))
 
     def _run(self, settings: LoopSettings) -> int:
-        version, step, saved = settings.version, settings.first_step - 1, settings.first_step - 1
+        version, step = settings.version, settings.first_step - 1
+        # A process that died with its checkpoint written had not told the server yet.
+        saved = min(step, self._claim.last_durable_step)
+        self._saved_s = time.monotonic()
         self._progress.resumed(durable_step=saved, learning_rate=self._learner.learning_rate)
         self._published = settings.published
         self._newest = max(settings.version, *settings.published.values(), 0)
@@ -139,6 +145,8 @@ class TrainingLoop:
         # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
         while step < settings.last_step:
             self._controls.at(step, replaying=step < known_step)
+            if step > saved and time.monotonic() - self._saved_s >= settings.checkpoint_every_s:
+                self._controls.checkpoint_due()
             with self._source.unit_of_work(step + 1):
                 taken = self._take(step + 1)
             if isinstance(taken, Orders):
@@ -249,6 +257,7 @@ class TrainingLoop:
         log.info("checkpoint.durable", step=step, version=version)
         self._progress.durable(step)
         self._controls.checkpointed(step)
+        self._saved_s = time.monotonic()
         return step
 
 

@@ -36,7 +36,8 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_weights.store import ObjectStore, open_store, probe_create_only
+from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
 
 __all__ = ["check", "run"]
@@ -62,7 +63,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
         make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
-    store = _usable_store(settings, joined)
+    store = _usable_store(settings, joined, remember=False)
     VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
     return {"run": joined.run_id, "policy": joined.policy_id, "store": joined.store_uri}
 
@@ -90,6 +91,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
             metrics=metrics,
+            run_id=joined.run_id,
         )
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
@@ -202,10 +204,10 @@ def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedR
     )
 
 
-def _usable_store(settings: TrainerSettings, joined: JoinedRun) -> ObjectStore:
+def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: bool = True) -> ObjectStore:
     """The run's store, proven to be writable and to honour create-only PUT."""
     store = open_store(joined.store_uri, settings=settings.store)
-    probe_create_only(store)
+    probe_create_only(store, remember=remember)
     return store
 
 

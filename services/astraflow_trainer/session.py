@@ -77,6 +77,7 @@ class TrainingSession:
         self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)
         self._group = group
         self._is_first = group.index == 0
+        self._last_step = settings.steps or joined.policy.steps
         self._source = BatchSource(
             client,
             run_id=joined.run_id,
@@ -107,7 +108,7 @@ class TrainingSession:
         """Claim on the first rank; the claim, on every rank."""
         claim = on_first_rank(
             self._group.publishing,
-            lambda: self._source.claim(known_epoch=self._epoch_in_store()),
+            lambda: self._source.claim(known_epoch=self._epoch_in_store(), last_step=self._last_step),
             encode=asdict,
             decode=lambda content: Claim(**content),
         )
@@ -124,7 +125,7 @@ class TrainingSession:
         if isinstance(error, Fenced) or self._epoch_in_store() > claim.epoch:
             self._source.require_epoch(claim.last_finished_step + 1)
             raise error
-        again = self._source.claim(known_epoch=claim.epoch, held_epoch=claim.epoch)
+        again = self._source.claim(known_epoch=claim.epoch, held_epoch=claim.epoch, last_step=self._last_step)
         if again.data_incarnation == claim.data_incarnation:
             raise error
         log.warning("trainer.redis_lost_data", message=error.message, epoch=again.epoch)
@@ -219,9 +220,10 @@ class TrainingSession:
                 LoopSettings(
                     first_step=start.step + 1,
                     version=start.version,
-                    last_step=self._settings.steps or policy.steps,
+                    last_step=self._last_step,
                     published=self._published_steps(publisher),
                     checkpoint_every_steps=policy.trainer.checkpoint_every_steps,
+                    checkpoint_every_s=policy.trainer.checkpoint_every_s,
                 )
             )
 

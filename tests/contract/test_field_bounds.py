@@ -270,6 +270,7 @@ ROWS = [
     Row(request_of(admin.AdminServiceWatchRequest), "interval_duration"),
     Row(request_of(admin.ListNodesRequest), "page_size"),
     Row(request_of(admin.DrainNodeRequest, node_id="gone"), "reason", ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]),
+    Row(admin.RevokeTokenRequest(), "token.token_id", ["a", "~" * 128], ["", "a b", "a" * 129]),
     Row(request_of(admin.ListDeadLettersRequest), "page_size"),
     Row(request_of(admin.ListDeadLettersRequest), "page_token", ["", "1-0"], ["x", "1"]),
     *(

@@ -14,7 +14,8 @@ from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store, probe_create_only
+from astraflow_weights.store import ObjectInfo, ObjectStore, PutResult, open_store
+from astraflow_weights.store.probing import probe_create_only
 from support.published_models import ModelPublisher, open_writer, published, pulled, read_log, steps
 from support.s3_server import S3Server
 from support.store_proxy import Fault
@@ -108,7 +109,7 @@ def test_a_key_is_created_once_and_nothing_is_left_of_the_losers_bytes(
 
 
 def test_the_probe_accepts_it_and_leaves_nothing(store: ObjectStore) -> None:
-    probe_create_only(store)
+    probe_create_only(store, remember=False)
     assert list(store.list("")) == []
 
 

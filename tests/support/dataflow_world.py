@@ -530,7 +530,12 @@ async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[Wo
     configured = DataflowServerSettings(redis=url, work_dir=folder, **settings)  # type: ignore[arg-type]
     dataflow = Dataflow.assemble(configured)
     keeper = RunKeeper(dataflow)
-    server = GrpcServer(dataflow.registrations(), settings=configured, metrics=dataflow.metrics)
+    server = GrpcServer(
+        dataflow.registrations(),
+        settings=configured,
+        metrics=dataflow.metrics,
+        revoked=dataflow.revoked_tokens.seen,
+    )
     await keeper.start()
     await server.start()
     try:

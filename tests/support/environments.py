@@ -23,6 +23,30 @@ from support.source_tree import CLIENT_ROOT, SERVICES
 _TESTS = str(Path(__file__).parents[1])
 
 
+class SayFive:
+    """A game of two: who says 5 wins; `over` ends it without a winner."""
+
+    async def reset(self, task: TaskSpec) -> Observation:
+        """The first player begins."""
+        self.sum, self.moves = 0, 0
+        return Observation(messages=(Message("user", "begin"),))
+
+    async def step(self, action: Message) -> Observation:
+        """Say it to the other player."""
+        word, _, score = action.content.strip().partition(" ")
+        self.sum, self.moves = self.sum + (int(word) if word.isdigit() else 0), self.moves + 1
+        won = {"win": float(self.moves % 2)} if word == "5" else {"win": float(score)} if score else {}
+        return Observation(
+            messages=() if word == "silence" else (Message("user", f"said {word}"),),
+            reward=0.25 if word == "bonus" else 0.0,
+            done=word in ("5", "over"),
+            metrics={"sum": float(self.sum), **won},
+        )
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
 class Counter:
     """Adds up the numbers it gets; every other word is a way to misbehave."""
 

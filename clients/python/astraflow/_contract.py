@@ -29,6 +29,9 @@ class RpcContract:
 
     name: str
     roles: frozenset[str]
+    scope: str
+    """Which runs a call is about, where its request does not name one: an `astraflow.options.v1.Scope` in small
+    letters; `unspecified` where the request does."""
     reasons: frozenset[str]
     """Slugs by which it may refuse a call."""
     capability: str = ""
@@ -67,6 +70,7 @@ def read_contract(method: MethodDescriptor) -> RpcContract:
     return RpcContract(
         name=method.full_name,
         roles=frozenset(options_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles),
+        scope=options_pb2.Scope.Name(options[options_pb2.scope]).removeprefix("SCOPE_").lower(),
         reasons=frozenset((*EVERY_RPC, *common.reasons, *options[options_pb2.errors].reasons)),
         capability=missing.capability,
         instead=missing.instead,

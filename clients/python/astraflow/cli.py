@@ -53,7 +53,7 @@ COMMANDS: dict[str, Subcommand] = {
     "dead-letters": Subcommand(
         "astraflow.commands.dead_letters", "Requeue or delete failed tasks.", "", _OPERATE
     ),
-    "runs": Subcommand("astraflow.commands.runs", "List runs, or delete one.", "", _OPERATE),
+    "runs": Subcommand("astraflow.commands.runs", "Create, follow and end runs.", "", _OPERATE),
     "ca": Subcommand("astraflow_launcher.commands.ca", "Issue certificates of your own.", "tools", _OPERATE),
     "token": Subcommand("astraflow_launcher.commands.token", "Issue and read tokens.", "tools", _OPERATE),
     "join-token": Subcommand(

@@ -6,11 +6,12 @@ keep the same number of sequences in the engine. CPU time is compared, because i
 """
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -23,6 +24,7 @@ import psutil
 
 from astraflow.plugins import Dataset
 from astraflow.recipe.file import load_recipe
+from astraflow_bench.rollout.callbacks import CallbackWatch
 from astraflow_bench.rollout.figures import Figure
 from astraflow_bench.rollout.models import Shape
 from astraflow_kit.plugins import RecipeSource, make
@@ -68,8 +70,10 @@ class _Turn:
 
 async def measure_node(recipe: Path, load: Load, *, folder: Path) -> list[Figure]:
     """The node's overhead. Raises CalledProcessError when the run ends by itself, TimeoutError when it never begins."""
-    with _run(recipe, load, folder=folder) as run:
+    watch = CallbackWatch(module="astraflow_raas", file=folder / "callbacks.jsonl")
+    with _run(recipe, load, folder=folder, environment=watch.environment) as run:
         node, engine = await _until_sampling(run)
+        watch.new()  # those of its start
         prompts = await asyncio.to_thread(_prompts, recipe, engine)
         num_tokens = _GENERATIONS * EPISODES * load.num_new_tokens
         turn = partial(_turn, node, engine, seconds=load.seconds, num_tokens=num_tokens)
@@ -82,7 +86,7 @@ async def measure_node(recipe: Path, load: Load, *, folder: Path) -> list[Figure
             asking.cancel()
             await asyncio.wait([asking])
             node.send_signal(signal.SIGCONT)
-    return _figures(load, through, direct)
+    return [*_figures(load, through, direct), watch.figure(load.name)]
 
 
 def _figures(load: Load, through: Sequence[_Turn], direct: Sequence[_Turn]) -> list[Figure]:
@@ -112,7 +116,7 @@ def _per(turns: Sequence[_Turn], figure: str, other: str) -> float:
 
 
 @contextmanager
-def _run(recipe: Path, load: Load, *, folder: Path) -> Iterator[psutil.Popen]:
+def _run(recipe: Path, load: Load, *, folder: Path, environment: Mapping[str, str]) -> Iterator[psutil.Popen]:
     """`astraflow dev` of a recipe; it ends with all of its own when the block does."""
     model, shape = "policies.solver.model", load.shape
     sizes = [f"{model}.architecture.{name}={value}" for name, value in asdict(shape).items()]
@@ -124,7 +128,9 @@ def _run(recipe: Path, load: Load, *, folder: Path) -> Iterator[psutil.Popen]:
         f"dataflow.group_size={_GROUP}",
         "dataflow.groups_per_step=65536",
         f"raas.max_concurrent_tasks={EPISODES // _GROUP}",
+        # The first version is evaluated whatever is said: a thousand prompts that nobody shares, for minutes.
         "dataflow.evaluation.every_versions=0",
+        "dataflow.evaluation.final_samples=1",
     ]
     command = [
         sys.executable,
@@ -139,7 +145,7 @@ def _run(recipe: Path, load: Load, *, folder: Path) -> Iterator[psutil.Popen]:
     command += [word for setting in settings for word in ("--set", setting)]
     folder.mkdir(parents=True)
     with (folder / "dev.log").open("wb") as output:
-        run = psutil.Popen(command, stdout=output, stderr=output)
+        run = psutil.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment})
     try:
         yield run
     finally:

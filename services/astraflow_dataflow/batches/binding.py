@@ -30,6 +30,7 @@ log = get_logger(__name__)
 PAYLOADS_PER_READ = 32
 # A waiting call looks again at least this often, should an event get lost with its Redis.
 _LOOK_AGAIN_S = 5.0
+_OVER = "run_finished"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Batching:
                     failpoints.hit("dataflow.bound")
                     reply.batch.CopyFrom(await self._manifest(context, request))
                     return reply
-                if left_s <= 0:
+                if left_s <= 0 or reply.waiting_for == _OVER:
                     return reply
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 

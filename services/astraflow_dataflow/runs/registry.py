@@ -89,11 +89,12 @@ class RunContext:
 
 
 class RunRegistry:
-    """The run contexts of this process. `code_dir` is where the code of recipes is written; None forbids such code."""
+    """The run contexts of this process. `code_dir` is where the code of recipes is written, if it may be run."""
 
-    def __init__(self, store: Store, *, code_dir: Path | None) -> None:
+    def __init__(self, store: Store, *, code_dir: Path, allow_code: bool) -> None:
         self._store = store
         self._code_dir = code_dir
+        self._allow_code = allow_code
         self._contexts: dict[str, RunContext] = {}
         self.on_loaded: Callable[[RunContext], None] = lambda _: None
         """Called once with each context when it is loaded: starts the run's background work."""
@@ -197,7 +198,7 @@ class RunRegistry:
         context.wakeups.wake_all()
 
     def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
-        folder = self._code_dir and install_code(run.code, into=self._code_dir, allowed=True)
+        folder = install_code(run.code, into=self._code_dir, allowed=self._allow_code)
         source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
         return DataPlugins.make(recipe, source)
 

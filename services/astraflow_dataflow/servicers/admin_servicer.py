@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from astraflow_dataflow.servicers.bounds import page_size
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
+from astraflow_kit.identity.gate import caller
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
 from astraflow_kit.server_info import server_info
 
 log = get_logger(__name__)
 
+_TOKEN_ID = bounds_of(pb.RevokedToken, "token_id").pattern
 _LETTERS = bounds_of(pb.RequeueDeadLettersRequest, "dead_letter_ids")
 _LEAST_INTERVAL_S = bounds_of(pb.AdminServiceWatchRequest, "interval_duration").min
 _INTERVAL_S = 1.0
@@ -35,6 +39,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     registry: RunRegistry
     reporting: Reporting
     durability: Durability
+    revoked_tokens: RevokedTokens
     capabilities: Sequence[str]
 
     async def GetServerInfo(
@@ -112,6 +117,23 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def PoolReport(self, request: pb.PoolReportRequest, context: Context) -> pb.PoolReportResponse:
         return await self.reporting.pools(await self.registry.get(request.run_id))
+
+    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenResponse:
+        token = request.token
+        if not re.fullmatch(_TOKEN_ID, token.token_id):
+            raise InvalidArgumentError(
+                f"token_id {token.token_id!r} must be 1–128 printable characters: the claim `jti` of the token"
+            )
+        expires_s = token.expire_time.ToNanoseconds() / 1e9 if token.HasField("expire_time") else math.inf
+        was_revoked = await self.revoked_tokens.revoke(token.token_id, expires_s=expires_s)
+        await self.durability.barrier()
+        log.info("token.revoked", id=token.token_id, by=caller().subject)
+        return pb.RevokeTokenResponse(was_revoked=was_revoked)
+
+    async def ListRevokedTokens(
+        self, request: pb.ListRevokedTokensRequest, context: Context
+    ) -> pb.ListRevokedTokensResponse:
+        return pb.ListRevokedTokensResponse(tokens=await self.revoked_tokens.all())
 
 
 def _require_letters(letter_ids: Sequence[str]) -> None:

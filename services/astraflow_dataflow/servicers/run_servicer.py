@@ -18,6 +18,7 @@ from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit import failpoints
+from astraflow_kit.identity.gate import caller
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
 
@@ -71,7 +72,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         size = page_size(request)
         offset = page_number(request.page_token) or 0
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
-        runs = [await self.store.runs.get(run_id) for run_id in ids[:size]]
+        seen = filter(caller().may_see, ids[:size])
+        runs = [await self.store.runs.get(run_id) for run_id in seen]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:

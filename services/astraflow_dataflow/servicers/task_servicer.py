@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
-from astraflow.errors import InvalidArgumentError
+from astraflow.errors import DeadlineError, InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
@@ -26,6 +26,7 @@ _MAX_TASKS = bounds_of(pb.SubmitTasksRequest, "tasks").max_items
 _MAX_LEASES = int(bounds_of(pb.LeaseTasksRequest, "max_tasks").max)
 _MAX_RENEWALS = bounds_of(pb.RenewLeasesRequest, "lease_ids").max_items
 _LOOK_AGAIN_S = 5.0
+_HELLO_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,11 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
     async def Work(
         self, requests: AsyncIterator[pb.WorkRequest], context: Context
     ) -> AsyncIterator[pb.WorkResponse]:
-        first = await anext(requests, None)
+        try:
+            async with asyncio.timeout(_HELLO_WITHIN_S):
+                first = await anext(requests, None)
+        except TimeoutError as error:
+            raise DeadlineError(f"no `hello` within {_HELLO_WITHIN_S:g} s of opening the session") from error
         if first is None or first.WhichOneof("kind") != "hello":
             raise InvalidArgumentError("a working session opens with `hello`; send it first")
         run = await self.registry.get(first.hello.run_id)

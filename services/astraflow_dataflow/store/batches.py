@@ -59,6 +59,7 @@ class BatchStore:
             incarnation,
             int(lease_s * 1000),
             flag(request.only_if_unheld),
+            request.last_step,
         )
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])

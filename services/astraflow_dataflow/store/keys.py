@@ -18,6 +18,8 @@ DELETING_KEY = "af:deleting"
 """Set of run ids whose keys are being removed."""
 BEAT_KEY = "af:beat"
 """A counter that is written to learn how far the disk, or a replica, has come."""
+REVOKED_TOKENS_KEY = "af:revoked_tokens"
+"""Sorted set of ids of revoked tokens by the time they expire."""
 
 TRAIN_LANE = "train"
 

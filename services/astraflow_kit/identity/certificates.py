@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 EXPIRES_SOON_S = 7 * 86_400.0
 """From this long before its end on, a certificate is named in the log."""
-_REMEDY = "issue a new pair (astraflow ca issue)"
+RENEW = "issue a new pair (astraflow ca issue)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,24 +116,24 @@ def read_pair(
         private = load_pem_private_key(key, password=None)
     except (ValueError, TypeError) as error:
         raise SettingsError(
-            f"tls_key_file {key_file} is no PEM private key without password; {_REMEDY}"
+            f"tls_key_file {key_file} is no PEM private key without password; {RENEW}"
         ) from error
     if isinstance(private, ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey):
         raise SettingsError(
             f"tls_key_file {key_file} is an Edwards-curve key, which gRPC cannot show; "
-            f"use ECDSA P-256 or RSA: {_REMEDY}"
+            f"use ECDSA P-256 or RSA: {RENEW}"
         )
     described = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     if private.public_key().public_bytes(*described) != certificate.public_key().public_bytes(*described):
         raise SettingsError(
             f"tls_key_file {key_file} does not belong to tls_cert_file {cert_file}: give the key that the certificate "
-            f"was issued for, or {_REMEDY}"
+            f"was issued for, or {RENEW}"
         )
     expires = certificate.not_valid_after_utc
     if expires.timestamp() <= now_s:
         raise SettingsError(
             f"tls_cert_file {cert_file} expired at {expires:%Y-%m-%dT%H:%M:%SZ}, this server's clock says "
-            f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%SZ}; {_REMEDY}, or set the clock"
+            f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%SZ}; {RENEW}, or set the clock"
         )
     if client_ca_file is not None:
         _certificates(client_ca, where=client_ca_file, setting="tls_client_ca_file")
@@ -144,4 +144,4 @@ def _certificates(pem: bytes, *, where: Path, setting: str = "tls_cert_file") ->
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise SettingsError(f"{setting} {where} holds no PEM certificate; {_REMEDY}") from error
+        raise SettingsError(f"{setting} {where} holds no PEM certificate; {RENEW}") from error

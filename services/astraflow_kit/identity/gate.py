@@ -1,6 +1,7 @@
-"""What stands before every rpc: whose token it is, and whether its role may call.
+"""What stands before every rpc: whose token it is, whether its role may call, and whether it may speak of that run.
 
-Invariant: a call passes only with a role that the contract of its rpc names. Called by `serve`; servicers read
+Invariant: a call passes only with a role that the contract of its rpc names, and none of its messages names a run,
+policy or pool that its token is not for. Called by `serve`; servicers read
 the caller through `caller()`.
 """
 
@@ -8,8 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from google.protobuf.message import Message
+
+from astraflow._contract import RpcContract
 from astraflow.errors import PermissionError_
-from astraflow_kit.identity.tokens import OPEN_TO_ALL, ROLES, Identity, refusal
+from astraflow_kit.identity.scopes import narrow
+from astraflow_kit.identity.tokens import ALL, OPEN_TO_ALL, ROLES, Identity, refusal
 from astraflow_kit.identity.verifier import Verifier
 
 ANYONE = Identity(subject="anonymous", roles=frozenset(ROLES))
@@ -32,29 +37,55 @@ def speaking(identity: Identity) -> Iterator[None]:
 
 
 class Gate:
-    """Decides whether a call may proceed. Without a verifier every caller has every role."""
+    """Decides whether a call may proceed. Without a verifier every caller has every role, on every run."""
 
-    def __init__(self, roles_by_rpc: Mapping[str, frozenset[str]], *, verifier: Verifier | None) -> None:
-        self._roles_by_rpc = roles_by_rpc
+    def __init__(
+        self, contracts: Mapping[str, RpcContract], *, verifier: Verifier | None, run_id: str = ""
+    ) -> None:
+        """`run_id` is the run that the daemon belongs to, of a daemon that has one."""
+        self._contracts = contracts
         self._verifier = verifier
+        self._run_id = run_id
 
     def admit(self, rpc: str, authorization: str | None) -> Identity:
         """Return the caller of `rpc` (`/package.Service/Method`) and remember it for `caller`.
 
-        Raises UnauthenticatedError for a token that is missing or not accepted, PermissionError_ for a role not
-        allowed.
+        Raises UnauthenticatedError for a token that is missing or not accepted, PermissionError_ for one of a role
+        that is not allowed or, where the request does not say, of other runs.
         """
-        allowed = self._roles_by_rpc.get(rpc)
-        if allowed is None or OPEN_TO_ALL in allowed:
+        contract = self._contracts.get(rpc)
+        if contract is None or OPEN_TO_ALL in contract.roles:
             return ANYONE  # they tell nothing about runs, as health and reflection
         identity = self._identify(authorization)
-        if not identity.roles & allowed:
+        if not identity.roles & contract.roles:
+            has = f"{identity.subject!r} has role {', '.join(identity.roles)}"
+            raise denied("role", f"{has}; {rpc} is for {sorted(contract.roles)}")
+        needed = {"served_run": self._run_id, "all_runs": ALL}.get(contract.scope)
+        if needed is not None and not identity.may_see(needed):
+            about = "all runs" if needed == ALL else f"run {needed!r}"
             raise denied(
-                "role",
-                f"{identity.subject!r} has role {', '.join(identity.roles)}; {rpc} is for {sorted(allowed)}",
+                "run",
+                f"{rpc} is about {about}; the token of {identity.subject!r} is for {_list(identity.runs)}",
             )
         _caller.set(identity)
         return identity
+
+    def narrow(self, rpc: str, request: object) -> None:
+        """Hold a request of `rpc` against what the token of `caller` is for.
+
+        Raises PermissionError_ naming what it is not for.
+        """
+        identity = caller()
+        if not identity.is_narrow or not isinstance(request, Message) or rpc not in self._contracts:
+            return
+        found = narrow(request, identity)
+        if found is None:
+            return
+        what = f"{found.kind} {found.name!r}" if found.name else f"no {found.kind}, so name one;"
+        raise denied(
+            found.kind,
+            f"the request of {rpc} names {what} but the token of {identity.subject!r} is for {_list(found.allowed)}",
+        )
 
     def _identify(self, authorization: str | None) -> Identity:
         if self._verifier is not None:
@@ -65,6 +96,10 @@ class Gate:
             "no_keys",
             "a token was sent but this server knows no keys; start it with token_keys_file, or send no token",
         )
+
+
+def _list(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)[:8]) or "none"
 
 
 def denied(reason: str, message: str) -> PermissionError_:

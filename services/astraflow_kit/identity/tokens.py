@@ -55,6 +55,11 @@ class Identity:
     expires_s: float = math.inf
     """Seconds since the Unix epoch."""
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its token is for less than everything."""
+        return not all(ALL in claim for claim in (self.runs, self.pools, self.policies))
+
     def may_see(self, run_id: str) -> bool:
         """Whether its token is for the run."""
         return ALL in self.runs or run_id in self.runs

@@ -27,7 +27,8 @@ from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
 from astraflow_raas.settings import NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
-from astraflow_weights.store import open_store, probe_create_only
+from astraflow_weights.store import open_store
+from astraflow_weights.store.probing import probe_create_only
 
 app = typer.Typer(add_completion=False)
 

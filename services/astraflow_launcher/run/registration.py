@@ -7,6 +7,7 @@ the number of steps may grow. Called by `development_run` before any worker star
 from __future__ import annotations
 
 from astraflow.client import AsyncClient
+from astraflow.commands.run_creation import run_of
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
 from astraflow.recipe.file import LoadedRecipe
 from astraflow_kit.log import get_logger
@@ -23,12 +24,11 @@ async def register_run(
     client: AsyncClient, *, folder: RunFolder, loaded: LoadedRecipe, store_uri: str | None
 ) -> None:
     """Create the run, or continue it when it ended before `loaded` wants. Raises what the server refuses."""
-    files = [run_pb2.CodeFile(path=file.path, content=file.content) for file in loaded.code]
-    run = run_pb2.Run(
+    run = run_of(
+        loaded,
         run_id=folder.record.run_id,
-        recipe_yaml=folder.recipe_yaml,
-        code=run_pb2.CodeBundle(files=files, sha256=loaded.code_sha256),
         store_uri=store_uri or folder.store.as_uri(),
+        recipe_yaml=folder.recipe_yaml,
     )
     request = run_service_pb2.CreateRunRequest(run=run)
     answer = await client.call(client.runs.CreateRun, request, timeout_s=_TIMEOUT_S)

@@ -28,7 +28,8 @@ from astraflow_kit.settings import load
 from astraflow_launcher.run.embedded_redis import find_server
 from astraflow_weights.codec import kernel
 from astraflow_weights.daemon_settings import StoreAccess
-from astraflow_weights.store import open_store, probe_create_only
+from astraflow_weights.store import open_store
+from astraflow_weights.store.probing import probe_create_only
 
 __all__ = ["CHECKS", "Finding", "State", "run_checks"]
 
@@ -120,7 +121,7 @@ def check_store() -> Finding:
     """The file store keeps its one promise, create-only writes, on the disk of temporary files."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            probe_create_only(open_store(Path(folder).as_uri()))
+            probe_create_only(open_store(Path(folder).as_uri()), remember=False)
         except Exception as error:  # noqa: BLE001 - a doctor reports whatever is wrong with the disk
             return Finding("store", State.FAILED, str(error), "use a local disk for --store and --data-dir")
     return Finding("store", State.OK, "create-only writes are kept")
@@ -132,7 +133,7 @@ def check_weight_store(uri: str) -> Finding:
     Its endpoint and credentials come from the same `ASTRAFLOW_STORE_*` variables as a trainer's.
     """
     try:
-        probe_create_only(open_store(uri, settings=load(StoreAccess).store))
+        probe_create_only(open_store(uri, settings=load(StoreAccess).store), remember=False)
     except AstraflowError as error:
         found, _, remedy = error.message.rpartition("; ")
         return Finding("weight store", State.FAILED, found or error.message, remedy)

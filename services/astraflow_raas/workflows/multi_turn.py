@@ -6,9 +6,9 @@ as `astraflow_raas.workflows.multi_turn:MultiTurn`; the node makes one and runs 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,13 +27,10 @@ from astraflow.plugins import (
     TrajectoryBuilder,
 )
 from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow_raas.workflows.prompts import off_the_loop_if_long
 
 DONE, MAX_TURNS, MAX_TOKENS, DEADLINE = ENDINGS = ("done", "max_turns", "max_tokens", "deadline")
 """How an episode may end; one whose environment fails is no episode (`environment_failed`)."""
-_LONG_CHARS = 16_384
-"""Tokenising more than this would hold up the event loop."""
-
-T = TypeVar("T")
 
 
 class MultiTurnSettings(BaseModel):
@@ -120,7 +117,7 @@ class _Play:
         self._tools = seen.tools
         self._turns = TrajectoryBuilder(self._policy, tools=seen.tools)
         messages = (*task.messages, *seen.messages)
-        await _off_the_loop_if_long(messages, lambda: self._turns.add_prompt(messages))
+        await off_the_loop_if_long(messages, lambda: self._turns.add_prompt(messages))
         num_tokens = len(self._turns.token_ids)
         if num_tokens >= self._settings.max_tokens:
             raise InvalidArgumentError(
@@ -174,16 +171,10 @@ class _Play:
     async def _show(self, messages: Sequence[Message]) -> str:
         """Add what is seen; the ending if it leaves no room for a turn."""
         limit = self._settings.max_tokens
-        fits = await _off_the_loop_if_long(
+        fits = await off_the_loop_if_long(
             messages, lambda: self._turns.add_messages(messages, max_tokens=limit)
         )
         return "" if fits else MAX_TOKENS
-
-
-async def _off_the_loop_if_long(messages: Sequence[Message], add: Callable[[], T]) -> T:
-    if sum(len(message.content) for message in messages) > _LONG_CHARS:
-        return await asyncio.to_thread(add)
-    return add()
 
 
 def _only(policies: Mapping[str, Policy]) -> Policy:

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.batches.source import BatchSource, StepBatch
+from astraflow_trainer.batches.source import RUN_FINISHED, BatchSource, StepBatch
 from astraflow_trainer.controls import Controls, Orders
 from astraflow_trainer.ranks.reductions import Ranks
 
@@ -87,6 +87,8 @@ class RankBatches:
             return self._follow(waiting=waiting)
 
         def report_waiting(reason: str) -> None:
+            if reason == RUN_FINISHED:
+                controls.stop_after_step()
             self._send(_Decision(_Kind.WAIT, reason))
             waiting(reason)
 

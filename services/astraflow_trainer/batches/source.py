@@ -43,6 +43,8 @@ _CLAIM_RETRY_S = 600.0
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+RUN_FINISHED = "run_finished"
+"""What the server says a batch waits for when there will be none."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,11 @@ class BatchSource:
         self.fetched_bytes = 0
         """Payload bytes that the latest `fetch` received."""
 
-    def claim(self, *, known_epoch: int = 0, held_epoch: int = 0) -> Claim:
+    def claim(self, *, known_epoch: int = 0, held_epoch: int = 0, last_step: int = 0) -> Claim:
         """Start a new epoch above `known_epoch`, fencing every older trainer of the policy.
 
-        With `held_epoch` (after Redis lost data) raises FencedError when another trainer has a newer one. Waits
+        The run's training ends when all policies are at the `last_step` of their trainers; 0 says nothing. With
+        `held_epoch` (after Redis lost data) raises FencedError when another trainer has a newer one. Waits
         for a server that is away: a claim whose answer was lost costs a number and nothing else.
         """
         request = batch_service_pb2.ClaimPolicyRequest(
@@ -141,6 +144,7 @@ class BatchSource:
             trainer_id=self._trainer_id,
             known_epoch=known_epoch,
             held_epoch=held_epoch,
+            last_step=last_step,
         )
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
             with attempt:

@@ -1,11 +1,10 @@
 """The object store as the weight path sees it, and the one place that opens one.
 
 Invariant: a key, once created, never changes: only `put_if_absent` writes anything that matters, and
-`probe_create_only` refuses a store that would overwrite. Writer, log and mirror call the `ObjectStore`
-protocol; adapters live in `store.file` and `store.s3`.
+`store.probing` refuses a store that would overwrite. Writer, log and mirror call the `ObjectStore` protocol; adapters
+live in `store.file` and `store.s3`.
 """
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -87,25 +86,3 @@ def open_store(uri: str, *, settings: StoreSettings | None = None) -> ObjectStor
             bucket=address.netloc, prefix=address.path.strip("/"), settings=settings or StoreSettings()
         )
     raise StoreRefused(f"store address {uri!r} is not understood; use file:///path or s3://bucket/prefix")
-
-
-def probe_create_only(store: ObjectStore) -> None:
-    """Prove that the store honours create-only PUT; leaves nothing behind.
-
-    Run once before the first publication. Raises StoreRefused when an existing object could be overwritten,
-    and as the store does when it cannot be written at all.
-    """
-    key = f"probe/{secrets.token_hex(16)}"
-    first, second = b"first", b"second"
-    created = store.put_if_absent(key, first)
-    try:
-        answers = (created, store.put_if_absent(key, second))
-        content = store.get(key)
-    finally:
-        store.delete(key)
-    if answers != (PutResult.CREATED, PutResult.EXISTS) or content != first:
-        raise StoreRefused(
-            f"{store.uri} does not honour create-only PUT (two PUTs of one key answered "
-            f"{answers[0].value} and {answers[1].value} and left {content!r}): two trainers could overwrite "
-            "each other; use a store that supports `If-None-Match: *`"
-        )

@@ -7,7 +7,7 @@ Opened by `store.open_store`; requests and retries are in `store.s3_requests`, l
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from botocore.exceptions import ClientError
 
@@ -16,11 +16,20 @@ from astraflow_weights.errors import ObjectNotFound, StoreRefused
 from astraflow_weights.settings import StoreSettings
 from astraflow_weights.store import ObjectInfo, PutResult
 from astraflow_weights.store.layout import check_key
-from astraflow_weights.store.s3_requests import EXISTS, NOT_FOUND, Passing, Requests, code_of
+from astraflow_weights.store.s3_requests import (
+    EXISTS,
+    NOT_FOUND,
+    OWN_BUCKET,
+    REFUSED_STATUS,
+    Passing,
+    Requests,
+    code_of,
+    status_of,
+)
 from astraflow_weights.store.s3_transfers import Transfers, body_of, read_body
 
 if TYPE_CHECKING:
-    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
+    from mypy_boto3_s3.type_defs import CreateBucketConfigurationTypeDef, ListObjectsV2OutputTypeDef
 
 
 class S3Store:
@@ -80,6 +89,17 @@ class S3Store:
             if not page.get("IsTruncated") or not page.get("Contents"):
                 return
 
+    def make_bucket(self) -> bool:
+        """Create the bucket when it is missing; whether it was. Raises StoreRefused when that is not allowed."""
+        try:
+            self._requests.repeat(lambda _: self._client.head_bucket(Bucket=self._bucket), key="")
+        except ObjectNotFound:
+            self._requests.repeat(lambda _: self._create_bucket(), key="")
+            return True
+        except StoreRefused:
+            return False  # there, for all that these credentials may know of it: using it will tell
+        return False
+
     def delete(self, key: str) -> None:
         name = self._name(key)
         self._requests.repeat(lambda _: self._client.delete_object(Bucket=self._bucket, Key=name), key=key)
@@ -99,6 +119,25 @@ class S3Store:
         if "IsTruncated" not in page:
             raise Passing("the answer is no listing; something between here and the store made it")
         return page
+
+    def _create_bucket(self) -> None:
+        region = self._client.meta.region_name
+        elsewhere = self._settings.endpoint_url is None and region != "us-east-1"
+        where: CreateBucketConfigurationTypeDef = {"LocationConstraint": cast("Any", region)}
+        try:
+            if elsewhere:
+                self._client.create_bucket(Bucket=self._bucket, CreateBucketConfiguration=where)
+            else:
+                self._client.create_bucket(Bucket=self._bucket)
+        except ClientError as error:
+            if code_of(error) in OWN_BUCKET:
+                return
+            if status_of(error) not in REFUSED_STATUS:
+                raise
+            raise StoreRefused(
+                f"{self.uri}: there is no bucket {self._bucket!r}, and it could not be created ({code_of(error)}); "
+                "create it, correct its name, or use credentials that may create buckets"
+            ) from error
 
     def _create_in_pieces(self, key: str, data: bytes) -> PutResult:
         try:

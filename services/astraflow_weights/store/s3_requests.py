@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 NOT_FOUND = frozenset({"NoSuchKey", "404", "NotFound"})
 EXISTS = frozenset({"PreconditionFailed", "412"})
-_REFUSED_STATUS = frozenset({400, 401, 403, 404, 405, 501})
+OWN_BUCKET = frozenset({"BucketAlreadyOwnedByYou", "BucketAlreadyExists"})
+REFUSED_STATUS = frozenset({400, 401, 403, 404, 405, 501})
 _REMEDIES = {
     "NoSuchBucket": "create the bucket or correct its name; check bucket name, endpoint_url and region",
     "AccessDenied": "let these credentials get, put, list and delete below the prefix",
@@ -110,7 +111,7 @@ class Requests:
         code, status = code_of(error), status_of(error)
         if code in NOT_FOUND:
             return ObjectNotFound(f"{self._uri} has no object {key!r}")
-        if status in _REFUSED_STATUS and code not in _PASSING:
+        if status in REFUSED_STATUS and code not in _PASSING:
             remedy = _REMEDIES.get(code, _ANY_REMEDY)
             return StoreRefused(f"{self._uri}: {code} ({status}) at {key!r}; {remedy}")
         return Passing(f"{code} ({status})")

@@ -218,6 +218,23 @@ def test_samples_of_one_prompt_are_prefilled_once(core: EngineCore, old: Model) 
     assert {completion.tokens for completion in done.values()} == {old.greedy(PROMPTS[1])}
 
 
+def test_what_a_row_holds_but_for_the_last_token_enters_without_a_pass_of_its_own(
+    core: EngineCore, old: Model
+) -> None:
+    begin(core, ask("running", PROMPTS[3], max_new_tokens=40), ask("known", max_new_tokens=40), steps=3)
+    passes = core.stats().num_passes
+    again, one_token = ask("again"), ask("one token", PROMPTS[4])
+    begin(core, again, one_token, steps=1)
+    assert (core.stats().num_passes - passes, core.stats().num_running) == (1, 4)
+    done = finish_all(core)
+    assert (done["again"].tokens, done["again"].cached_tokens) == (
+        old.greedy(PROMPTS[1]),
+        len(PROMPTS[1]) - 1,
+    )
+    assert done["one token"].tokens == old.greedy(PROMPTS[4])
+    assert done["running"].tokens == old.greedy(PROMPTS[3], num_tokens=40)
+
+
 def test_a_later_turn_reuses_prompt_and_answer_of_the_earlier_one(core: EngineCore, old: Model) -> None:
     first = run(core, ask("turn 1"))["turn 1"]
     conversation = (*PROMPTS[1], *first.tokens, 40, 41, 42)

@@ -30,12 +30,12 @@ class Feeder:
         return self.weights.head(hidden)
 
     def decode(self, tokens: torch.Tensor, *, position: int, idle: list[int]) -> torch.Tensor:
-        """Logits [B, V] of one token for each leading row; idle rows write to the dump column."""
-        positions = torch.full_like(tokens, position)
-        write_at = positions.clone()
-        write_at[idle] = CAPACITY
-        places = {"positions_B": positions, "write_at_B": write_at}
-        hidden = self.model.decode(self.weights, self.cache, tokens_B=tokens, length=position + 1, **places)
+        """Logits [B, V] of one token for each leading row that is not idle."""
+        rows = torch.tensor([row for row in range(len(tokens)) if row not in idle])
+        places = {"positions_B": torch.full_like(rows, position), "rows_B": rows}
+        hidden = self.model.decode(
+            self.weights, self.cache, tokens_B=tokens[rows], length=position + 1, **places
+        )
         return self.weights.head(hidden)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
-from astraflow.recipe.file import CodeFile, bundle_digest
+from astraflow.recipe.file import CodeFile, bundle_digest, load_recipe
 from astraflow_kit.recipe_code import install_code
 
 CODE = "class Half: ..."
@@ -51,4 +51,18 @@ def test_code_that_differs_from_its_pin_is_refused(tmp_path: Path) -> None:
 def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(RecipeError, match="relative paths"):
         install_code(bundle({path: "X = 1"}), into=tmp_path / "code", allowed=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_code_of_a_recipe_of_this_release_needs_no_leave(tmp_path: Path) -> None:
+    shipped = load_recipe(Path("quickstart"))
+    code = bundle({file.path: file.content.decode() for file in shipped.code})
+    assert install_code(code, into=tmp_path, allowed=False) == tmp_path / shipped.code_sha256.hex()
+
+
+def test_code_that_only_claims_the_digest_of_a_recipe_of_this_release_is_refused(tmp_path: Path) -> None:
+    code = bundle({"recipe.py": CODE})
+    code.sha256 = load_recipe(Path("quickstart")).code_sha256
+    with pytest.raises(RecipeError, match="digest"):
+        install_code(code, into=tmp_path, allowed=False)
     assert list(tmp_path.iterdir()) == []

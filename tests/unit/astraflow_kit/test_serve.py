@@ -53,6 +53,7 @@ def _build_contract() -> None:
             if service.name != "NakedService":
                 method.options.Extensions[options_pb2.roles].append(options_pb2.ROLE_OPERATOR)
                 method.options.Extensions[options_pb2.retry] = options_pb2.RETRY_READ
+                method.options.Extensions[options_pb2.scope] = options_pb2.SCOPE_NO_RUN
             if service.name == "LaterService":
                 missing = method.options.Extensions[options_pb2.missing]
                 missing.capability, missing.instead = "later", "call EchoService until then"

@@ -128,8 +128,9 @@ class Bench:
             controls=self.controls,
         )
         settings: dict[str, Any] = {"first_step": 1, "version": 0, "published": {0: 0}}
+        settings |= {"checkpoint_every_steps": 100, "checkpoint_every_s": 3600.0}
         with worker:
-            loop.run(LoopSettings(**(settings | {"checkpoint_every_steps": 100} | changes)))
+            loop.run(LoopSettings(**(settings | changes)))
 
     @contextmanager
     def running(self, **changes: Any) -> Iterator[None]:
@@ -242,6 +243,19 @@ def test_a_stop_request_ends_training_after_the_step_in_progress(bench: Bench) -
     assert bench.about("announce") == ["announce 1", "announce 2"]
     assert bench.events[-1] == "durable 2"
     assert bench.progress.state.phase is progress.Phase.FINISHED
+
+
+def test_a_run_that_is_over_ends_training_with_a_checkpoint_of_what_was_trained(bench: Bench) -> None:
+    bench.during(2, lambda: bench.script.empty_polls.append("run_finished"))
+    bench.run(last_step=50)
+    assert bench.about("train", "durable") == ["train 1", "train 2", "durable 2"]
+    assert bench.progress.state.phase is progress.Phase.FINISHED
+
+
+def test_a_checkpoint_that_the_server_never_heard_of_is_told_at_the_end(bench: Bench) -> None:
+    bench.script.last_finished_step = 3
+    bench.run(first_step=4, last_step=3, version=3, published={0: 0, 3: 3})
+    assert bench.about("durable") == ["durable 3"]
 
 
 def test_a_stop_request_during_a_checkpoint_names_the_step_it_covers(bench: Bench) -> None:
@@ -414,6 +428,13 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(bench: Bench) -> None
     bench.run(last_step=5, checkpoint_every_steps=2)
     assert bench.about("save") == ["save 2 at version 2", "save 4 at version 3", "save 5 at version 4"]
     assert bench.about("durable") == ["durable 2", "durable 4", "durable 5"]
+
+
+def test_a_checkpoint_that_is_too_old_is_followed_by_another_before_the_next_step(bench: Bench) -> None:
+    bench.run(last_step=3, checkpoint_every_s=0.0)
+    assert bench.about("train", "durable") == [
+        *("train 1", "durable 1", "train 2", "durable 2", "train 3", "durable 3"),
+    ]
 
 
 def test_an_end_that_a_checkpoint_covers_needs_no_other(bench: Bench) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from astraflow_weights.errors import StoreRefused
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import PutResult, file, open_store, probe_create_only
+from astraflow_weights.store import PutResult, file, open_store, probing
+from astraflow_weights.store.probing import probe_create_only
 from support.weight_models import FaultyStore
 
 
@@ -34,7 +35,38 @@ def test_other_addresses_are_refused_with_the_forms_that_work(uri: str) -> None:
 
 def test_a_store_that_honours_create_only_passes_and_keeps_nothing(tmp_path: Path) -> None:
     store = file.FileStore(tmp_path)
+    probe_create_only(store, remember=False)
+    assert list(store.list("")) == []
+
+
+def test_what_many_writers_showed_is_remembered_in_the_store(tmp_path: Path) -> None:
+    store = file.FileStore(tmp_path)
     probe_create_only(store)
+    assert [item.key for item in store.list("")] == [probing.PASSED_KEY]
+    crowded = CrowdedStore(tmp_path)
+    probe_create_only(crowded)
+    assert crowded.large_puts == 0
+
+
+class CrowdedStore(FaultyStore):
+    """Honours the condition for one writer after another; of large bodies that arrive together it takes several."""
+
+    large_puts = 0
+
+    def put_if_absent(self, key: str, data: bytes) -> PutResult:
+        if len(data) < probing.BODY_BYTES:
+            return super().put_if_absent(key, data)
+        type(self).large_puts += 1
+        self.put(key, data)
+        return PutResult.CREATED if data[0] % 2 else PutResult.EXISTS
+
+
+def test_a_store_that_lets_several_of_many_writers_win_is_refused(tmp_path: Path) -> None:
+    store = CrowdedStore(tmp_path)
+    with pytest.raises(
+        StoreRefused, match=r"when 32 write .* told 16 that they created it.*for many writers too"
+    ):
+        probe_create_only(store)
     assert list(store.list("")) == []
 
 

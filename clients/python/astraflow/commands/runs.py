@@ -1,23 +1,100 @@
-"""`astraflow runs`: list the runs of a server, or delete one with everything stored for it."""
+"""`astraflow runs`: the life of a run without the launcher: created, followed, finished, resumed, deleted."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
+from astraflow.commands.run_creation import StoreOption, create_run, prepare_store, run_of
 from astraflow.commands.server import ServerOptions
-from astraflow.commands.wording import as_json, console, count_text, enum_text, print_json, table
-from astraflow.dataflow.v1 import run_pb2
+from astraflow.commands.status import follow
+from astraflow.commands.wording import as_json, console, count_text, enum_text, number_text, print_json, table
+from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as pb
+from astraflow.errors import PreconditionError
+from astraflow.recipe.command import SetOption
+from astraflow.recipe.file import load_recipe
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="List runs, or delete one.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Create, follow and end runs.")
 
 _PAGE = 500
 _DELETE_TIMEOUT_S = 120.0
+_SAY_EVERY_S = 30.0
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Then follow it until it is finished.")]
+
+
+@app.command()
+@grouped_options
+def create(
+    options: ServerOptions,
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Folder, YAML file, or a name such as quickstart.")
+    ],
+    store: StoreOption,
+    run_id: Annotated[str, typer.Option("--run-id", help="Name of the run. Default: the recipe's.")] = "",
+    overrides: SetOption = None,
+    probe: Annotated[
+        bool, typer.Option(help="Make and prove the store from here; else its first trainer proves it.")
+    ] = True,
+    wait: WaitOption = False,
+) -> None:
+    """Create a run of RECIPE, for trainers and nodes to join. A run that exists with the same recipe is left as it is.
+
+    The bucket of an s3:// store is created when it is missing. How to reach it comes from ASTRAFLOW_STORE_ENDPOINT_URL,
+    ASTRAFLOW_STORE_REGION and ASTRAFLOW_STORE_CREDENTIALS_FILE, as for a trainer.
+    """
+    loaded = load_recipe(recipe, overrides=overrides or ())
+    run = run_of(loaded, run_id=run_id or loaded.recipe.run.name, store_uri=store)
+    with options.client() as client:
+        if probe:
+            typer.echo(prepare_store(store), err=True)
+        created = create_run(client, run)
+        _say(options, created)
+        if wait:
+            _follow(client, created.run_id)
+
+
+@app.command()
+@grouped_options
+def show(options: ServerOptions, run_id: RunArgument) -> None:
+    """Show RUN: its state, its store, and the recipe as it was created."""
+    with options.client() as client:
+        run = client.call(client.runs.GetRun, pb.GetRunRequest(run_id=run_id)).run
+    code = f"code: {len(run.code.files)} files, sha256 {run.code.sha256.hex()[:16]}…"
+    facts = f"{_state_text(run)}, created {_created_text(run)}\nstore: {run.store_uri}\n{code}\n"
+    options.show(run, lambda _: f"{facts}\n{run.recipe_yaml}")
+
+
+@app.command()
+@grouped_options
+def wait(options: ServerOptions, run_id: RunArgument) -> None:
+    """Follow RUN until it is finished; says how far it is every 30 s."""
+    with options.client() as client:
+        _follow(client, run_id)
+
+
+@app.command()
+@grouped_options
+def finish(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False) -> None:
+    """End the training of RUN after the steps in hand: trainers publish and end, the newest versions are evaluated, and
+    nodes leave.
+    """
+    _update(options, run_id, run_pb2.RUN_STATE_FINISHING, wait=wait)
+
+
+@app.command()
+@grouped_options
+def resume(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False) -> None:
+    """Continue RUN, which is finishing or finished: start its trainers again, with --steps to go beyond the recipe."""
+    _update(options, run_id, run_pb2.RUN_STATE_ACTIVE, wait=wait)
 
 
 @app.command("list")
@@ -32,12 +109,11 @@ def list_(
         print_json([_without_content(run) for run in runs])
         return
     if not runs:
-        typer.echo("the server has no run; start one: astraflow dev RECIPE")
+        typer.echo("the server has no run; start one: astraflow dev RECIPE, or astraflow runs create RECIPE")
         return
     shown = table("run", "state", "created", "store")
     for run in runs:
-        created = run.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")
-        shown.add_row(run.run_id, enum_text(run_pb2.RunState.DESCRIPTOR, run.state), created, run.store_uri)
+        shown.add_row(run.run_id, _state(run), _created_text(run), run.store_uri)
     console().print(shown)
 
 
@@ -70,6 +146,62 @@ def all_runs(client: Client) -> Iterator[run_pb2.Run]:
     request = pb.ListRunsRequest(page_size=_PAGE)
     for page in client.pages(client.runs.ListRuns, request):
         yield from page.runs
+
+
+def _update(options: ServerOptions, run_id: str, state: run_pb2.RunState.ValueType, *, wait: bool) -> None:
+    with options.client() as client:
+        request = pb.UpdateRunRequest(run_id=run_id, state=state)
+        run = client.call(client.runs.UpdateRun, request).run
+        _say(options, run)
+        if wait:
+            _follow(client, run_id)
+
+
+def _follow(client: Client, run_id: str) -> None:
+    """Say how the run goes, at each change of its state and every 30 s, until it is finished."""
+    state, said_s = run_pb2.RUN_STATE_UNSPECIFIED, float("-inf")
+    for status in follow(client, run_id=run_id):
+        if status.state != state or time.monotonic() - said_s >= _SAY_EVERY_S:
+            state, said_s = status.state, time.monotonic()
+            typer.echo(_progress_text(status))
+    if state != run_pb2.RUN_STATE_FINISHED:
+        raise PreconditionError(f"run {run_id} is followed no more, and was not finished yet")
+
+
+def _progress_text(status: admin_service_pb2.StatusResponse) -> str:
+    state = enum_text(run_pb2.RunState.DESCRIPTOR, status.state)
+    policies = [
+        f"{policy.policy_id} step {policy.last_finished_step}"
+        + (f", version {policy.version.version}" if policy.HasField("version") else "")
+        + f", reward {number_text(policy.recent_training_reward)}"
+        for policy in status.policies
+        if not policy.frozen
+    ]
+    final = [
+        f"{item.policy_id} held-out reward {number_text(item.mean_reward)} at version {item.version}"
+        for item in status.evaluations
+        if item.final and item.complete
+    ]
+    return f"run {status.run_id} is {state}: " + "; ".join([*policies, *final])
+
+
+def _state(run: run_pb2.Run) -> str:
+    return enum_text(run_pb2.RunState.DESCRIPTOR, run.state)
+
+
+def _state_text(run: run_pb2.Run) -> str:
+    return f"run {run.run_id} is {_state(run)}"
+
+
+def _created_text(run: run_pb2.Run) -> str:
+    return run.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _say(options: ServerOptions, run: run_pb2.Run) -> None:
+    if options.json_:
+        print_json(_without_content(run))
+    else:
+        typer.echo(_state_text(run))
 
 
 def _without_content(run: run_pb2.Run) -> dict[str, object]:

@@ -26,11 +26,20 @@ from astraflow.recipe import SCHEMA_VERSION, Recipe
 from astraflow.recipe.algorithm import REPLACED_KEYS
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import kind_of
+from astraflow.recipe.shipped import find_shipped, shipped_recipes
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["CodeFile", "LoadedRecipe", "bundle_digest", "load_recipe", "parse_recipe", "place_of"]
+__all__ = [
+    "CodeFile",
+    "LoadedRecipe",
+    "bundle_digest",
+    "load_recipe",
+    "parse_recipe",
+    "place_of",
+    "read_code",
+]
 
 MAX_CODE_BYTES = 1024 * 1024
 
@@ -59,18 +68,15 @@ class LoadedRecipe:
 
 
 def load_recipe(folder: Path, *, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read and validate `folder/recipe.yaml` (or a path to a YAML file) with `key.path=value` overrides
-    applied.
+    """Read and validate `folder/recipe.yaml` with `key.path=value` overrides applied.
+
+    `folder` may also be the path of a YAML file, or the name of a recipe that comes with this release.
 
     Raises RecipeError naming file, line, nearest key and remedy.
     """
-    path = folder if folder.suffix in {".yaml", ".yml"} else folder / "recipe.yaml"
-    if not path.is_file():
-        raise RecipeError(
-            f"no recipe at {path}: give a folder that holds recipe.yaml, or the path of a YAML file"
-        )
+    path = _recipe_path(folder)
     loaded = parse_recipe(path.read_text(encoding="utf-8"), source=str(path), overrides=overrides)
-    return LoadedRecipe(loaded.recipe, loaded.yaml_text, _read_code(path.parent), path.parent)
+    return LoadedRecipe(loaded.recipe, loaded.yaml_text, read_code(path.parent), path.parent)
 
 
 def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -108,7 +114,20 @@ def bundle_digest(files: Iterable[CodeFile]) -> bytes:
     return digest.digest()
 
 
-def _read_code(folder: Path) -> tuple[CodeFile, ...]:
+def _recipe_path(given: Path) -> Path:
+    path = given if given.suffix in {".yaml", ".yml"} else given / "recipe.yaml"
+    if path.is_file():
+        return path
+    if given.name == str(given) and (shipped := find_shipped(given.name)):
+        return shipped / "recipe.yaml"
+    raise RecipeError(
+        f"no recipe at {path}: give a folder that holds recipe.yaml, the path of a YAML file, or the name of a recipe "
+        f"of this release ({', '.join(shipped_recipes()) or 'none is installed'})"
+    )
+
+
+def read_code(folder: Path) -> tuple[CodeFile, ...]:
+    """The Python files of a recipe's folder, by name. Raises RecipeError for more than may travel with a run."""
     files = tuple(CodeFile(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
     size = sum(len(file.content) for file in files)
     if size > MAX_CODE_BYTES:

@@ -366,7 +366,9 @@ class TrainerSettings(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=16, le=16_777_216)
     """Token budget of one packed micro-batch."""
     checkpoint_every_steps: int = Field(default=20, ge=1)
-    """Steps between durable checkpoints."""
+    """Steps between durable checkpoints, at most."""
+    checkpoint_every_s: float = Field(default=600.0, ge=1, le=86_400)
+    """Seconds between durable checkpoints, at most, unless a step takes longer: what a killed trainer takes again."""
     keep_checkpoints: int = Field(default=2, ge=1, le=1000)
     """Checkpoints kept."""
     algorithm: AlgorithmSettings = AlgorithmSettings()

@@ -40,8 +40,8 @@ local function held_by_another(P, policy, claimer, lease_ms)
 end
 
 -- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation, lease ms, '1' to claim only what nobody holds
--- and to hold nothing. Returns { epoch, last finished step, last durable step, newest version or '' }.
-SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld' }
+-- and to hold nothing, the last step it will take or 0. Returns { epoch, last finished step, last durable step, newest version or '' }.
+SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld', 'last_step' }
 local function claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
@@ -56,6 +56,7 @@ local function claim(keys, a)
   local skipped = f[3] and f[3] ~= a.incarnation and LOST_CLAIMS or 0
   local epoch = math.max(current + skipped, tonumber(a.known_epoch), held) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
+  if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
   if only_if_unheld then call('HDEL', Q, 'heard_ms') else note_heard(P, a.policy) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
@@ -181,9 +182,7 @@ local function acquire(keys, a)
   if step ~= finished + 1 then
     return refuse('INVALID', 'step ' .. step .. ' cannot be bound: the last finished step is ' .. finished .. ', ask for ' .. finished + 1)
   end
-  if call('HGET', K.run(P), 'state') == 'finished' then
-    return refuse('PRECONDITION', 'the run is finished and binds no more batches')
-  end
+  if call('HGET', K.run(P), 'state') ~= 'active' then return { 'wait', 'run_finished', 'the run takes no more steps' } end
   local whose, last = turn(P)
   if whose and whose ~= policy then
     note_wait(P, policy, 'turn', tonumber(a.wait_ms))
@@ -362,7 +361,17 @@ local function renew_batch(keys, a)
   return 1
 end
 
--- mark_durable: policy, epoch, step. Never moves back. Returns the retained steps that may be released.
+-- Whether every trained policy has a trainer that named its last step, and a checkpoint that covers it.
+local function all_done(P)
+  for _, policy in ipairs(policies(P)) do
+    local f = call('HMGET', K.policy(P, policy), 'frozen', 'last_step', 'durable')
+    if f[1] ~= '1' and (tonumber(f[2] or 0) < 1 or tonumber(f[3]) < tonumber(f[2])) then return false end
+  end
+  return true
+end
+
+-- mark_durable: policy, epoch, step. Never moves back. Ends the training of a run when it was the last that was missing. Returns the newest
+-- durable step.
 SIGNATURE.mark_durable = { 'policy', 'epoch', 'step' }
 local function mark_durable(keys, a)
   local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
@@ -374,6 +383,11 @@ local function mark_durable(keys, a)
   end
   local durable = math.max(tonumber(f[1]), tonumber(a.step))
   call('HSET', Q, 'durable', durable)
+  if all_done(P) and call('HGET', K.run(P), 'state') == 'active' then
+    call('HSET', K.run(P), 'state', 'finishing')
+    emit(P, 'run')
+    emit(P, 'work')
+  end
   return durable
 end
 

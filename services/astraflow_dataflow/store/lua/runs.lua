@@ -40,6 +40,10 @@ local function advance(keys, a)
   end
   if a.state ~= state then
     call('HSET', K.run(P), 'state', a.state)
+    if a.state == 'active' then
+      -- Each policy's trainer says anew how far it goes, so that the first to get there does not end the others.
+      for _, policy in ipairs(policies(P)) do call('HDEL', K.policy(P, policy), 'last_step') end
+    end
     emit(P, 'run')
     emit(P, 'work')
   end

@@ -29,6 +29,7 @@ def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert cpu_seconds([process.pid]) >= 0.3
+        # Both processes count in ticks of 10 ms, user and system time apart.
+        assert cpu_seconds([process.pid]) >= 0.25
         process.communicate(b"\n")
     assert cpu_seconds([process.pid]) == 0.0

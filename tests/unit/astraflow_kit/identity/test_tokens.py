@@ -11,13 +11,19 @@ from cryptography.hazmat.primitives import serialization
 
 from astraflow.errors import UnauthenticatedError
 from astraflow_kit.identity.tokens import LEEWAY_S, ROLES, Identity, read_revoked, verify
-from support.tokens import HOUR_S, KEY_ID, OTHER_KEY, SIGNING_KEY, token
+from support.tokens import HOUR_S, KEY_ID, OTHER_KEY, SIGNING_KEY
+from support.tokens import token as token_of
 
 KEYS = {KEY_ID: SIGNING_KEY.public_key()}
 PUBLIC_PEM = SIGNING_KEY.public_key().public_bytes(
     serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
 )
 NOW_S = float(int(time.time()))
+
+
+def token(subject: str, role: str, /, **claims: Any) -> str:
+    """A token that is valid from `NOW_S` on."""
+    return token_of(subject, role, **({"nbf": NOW_S, "exp": NOW_S + HOUR_S} | claims))
 
 
 def read(made: str, *, now_s: float = NOW_S) -> Identity:

@@ -43,6 +43,11 @@ type AdminServiceClient interface {
 	PurgeDeadLetters(ctx context.Context, in *PurgeDeadLettersRequest, opts ...grpc.CallOption) (*PurgeDeadLettersResponse, error)
 	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
 	PoolReport(ctx context.Context, in *PoolReportRequest, opts ...grpc.CallOption) (*PoolReportResponse, error)
+	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+	// included. Needs a token for all runs. Atomic, idempotent.
+	RevokeToken(ctx context.Context, in *RevokeTokenRequest, opts ...grpc.CallOption) (*RevokeTokenResponse, error)
+	// Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only.
+	ListRevokedTokens(ctx context.Context, in *ListRevokedTokensRequest, opts ...grpc.CallOption) (*ListRevokedTokensResponse, error)
 }
 
 type adminServiceClient struct {
@@ -166,6 +171,24 @@ func (c *adminServiceClient) PoolReport(ctx context.Context, in *PoolReportReque
 	return out, nil
 }
 
+func (c *adminServiceClient) RevokeToken(ctx context.Context, in *RevokeTokenRequest, opts ...grpc.CallOption) (*RevokeTokenResponse, error) {
+	out := new(RevokeTokenResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/RevokeToken", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminServiceClient) ListRevokedTokens(ctx context.Context, in *ListRevokedTokensRequest, opts ...grpc.CallOption) (*ListRevokedTokensResponse, error) {
+	out := new(ListRevokedTokensResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/ListRevokedTokens", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AdminServiceServer is the server API for AdminService service.
 // All implementations must embed UnimplementedAdminServiceServer
 // for forward compatibility
@@ -196,6 +219,11 @@ type AdminServiceServer interface {
 	PurgeDeadLetters(context.Context, *PurgeDeadLettersRequest) (*PurgeDeadLettersResponse, error)
 	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
 	PoolReport(context.Context, *PoolReportRequest) (*PoolReportResponse, error)
+	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+	// included. Needs a token for all runs. Atomic, idempotent.
+	RevokeToken(context.Context, *RevokeTokenRequest) (*RevokeTokenResponse, error)
+	// Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only.
+	ListRevokedTokens(context.Context, *ListRevokedTokensRequest) (*ListRevokedTokensResponse, error)
 	mustEmbedUnimplementedAdminServiceServer()
 }
 
@@ -232,6 +260,12 @@ func (UnimplementedAdminServiceServer) PurgeDeadLetters(context.Context, *PurgeD
 }
 func (UnimplementedAdminServiceServer) PoolReport(context.Context, *PoolReportRequest) (*PoolReportResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method PoolReport not implemented")
+}
+func (UnimplementedAdminServiceServer) RevokeToken(context.Context, *RevokeTokenRequest) (*RevokeTokenResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method RevokeToken not implemented")
+}
+func (UnimplementedAdminServiceServer) ListRevokedTokens(context.Context, *ListRevokedTokensRequest) (*ListRevokedTokensResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListRevokedTokens not implemented")
 }
 func (UnimplementedAdminServiceServer) mustEmbedUnimplementedAdminServiceServer() {}
 
@@ -429,6 +463,42 @@ func _AdminService_PoolReport_Handler(srv interface{}, ctx context.Context, dec 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AdminService_RevokeToken_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RevokeTokenRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).RevokeToken(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.AdminService/RevokeToken",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).RevokeToken(ctx, req.(*RevokeTokenRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AdminService_ListRevokedTokens_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListRevokedTokensRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).ListRevokedTokens(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.AdminService/ListRevokedTokens",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).ListRevokedTokens(ctx, req.(*ListRevokedTokensRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 var _AdminService_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "astraflow.dataflow.v1.AdminService",
 	HandlerType: (*AdminServiceServer)(nil),
@@ -468,6 +538,14 @@ var _AdminService_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "PoolReport",
 			Handler:    _AdminService_PoolReport_Handler,
+		},
+		{
+			MethodName: "RevokeToken",
+			Handler:    _AdminService_RevokeToken_Handler,
+		},
+		{
+			MethodName: "ListRevokedTokens",
+			Handler:    _AdminService_ListRevokedTokens_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -29,7 +29,7 @@ type BatchServiceClient interface {
 	ReleasePolicy(ctx context.Context, in *ReleasePolicyRequest, opts ...grpc.CallOption) (*ReleasePolicyResponse, error)
 	// Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-	// empty response with `waiting_for`.
+	// empty response with `waiting_for`; `run_finished` says that there will be none.
 	AcquireBatch(ctx context.Context, in *AcquireBatchRequest, opts ...grpc.CallOption) (*AcquireBatchResponse, error)
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
 	FetchBatch(ctx context.Context, in *FetchBatchRequest, opts ...grpc.CallOption) (BatchService_FetchBatchClient, error)
@@ -46,7 +46,7 @@ type BatchServiceClient interface {
 	// step again binds another batch. Atomic, idempotent per batch_id.
 	VoidBatch(ctx context.Context, in *VoidBatchRequest, opts ...grpc.CallOption) (*VoidBatchResponse, error)
 	// A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-	// moves back.
+	// moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
 	MarkDurable(ctx context.Context, in *MarkDurableRequest, opts ...grpc.CallOption) (*MarkDurableResponse, error)
 }
 
@@ -187,7 +187,7 @@ type BatchServiceServer interface {
 	ReleasePolicy(context.Context, *ReleasePolicyRequest) (*ReleasePolicyResponse, error)
 	// Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-	// empty response with `waiting_for`.
+	// empty response with `waiting_for`; `run_finished` says that there will be none.
 	AcquireBatch(context.Context, *AcquireBatchRequest) (*AcquireBatchResponse, error)
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
 	FetchBatch(*FetchBatchRequest, BatchService_FetchBatchServer) error
@@ -204,7 +204,7 @@ type BatchServiceServer interface {
 	// step again binds another batch. Atomic, idempotent per batch_id.
 	VoidBatch(context.Context, *VoidBatchRequest) (*VoidBatchResponse, error)
 	// A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-	// moves back.
+	// moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
 	MarkDurable(context.Context, *MarkDurableRequest) (*MarkDurableResponse, error)
 	mustEmbedUnimplementedBatchServiceServer()
 }

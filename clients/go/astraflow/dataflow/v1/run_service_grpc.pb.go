@@ -21,7 +21,8 @@ type RunServiceClient interface {
 	// other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(ctx context.Context, in *CreateRunRequest, opts ...grpc.CallOption) (*CreateRunResponse, error)
-	// FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent.
+	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+	// finishing or finished. Atomic, idempotent.
 	UpdateRun(ctx context.Context, in *UpdateRunRequest, opts ...grpc.CallOption) (*UpdateRunResponse, error)
 	// Returns one run. Read only.
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
@@ -108,7 +109,8 @@ type RunServiceServer interface {
 	// other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(context.Context, *CreateRunRequest) (*CreateRunResponse, error)
-	// FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent.
+	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+	// finishing or finished. Atomic, idempotent.
 	UpdateRun(context.Context, *UpdateRunRequest) (*UpdateRunResponse, error)
 	// Returns one run. Read only.
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)

@@ -85,6 +85,16 @@ class AdminServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.FromString,
                 _registered_method=True)
+        self.RevokeToken = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/RevokeToken',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
+                _registered_method=True)
+        self.ListRevokedTokens = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/ListRevokedTokens',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -167,6 +177,21 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RevokeToken(self, request, context):
+        """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+        included. Needs a token for all runs. Atomic, idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRevokedTokens(self, request, context):
+        """Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -219,6 +244,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.PoolReport,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.SerializeToString,
+            ),
+            'RevokeToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeToken,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.SerializeToString,
+            ),
+            'ListRevokedTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRevokedTokens,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -492,6 +527,60 @@ class AdminService:
             '/astraflow.dataflow.v1.AdminService/PoolReport',
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/RevokeToken',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.RevokeTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRevokedTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/ListRevokedTokens',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListRevokedTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,12 @@ class AdminServiceStub:
     """Deletes dead letters. Atomic per call, idempotent."""
     PoolReport: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]
     """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+    RevokeToken: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]
+    """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+    included. Needs a token for all runs. Atomic, idempotent.
+    """
+    ListRevokedTokens: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListRevokedTokensRequest, _admin_service_pb2.ListRevokedTokensResponse]
+    """Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -101,6 +107,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Deletes dead letters. Atomic per call, idempotent."""
     PoolReport: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]  # type: ignore[assignment]
     """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+    RevokeToken: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]  # type: ignore[assignment]
+    """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+    included. Needs a token for all runs. Atomic, idempotent.
+    """
+    ListRevokedTokens: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListRevokedTokensRequest, _admin_service_pb2.ListRevokedTokensResponse]  # type: ignore[assignment]
+    """Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only."""
 
 class AdminServiceServicer:
     """Status and operations, for people and tools."""
@@ -185,5 +197,21 @@ class AdminServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PoolReportResponse, _abc.Awaitable[_admin_service_pb2.PoolReportResponse]]:
         """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+
+    def RevokeToken(
+        self,
+        request: _admin_service_pb2.RevokeTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.RevokeTokenResponse, _abc.Awaitable[_admin_service_pb2.RevokeTokenResponse]]:
+        """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
+        included. Needs a token for all runs. Atomic, idempotent.
+        """
+
+    def ListRevokedTokens(
+        self,
+        request: _admin_service_pb2.ListRevokedTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListRevokedTokensResponse, _abc.Awaitable[_admin_service_pb2.ListRevokedTokensResponse]]:
+        """Lists the tokens that were revoked by RevokeToken and have not expired, by id. Needs a token for all runs. Read only."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

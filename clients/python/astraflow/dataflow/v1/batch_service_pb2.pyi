@@ -85,6 +85,7 @@ class ClaimPolicyRequest(_message.Message):
     KNOWN_EPOCH_FIELD_NUMBER: _builtins.int
     HELD_EPOCH_FIELD_NUMBER: _builtins.int
     ONLY_IF_UNHELD_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -104,6 +105,10 @@ class ClaimPolicyRequest(_message.Message):
     holds it from its claim on, until it releases it or has been silent for the lease time of a batch. Such a claim
     holds nothing itself: anybody may claim at once.
     """
+    last_step: _builtins.int
+    """Last step that the trainer will take; 0 when it does not say. Once a durable checkpoint covers the last step of every
+    trained policy, the run goes to FINISHING.
+    """
     def __init__(
         self,
         *,
@@ -113,10 +118,11 @@ class ClaimPolicyRequest(_message.Message):
         known_epoch: _builtins.int = ...,
         held_epoch: _builtins.int = ...,
         only_if_unheld: _builtins.bool = ...,
+        last_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "only_if_unheld", b"only_if_unheld", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "last_step", b"last_step", "only_if_unheld", b"only_if_unheld", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,7 @@ class BatchServiceServicer:
     def AcquireBatch(self, request, context):
         """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
         groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-        empty response with `waiting_for`.
+        empty response with `waiting_for`; `run_finished` says that there will be none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,7 +168,7 @@ class BatchServiceServicer:
 
     def MarkDurable(self, request, context):
         """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-        moves back.
+        moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ class BatchServiceStub:
     AcquireBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
     groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-    empty response with `waiting_for`.
+    empty response with `waiting_for`; `run_finished` says that there will be none.
     """
     FetchBatch: _grpc.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
@@ -71,7 +71,7 @@ class BatchServiceStub:
     """
     MarkDurable: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]
     """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-    moves back.
+    moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
     """
 
 @_typing.type_check_only
@@ -97,7 +97,7 @@ class BatchServiceAsyncStub(BatchServiceStub):
     AcquireBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]  # type: ignore[assignment]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
     groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-    empty response with `waiting_for`.
+    empty response with `waiting_for`; `run_finished` says that there will be none.
     """
     FetchBatch: _aio.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]  # type: ignore[assignment]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
@@ -117,7 +117,7 @@ class BatchServiceAsyncStub(BatchServiceStub):
     """
     MarkDurable: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.MarkDurableRequest, _batch_service_pb2.MarkDurableResponse]  # type: ignore[assignment]
     """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-    moves back.
+    moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
     """
 
 class BatchServiceServicer:
@@ -160,7 +160,7 @@ class BatchServiceServicer:
     ) -> _typing.Union[_batch_service_pb2.AcquireBatchResponse, _abc.Awaitable[_batch_service_pb2.AcquireBatchResponse]]:
         """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
         groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-        empty response with `waiting_for`.
+        empty response with `waiting_for`; `run_finished` says that there will be none.
         """
 
     def FetchBatch(
@@ -210,7 +210,7 @@ class BatchServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.MarkDurableResponse, _abc.Awaitable[_batch_service_pb2.MarkDurableResponse]]:
         """A durable checkpoint covers every step up to `step`: their payloads may be released. Atomic, idempotent; never
-        moves back.
+        moves back. When it covers the last step of every trained policy, the run goes to FINISHING.
         """
 
 def add_BatchServiceServicer_to_server(servicer: BatchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

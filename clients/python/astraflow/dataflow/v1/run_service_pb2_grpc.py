@@ -81,7 +81,8 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateRun(self, request, context):
-        """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent.
+        """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+        finishing or finished. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

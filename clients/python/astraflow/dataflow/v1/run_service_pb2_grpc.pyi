@@ -39,7 +39,9 @@ class RunServiceStub:
     (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]
-    """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
+    """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+    finishing or finished. Atomic, idempotent.
+    """
     GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]
     """Returns one run. Read only."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
@@ -67,7 +69,9 @@ class RunServiceAsyncStub(RunServiceStub):
     (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
-    """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
+    """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+    finishing or finished. Atomic, idempotent.
+    """
     GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns one run. Read only."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
@@ -102,7 +106,9 @@ class RunServiceServicer:
         request: _run_service_pb2.UpdateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.UpdateRunResponse, _abc.Awaitable[_run_service_pb2.UpdateRunResponse]]:
-        """FINISHING ends the training of a run, and ACTIVE continues one that is finishing or finished. Atomic, idempotent."""
+        """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
+        finishing or finished. Atomic, idempotent.
+        """
 
     def GetRun(
         self,

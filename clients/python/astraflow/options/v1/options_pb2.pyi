@@ -89,6 +89,38 @@ RETRY_NEVER: Retry.ValueType  # 3
 """Repeating may act twice; the client library never retries it on its own."""
 Global___Retry: _TypeAlias = Retry  # noqa: Y015
 
+class _Scope:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Scope.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCOPE_UNSPECIFIED: _Scope.ValueType  # 0
+    """The run that the request names; a request without a field for it is refused at server start."""
+    SCOPE_SERVED_RUN: _Scope.ValueType  # 1
+    """The one run that the server belongs to."""
+    SCOPE_VISIBLE_RUNS: _Scope.ValueType  # 2
+    """Whatever the token is for: the answer leaves out other runs."""
+    SCOPE_ALL_RUNS: _Scope.ValueType  # 3
+    """All runs of the installation: only a token for `*` will do."""
+    SCOPE_NO_RUN: _Scope.ValueType  # 4
+    """None: the service does not know runs."""
+
+class Scope(_Scope, metaclass=_ScopeEnumTypeWrapper):
+    """Which runs a call is about: what the claim `runs` of a token is compared with."""
+
+SCOPE_UNSPECIFIED: Scope.ValueType  # 0
+"""The run that the request names; a request without a field for it is refused at server start."""
+SCOPE_SERVED_RUN: Scope.ValueType  # 1
+"""The one run that the server belongs to."""
+SCOPE_VISIBLE_RUNS: Scope.ValueType  # 2
+"""Whatever the token is for: the answer leaves out other runs."""
+SCOPE_ALL_RUNS: Scope.ValueType  # 3
+"""All runs of the installation: only a token for `*` will do."""
+SCOPE_NO_RUN: Scope.ValueType  # 4
+"""None: the service does not know runs."""
+Global___Scope: _TypeAlias = Scope  # noqa: Y015
+
 @_typing.final
 class Errors(_message.Message):
     """Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them)."""
@@ -236,6 +268,7 @@ ROLES_FIELD_NUMBER: _builtins.int
 RETRY_FIELD_NUMBER: _builtins.int
 ERRORS_FIELD_NUMBER: _builtins.int
 MISSING_FIELD_NUMBER: _builtins.int
+SCOPE_FIELD_NUMBER: _builtins.int
 COMMON_ERRORS_FIELD_NUMBER: _builtins.int
 bounds: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Bounds]
 """Values that the field may have; absent when every value of its type is taken."""
@@ -249,5 +282,7 @@ errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions,
 """How the rpc refuses a call; absent when only by the reasons that every rpc has."""
 missing: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Missing]
 """Present only when the rpc is declared but not provided: then no servicer has it, and otherwise one must."""
+scope: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Scope.ValueType]
+"""Which runs the call is about, where its request does not say."""
 common_errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.ServiceOptions, Global___Errors]
 """How every rpc of the service refuses a call, besides what the rpc itself lists."""

@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/options/v1/options.proto.
  */
 export const file_astraflow_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSK6AgoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIQgYKBF9taW5CBgoEX21heEIKCghfbWluX2xlbkIKCghfbWF4X2xlbkIMCgpfbWluX2J5dGVzQgwKCl9tYXhfYnl0ZXNCDAoKX21pbl9pdGVtc0IMCgpfbWF4X2l0ZW1zKoUBCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIQCgxST0xFX1JPTExPVVQQARIQCgxST0xFX1RSQUlORVIQAhIRCg1ST0xFX09QRVJBVE9SEAMSDwoLUk9MRV9WSUVXRVIQBBIOCgpST0xFX0FHRU5UEAUSDwoLUk9MRV9BTllPTkUQBipVCgVSZXRyeRIVChFSRVRSWV9VTlNQRUNJRklFRBAAEg4KClJFVFJZX1JFQUQQARIUChBSRVRSWV9JREVNUE9URU5UEAISDwoLUkVUUllfTkVWRVIQAzpVCgZib3VuZHMSHS5nb29nbGUucHJvdG9idWYuRmllbGRPcHRpb25zGL+OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5Cb3VuZHNSBmJvdW5kczpJChBjb250cmFjdF92ZXJzaW9uEhwuZ29vZ2xlLnByb3RvYnVmLkZpbGVPcHRpb25zGL6OAyABKA1SD2NvbnRyYWN0VmVyc2lvbjpSCgVyb2xlcxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLmOAyADKA4yGi5hc3RyYWZsb3cub3B0aW9ucy52MS5Sb2xlUgVyb2xlczpTCgVyZXRyeRIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLqOAyABKA4yGy5hc3RyYWZsb3cub3B0aW9ucy52MS5SZXRyeVIFcmV0cnk6VgoGZXJyb3JzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYu44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkVycm9yc1IGZXJyb3JzOlkKB21pc3NpbmcSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi8jgMgASgLMh0uYXN0cmFmbG93Lm9wdGlvbnMudjEuTWlzc2luZ1IHbWlzc2luZzpkCg1jb21tb25fZXJyb3JzEh8uZ29vZ2xlLnByb3RvYnVmLlNlcnZpY2VPcHRpb25zGL2OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5FcnJvcnNSDGNvbW1vbkVycm9yc0J8Chdpby5hc3RyYWZsb3cub3B0aW9ucy52MVABWkhnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvb3B0aW9ucy92MTtvcHRpb25zdjGqAhRBc3RyYWZsb3cuT3B0aW9ucy5WMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
+  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSK6AgoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIQgYKBF9taW5CBgoEX21heEIKCghfbWluX2xlbkIKCghfbWF4X2xlbkIMCgpfbWluX2J5dGVzQgwKCl9tYXhfYnl0ZXNCDAoKX21pbl9pdGVtc0IMCgpfbWF4X2l0ZW1zKoUBCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIQCgxST0xFX1JPTExPVVQQARIQCgxST0xFX1RSQUlORVIQAhIRCg1ST0xFX09QRVJBVE9SEAMSDwoLUk9MRV9WSUVXRVIQBBIOCgpST0xFX0FHRU5UEAUSDwoLUk9MRV9BTllPTkUQBipVCgVSZXRyeRIVChFSRVRSWV9VTlNQRUNJRklFRBAAEg4KClJFVFJZX1JFQUQQARIUChBSRVRSWV9JREVNUE9URU5UEAISDwoLUkVUUllfTkVWRVIQAypyCgVTY29wZRIVChFTQ09QRV9VTlNQRUNJRklFRBAAEhQKEFNDT1BFX1NFUlZFRF9SVU4QARIWChJTQ09QRV9WSVNJQkxFX1JVTlMQAhISCg5TQ09QRV9BTExfUlVOUxADEhAKDFNDT1BFX05PX1JVThAEOlUKBmJvdW5kcxIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYv44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkJvdW5kc1IGYm91bmRzOkkKEGNvbnRyYWN0X3ZlcnNpb24SHC5nb29nbGUucHJvdG9idWYuRmlsZU9wdGlvbnMYvo4DIAEoDVIPY29udHJhY3RWZXJzaW9uOlIKBXJvbGVzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuY4DIAMoDjIaLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJvbGVSBXJvbGVzOlMKBXJldHJ5Eh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuo4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJldHJ5UgVyZXRyeTpWCgZlcnJvcnMSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi7jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgZlcnJvcnM6WQoHbWlzc2luZxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLyOAyABKAsyHS5hc3RyYWZsb3cub3B0aW9ucy52MS5NaXNzaW5nUgdtaXNzaW5nOlMKBXNjb3BlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYwI4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlNjb3BlUgVzY29wZTpkCg1jb21tb25fZXJyb3JzEh8uZ29vZ2xlLnByb3RvYnVmLlNlcnZpY2VPcHRpb25zGL2OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5FcnJvcnNSDGNvbW1vbkVycm9yc0J8Chdpby5hc3RyYWZsb3cub3B0aW9ucy52MVABWkhnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvb3B0aW9ucy92MTtvcHRpb25zdjGqAhRBc3RyYWZsb3cuT3B0aW9ucy5WMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
 
 /**
  * Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them).
@@ -254,6 +254,54 @@ export const RetrySchema: GenEnum<Retry> = /*@__PURE__*/
   enumDesc(file_astraflow_options_v1_options, 1);
 
 /**
+ * Which runs a call is about: what the claim `runs` of a token is compared with.
+ *
+ * @generated from enum astraflow.options.v1.Scope
+ */
+export enum Scope {
+  /**
+   * The run that the request names; a request without a field for it is refused at server start.
+   *
+   * @generated from enum value: SCOPE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The one run that the server belongs to.
+   *
+   * @generated from enum value: SCOPE_SERVED_RUN = 1;
+   */
+  SERVED_RUN = 1,
+
+  /**
+   * Whatever the token is for: the answer leaves out other runs.
+   *
+   * @generated from enum value: SCOPE_VISIBLE_RUNS = 2;
+   */
+  VISIBLE_RUNS = 2,
+
+  /**
+   * All runs of the installation: only a token for `*` will do.
+   *
+   * @generated from enum value: SCOPE_ALL_RUNS = 3;
+   */
+  ALL_RUNS = 3,
+
+  /**
+   * None: the service does not know runs.
+   *
+   * @generated from enum value: SCOPE_NO_RUN = 4;
+   */
+  NO_RUN = 4,
+}
+
+/**
+ * Describes the enum astraflow.options.v1.Scope.
+ */
+export const ScopeSchema: GenEnum<Scope> = /*@__PURE__*/
+  enumDesc(file_astraflow_options_v1_options, 2);
+
+/**
  * Values that the field may have; absent when every value of its type is taken.
  *
  * @generated from extension: astraflow.options.v1.Bounds bounds = 51007;
@@ -302,10 +350,18 @@ export const missing: GenExtension<MethodOptions, Missing> = /*@__PURE__*/
   extDesc(file_astraflow_options_v1_options, 5);
 
 /**
+ * Which runs the call is about, where its request does not say.
+ *
+ * @generated from extension: astraflow.options.v1.Scope scope = 51008;
+ */
+export const scope: GenExtension<MethodOptions, Scope> = /*@__PURE__*/
+  extDesc(file_astraflow_options_v1_options, 6);
+
+/**
  * How every rpc of the service refuses a call, besides what the rpc itself lists.
  *
  * @generated from extension: astraflow.options.v1.Errors common_errors = 51005;
  */
 export const common_errors: GenExtension<ServiceOptions, Errors> = /*@__PURE__*/
-  extDesc(file_astraflow_options_v1_options, 6);
+  extDesc(file_astraflow_options_v1_options, 7);
 

@@ -1,0 +1,1 @@
+"""What a measured node is started with: no code of the product."""

@@ -1,0 +1,168 @@
+"""Who may call what: every rpc by every kind of caller on real servers, compared with docs/contracts.md."""
+
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import MethodDescriptor
+
+from astraflow._contract import read_contract
+from astraflow._status import from_rpc_error
+from astraflow.errors import AstraflowError
+from astraflow.raas.v1 import environment_service_pb2_grpc
+from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow_environment.servicer import EnvironmentServicer
+from astraflow_environment.sessions import Sessions
+from astraflow_environment.settings import EnvironmentSettings
+from astraflow_environment.workers import WorkerPool
+from astraflow_kit.identity.scopes import fields_of
+from astraflow_kit.metrics import Metrics
+from astraflow_kit.serve import GrpcServer
+from astraflow_kit.settings import DaemonSettings
+from astraflow_raas.server import registrations_of
+from astraflow_trainer.controls import Controls
+from astraflow_trainer.progress import Phase, Progress
+from astraflow_trainer.servicer import TrainerServicer
+from support.dataflow_world import World
+from support.raas_node import local_node
+from support.source_tree import REPOSITORY
+from support.tokens import keys_file, token
+
+pytestmark = pytest.mark.slow
+
+ANSWER_S = 20.0
+ROLES = ("rollout", "trainer", "operator", "viewer", "agent")
+UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
+PAST_S = time.time() - 3600
+SECTION = re.compile(r"^## astraflow\.(\S+)$(.*?)(?=^## )", re.M | re.S)
+ROW = re.compile(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| ([^|]*) \| ([^|]*) \|", re.M)
+TABLE = {
+    f"/astraflow.{service}/{rpc}": (set(roles.split(", ")), runs)
+    for service, section in SECTION.findall((REPOSITORY / "docs" / "contracts.md").read_text())
+    for rpc, roles, runs in ROW.findall(section)
+}
+RUN_IN_THE_REQUEST, SERVED_RUN = "nowhere", "run"
+
+
+def method_of(rpc: str) -> MethodDescriptor:
+    """The descriptor of `/package.Service/Method`."""
+    _, service, name = rpc.split("/")
+    return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+
+
+def test_the_page_lists_every_rpc() -> None:
+    assert len(TABLE) >= 47
+    for rpc, (roles, _) in TABLE.items():
+        assert read_contract(method_of(rpc)).roles == roles, rpc
+
+
+def test_every_request_says_which_run_it_is_about_or_the_contract_does() -> None:
+    for rpc, (roles, runs) in TABLE.items():
+        named = fields_of(method_of(rpc).input_type, "run_id")
+        assert bool(named) == (runs == "named"), rpc
+        assert bool(runs) != (roles == {"anyone"}), rpc
+
+
+def callers(rpc: str) -> dict[str, tuple[str, str]]:
+    """The token of each kind of caller, and the code that refuses it; none where it may call."""
+    roles, runs = TABLE[rpc]
+    open_to_all = roles == {"anyone"}
+    good = next(iter(roles & set(ROLES)), "viewer")
+    refused = {
+        "anonymous": ("", UNKNOWN),
+        "expired": (token("late", good, nbf=PAST_S, exp=PAST_S), UNKNOWN),
+        "revoked": (token("revoked", good), UNKNOWN),
+        "wrong audience": (token("stray", good, aud="elsewhere"), UNKNOWN),
+        "other run": (
+            token("tenant", good, runs=["other"]),
+            DENIED if runs in ("named", "served", "all") else "",
+        ),
+    }
+    table = {role: (token(role, role), "" if role in roles else DENIED) for role in ROLES} | refused
+    return {who: (sent, "" if open_to_all else code) for who, (sent, code) in table.items()}
+
+
+@pytest.fixture
+async def servers(world: World, tmp_path: Path) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
+    """Service → a channel to a server of it that asks for tokens, one of which is revoked."""
+    await world.create_run()
+    await world.dataflow.revoked_tokens.revoke("jti-revoked")
+    progress = Progress()
+    progress.ended(Phase.FINISHED)
+    trainer = TrainerServicer(progress, Controls(), run_id=SERVED_RUN, policy_id="solver")
+    metrics, environment = Metrics(), EnvironmentSettings(use="support.environments:Counter")
+    sessions = Sessions(WorkerPool(environment, metrics=metrics), settings=environment, metrics=metrics)
+    settings = DaemonSettings(token_keys_file=keys_file(tmp_path))
+    async with local_node(world.address, tmp_path) as local, AsyncExitStack() as stack:
+        parts: list[tuple[list[Any], str]] = [
+            (world.dataflow.registrations(), ""),
+            (registrations_of(local.node, begin_drain=lambda: None), SERVED_RUN),
+            ([(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, trainer)], SERVED_RUN),
+            (
+                [
+                    (
+                        environment_service_pb2_grpc.add_EnvironmentServiceServicer_to_server,
+                        EnvironmentServicer(sessions),
+                    )
+                ],
+                "",
+            ),
+        ]
+        found = {}
+        for registrations, run_id in parts:
+            revoked = world.dataflow.revoked_tokens.seen
+            server = GrpcServer(
+                registrations, settings=settings, metrics=metrics, run_id=run_id, revoked=revoked
+            )
+            await server.start()
+            stack.push_async_callback(server.stop, deadline_s=0.1)
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
+            found |= dict.fromkeys(server.services, channel)
+        yield found
+
+
+async def refusal_of(channel: grpc.aio.Channel, rpc: str, sent: str) -> str:
+    """The reason of UNAUTHENTICATED or PERMISSION_DENIED by which a call is refused; empty for any other answer."""
+    method = method_of(rpc)
+    request = message_factory.GetMessageClass(method.input_type)()
+    for *holders, field in fields_of(method.input_type, "run_id"):
+        holder: Any = request
+        for inner in holders:
+            holder = getattr(holder, inner.name)
+        setattr(holder, field.name, RUN_IN_THE_REQUEST)
+    shape = "_".join(
+        "stream" if many else "unary" for many in (method.client_streaming, method.server_streaming)
+    )
+    opened = getattr(channel, shape)(rpc, request_serializer=type(request).SerializeToString)
+    asked = iter([request]) if method.client_streaming else request
+    metadata = (("authorization", f"Bearer {sent}"),) if sent else ()
+    call = opened(asked, metadata=metadata, timeout=ANSWER_S)
+    try:
+        if method.server_streaming:
+            await call.read()
+            call.cancel()
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        typed: AstraflowError = from_rpc_error(error)
+        return typed.reason if typed.reason in (UNKNOWN, DENIED) else ""
+    return ""
+
+
+async def test_every_rpc_is_open_to_just_those_whom_the_page_names(
+    servers: dict[str, grpc.aio.Channel],
+) -> None:
+    assert {rpc.split("/")[1] for rpc in TABLE} == set(servers)
+    gaps = [
+        f"{rpc} by {who}: {found or 'admitted'}, not {expected or 'admitted'}"
+        for rpc in TABLE
+        for who, (sent, expected) in callers(rpc).items()
+        if (found := await refusal_of(servers[rpc.split("/")[1]], rpc, sent)) != expected
+    ]
+    assert gaps == []
