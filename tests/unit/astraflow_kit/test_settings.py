@@ -67,6 +67,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_misspelt_variable_is_refused_and_another_daemons_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAFLOW_LEARNING_RATE", "3")
+    monkeypatch.setenv("ASTRAFLOW_TOKEN_FILE", "of whoever dials this daemon; close to token_keys_file")
     load(Example)
     monkeypatch.setenv("ASTRAFLOW_FAILPOINT", "x=kill")
     with pytest.raises(SettingsError, match=r"ASTRAFLOW_FAILPOINT is not a setting.*ASTRAFLOW_FAILPOINTS"):
