@@ -112,6 +112,18 @@ breaking: $(TEST_STAMP) ## Fail when contracts break callers of the last release
 schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's settings
 	@$(BIN)/astraflow recipe schema > docs/recipe.schema.json
 
+locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what images install
+	@$(PIP) uv==0.13.9 && $(BIN)/python deploy/docker/lock.py
+
+dashboards: ## Rewrite Grafana's dashboards from the tables in deploy/compose/observe
+	@python3 deploy/compose/observe/make_dashboards.py
+
+images: ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
+	@for image in valkey tools dataflow trainer raas; do \
+	  DOCKER_BUILDKIT=1 docker build --quiet -f deploy/docker/Containerfile --target $$image -t astraflow/$$image \
+	    $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+	    --build-arg REVISION=$$(git rev-parse HEAD) . || exit 1; done
+
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
 

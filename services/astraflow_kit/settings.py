@@ -23,6 +23,11 @@ from astraflow_kit.nearest import did_you_mean, nearest_names
 ENV_PREFIX = "ASTRAFLOW_"
 # A variable this close to one of ours is a misspelling; one further away belongs to another daemon.
 _MISSPELLING_CUTOFF = 0.85
+# Commands take these from the same variables as daemons that dial do (`join_settings`).
+_OF_CALLERS = (
+    *("join", "join_file", "token_file", "ca_file", "public_ca", "server_name"),
+    *("client_cert_file", "client_key_file", "run_id"),
+)
 
 S = TypeVar("S", bound="ProcessSettings")
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -185,9 +190,17 @@ def given_up(settings: DaemonSettings) -> str:
 
 def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:
     prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
+<<<<<<< HEAD
     # Besides its own, those that are set for daemons beside this one, or for whoever dials one.
     dialing = {"join", "join_file", *(item.name for item in fields(DialFiles))}
     names = {*kind.model_fields, *DaemonSettings.model_fields, *dialing}
+=======
+    names = {
+        *kind.model_fields,
+        *_OF_CALLERS,
+        *DaemonSettings.model_fields,
+    }  # the latter may be set for a daemon beside this one
+>>>>>>> house
     known = [f"{prefix}{name}".upper() for name in sorted(names)]
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
