@@ -7,7 +7,7 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,7 +15,7 @@ from pydantic import Field, FilePath, ValidationError, field_validator, model_va
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from astraflow.connecting.connection import DialFiles, is_loopback
+from astraflow.connecting.connection import is_loopback
 from astraflow.errors import RequestError
 from astraflow_kit import failpoints
 from astraflow_kit.nearest import did_you_mean, nearest_names
@@ -190,17 +190,11 @@ def given_up(settings: DaemonSettings) -> str:
 
 def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:
     prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
-<<<<<<< HEAD
-    # Besides its own, those that are set for daemons beside this one, or for whoever dials one.
-    dialing = {"join", "join_file", *(item.name for item in fields(DialFiles))}
-    names = {*kind.model_fields, *DaemonSettings.model_fields, *dialing}
-=======
     names = {
         *kind.model_fields,
         *_OF_CALLERS,
         *DaemonSettings.model_fields,
     }  # the latter may be set for a daemon beside this one
->>>>>>> house
     known = [f"{prefix}{name}".upper() for name in sorted(names)]
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:

@@ -7,7 +7,6 @@ One installation for the whole file, in the order of its tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
