@@ -33,6 +33,7 @@ from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
+from astraflow_raas.policies.granted_store import granted_store
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
@@ -134,6 +135,7 @@ async def _join(
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)
+    store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
     await asyncio.to_thread(mirrors.remove_stale, request.run_id)

@@ -23,7 +23,7 @@ from support.play_kube import Podman
 
 SERVER = "main-astraflow-dataflow"
 RUN = "run"
-PATIENCE_S = 150.0
+PATIENCE_S = 240.0
 
 
 @dataclass
