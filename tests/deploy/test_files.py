@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_a_lock_has_hashes_our_versions_and_no_cuda(lock: Path) -> None:
         for name, _, version in (x.partition("==") for x in lines)
     }
     assert {name: version for name, version in pinned.items() if ours.get(name, version) != version} == {}
+
+
+def test_the_locks_have_all_that_the_extras_ask_for() -> None:
+    images = runpy.run_path(str(REPOSITORY / "deploy/docker/lock.py"))["IMAGES"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for image, extras in images.items():
+        locked = {entry.partition("==")[0] for entry in entries_of(LOCKS / f"{image}.txt")} | {"torch"}
+        asked = [
+            *project["dependencies"],
+            *(each for extra in extras for each in project["optional-dependencies"][extra]),
+        ]
+        names = {re.split(r"[^A-Za-z0-9.-]", each)[0].replace(".", "-") for each in asked}
+        assert names - locked == set(), f"{image}: run `make locks`"
 
 
 def expressions() -> list[tuple[str, str]]:
