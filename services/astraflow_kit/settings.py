@@ -23,6 +23,11 @@ from astraflow_kit.nearest import did_you_mean, nearest_names
 ENV_PREFIX = "ASTRAFLOW_"
 # A variable this close to one of ours is a misspelling; one further away belongs to another daemon.
 _MISSPELLING_CUTOFF = 0.85
+# Commands take these from the same variables as daemons that dial do (`join_settings`).
+_OF_CALLERS = (
+    *("join", "join_file", "token_file", "ca_file", "public_ca", "server_name"),
+    *("client_cert_file", "client_key_file", "run_id"),
+)
 
 S = TypeVar("S", bound="ProcessSettings")
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -187,6 +192,7 @@ def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:
     prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
     names = {
         *kind.model_fields,
+        *_OF_CALLERS,
         *DaemonSettings.model_fields,
     }  # the latter may be set for a daemon beside this one
     known = [f"{prefix}{name}".upper() for name in sorted(names)]

@@ -5,6 +5,7 @@ after its last finished episode was pushed or its drain ran out of time. `__main
 """
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
+from astraflow_raas.policies.granted_store import granted_store
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
@@ -133,6 +135,7 @@ async def _join(
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
     joined = await join_run(client, request, patience_s=settings.join_timeout_s)
+    store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
     await asyncio.to_thread(mirrors.remove_stale, request.run_id)
@@ -241,6 +244,9 @@ class _Watch(LoopService):
             self._waiting_for, self._since_s, self._log_next_s = waiting_for, now_s, now_s
             if not waiting_for:
                 log.info("node.works")
+                if not gc.get_freeze_count():
+                    # What starting has loaded stays: to look through it for garbage would hold the loop for 0.1 s.
+                    gc.freeze()
         if waiting_for in ("server", "token") and 0 < self._server_gone_timeout_s <= now_s - self._since_s:
             raise self._given_up(now_s - self._since_s)
         if waiting_for and now_s >= self._log_next_s:

@@ -14,12 +14,12 @@ from astraflow_kit.settings import CommandOption, DaemonSettings
 from astraflow_weights.settings import ChecksumMode, PieceBytes, RangeBytes, StoreSettings
 
 _DEFAULT = StoreSettings()
-# Of the settings that are those of `StoreSettings`.
+# Begins the names of the settings that are those of `StoreSettings`.
 _PREFIX = "store_"
 
 
-class StoreAccess(DaemonSettings):
-    """How to reach an S3-compatible store. `file://` stores need none of it."""
+class StoreAddress(DaemonSettings):
+    """Where an S3-compatible store is, and who asks. `file://` stores need none of it."""
 
     store_endpoint_url: Annotated[str | None, CommandOption("The weight store")] = None
     """Address of the S3-compatible service that holds the weights; unset means AWS."""
@@ -31,6 +31,19 @@ class StoreAccess(DaemonSettings):
     """Profile of the credentials; one with `role_arn` assumes that role. Unset means `default`."""
     store_path_style: bool = _DEFAULT.path_style
     """Address buckets as `endpoint/bucket/key`; false means `bucket.endpoint/key`."""
+
+    @property
+    def store(self) -> StoreSettings:
+        """How to talk to the weight store."""
+        names = {name.removeprefix(_PREFIX): name for name in type(self).model_fields}
+        return StoreSettings.model_validate(
+            {name: getattr(self, names[name]) for name in StoreSettings.model_fields if name in names}
+        )
+
+
+class StoreAccess(StoreAddress):
+    """The same for daemons that move weights: also how objects travel."""
+
     store_checksum_mode: ChecksumMode | None = None
     """Whether uploads carry the newer checksum headers; unset decides by the endpoint."""
     store_multipart_threshold_bytes: PieceBytes = _DEFAULT.multipart_threshold_bytes
@@ -39,9 +52,3 @@ class StoreAccess(DaemonSettings):
     """Size of such a piece."""
     store_range_bytes: RangeBytes = _DEFAULT.range_bytes
     """Objects above this are read in ranges of this size, several at a time."""
-
-    @property
-    def store(self) -> StoreSettings:
-        """How to talk to the weight store."""
-        given = {name: getattr(self, name) for name in StoreAccess.model_fields if name.startswith(_PREFIX)}
-        return StoreSettings.model_validate({name.removeprefix(_PREFIX): given[name] for name in given})

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,10 @@ class Driver:
         """Open a client."""
         total_s = operation.get("retry_total_s")
         retry = None if total_s is None else RetryPolicy(total_s=total_s)
-        client = AsyncClient(Connection(operation["address"], token=operation.get("token", "")), retry=retry)
+        connection = Connection.of(operation["address"])
+        if "token" in operation:
+            connection = replace(connection, token=operation["token"])
+        client = AsyncClient(connection, retry=retry)
         self.clients[operation.get("client", "main")] = client
 
     def client(self, operation: Operation) -> AsyncClient:

@@ -30,6 +30,8 @@ class WorldServer:
     """The dataflow server in the test's loop."""
 
     world: World
+    variables: Mapping[str, Json] = field(default_factory=dict)
+    """What cases may say of it."""
 
     @property
     def address(self) -> str:

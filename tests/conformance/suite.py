@@ -28,7 +28,7 @@ class Case:
 
     name: str
     server: str
-    """`dataflow`, `tokens`, `process` (one that can be restarted), `scripted` or `none`."""
+    """`dataflow`, `tokens`, `tls` (with tokens), `process` (one that can be restarted), `scripted` or `none`."""
     steps: Sequence[Mapping[str, Json]]
 
     def __str__(self) -> str:

@@ -10,15 +10,19 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astraflow.errors import ERRORS_BY_REASON
+from astraflow.join import JoinString, format_join
+from astraflow_launcher.issuing.tokens import read_authorities
 from conformance.servers import ProcessServer, WorldServer, scripted_server
 from conformance.suite import CASES, Case, Driver, Server, Suite, cases, difference, filled
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import recipe_text, served
 from support.source_tree import REPOSITORY
+from support.tls import Authority
 from support.tokens import keys_file, token
 
 pytestmark = [pytest.mark.integration, pytest.mark.ci]
@@ -71,10 +75,35 @@ async def server(case: Case, request: pytest.FixtureRequest, tmp_path: Path) -> 
         process: DataflowProcess = request.getfixturevalue("process")
         process.start()
         yield ProcessServer(process)
+    elif case.server == "tls":
+        authority = Authority.create(tmp_path / "ca")
+        pair, stranger = authority.server(), Authority.create(tmp_path / "stranger")
+        files = {"tls_cert_file": pair.certificate, "tls_key_file": pair.key}
+        async with served(
+            request.getfixturevalue("redis_url"), tmp_path, token_keys_file=keys_file(tmp_path), **files
+        ) as world:
+            yield WorldServer(world, join_strings(world.address, authority, stranger))
     else:
         tokens = {"token_keys_file": keys_file(tmp_path)} if case.server == "tokens" else {}
         async with served(request.getfixturevalue("redis_url"), tmp_path, **tokens) as world:
             yield WorldServer(world)
+
+
+def join_strings(address: str, authority: Authority, stranger: Authority) -> dict[str, str]:
+    """Join strings for an operator: one that is right, and one for each way in which it cannot be."""
+    ours, theirs = (read_authorities(each.folder / "ca.pem") for each in (authority, stranger))
+    operator = token("an-operator", "operator")
+    right = {"address": address, "ca": ours, "token": operator}
+    parts: dict[str, dict[str, Any]] = {
+        "join": {},
+        "join_by_name": {"server_name": "localhost"},
+        "join_of_another_authority": {"ca": theirs},
+        "join_of_a_public_authority": {"ca": (), "public_ca": True},
+        "join_by_another_name": {"server_name": "inside.example"},
+        "join_with_an_expired_token": {"token": token("an-operator", "operator", exp=1)},
+        "join_without_a_token": {"token": ""},
+    }
+    return {name: format_join(JoinString(**{**right, **other})) for name, other in parts.items()}
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -84,7 +113,8 @@ async def test_a_client_does(
     why = MISSING.get(driver.language, {}).get(case.name)
     if why is not None:
         request.applymarker(pytest.mark.xfail(reason=why, raises=AssertionError, strict=True))
-    await Suite(driver, server, dict(VARIABLES)).run(case)
+    said = server.variables if isinstance(server, WorldServer) else {}
+    await Suite(driver, server, {**VARIABLES, **said}).run(case)
 
 
 def test_what_a_client_does_not_do_is_named_as_its_case_is() -> None:

@@ -202,6 +202,7 @@ TOKENS = [b"\0" * MOST_IDS], [b"", b"\0" * (MOST_IDS + 4)]
 URIS = [BLOBS + "a" * (1024 - len(BLOBS))], [BLOBS + "a" * (1025 - len(BLOBS))]
 MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 
+READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
     Row(create(code=ONE_FILE), "run.code.files.path", ["a.py", ".py"], ["a.txt", "a/b.py", "../a.py"], mend=created),
@@ -267,6 +268,9 @@ ROWS = [
     Row(request_of(versions.ListVersionsRequest), "page_size"),
     Row(request_of(versions.ListVersionsRequest), "page_token", ["", "0"], ["x"]),
     Row(request_of(versions.PinVersionRequest), "reason"),
+    Row(request_of(versions.SignReadsRequest), "reads", element=lambda i: READ),
+    Row(request_of(versions.SignReadsRequest, reads=[READ]), "reads.key"),
+    Row(request_of(versions.SignReadsRequest, reads=[READ]), "reads.after"),
     Row(request_of(admin.AdminServiceWatchRequest), "interval_duration"),
     Row(request_of(admin.ListNodesRequest), "page_size"),
     Row(request_of(admin.DrainNodeRequest, node_id="gone"), "reason", ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]),

@@ -1,6 +1,7 @@
 """Who dials a server with TLS and tokens: what joins, and what is said about everything that does not."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ import pytest
 
 from astraflow.client import AsyncClient, Connection
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, UnauthenticatedError
 from astraflow.join import JoinString, format_join
 from astraflow_kit.lifecycle import ExitCode, exit_code_of
 from astraflow_kit.settings import load
@@ -22,7 +23,7 @@ from astraflow_raas.settings import NodeSettings
 from astraflow_trainer import server as trainer
 from astraflow_trainer.settings import TrainerSettings
 from support import cli
-from support.dataflow_world import World, recipe_text, served
+from support.dataflow_world import World, recipe_text, served, until
 from support.node_process import node_of
 from support.tls import Authority
 
@@ -93,6 +94,23 @@ async def test_the_parts_of_a_join_string_can_be_given_one_by_one(secured: Secur
     await node_check({"join": secured.world.address, "server_name": "localhost", **files}, secured.folder)
 
 
+async def test_a_revoked_token_is_refused_from_then_on(secured: Secured) -> None:
+    node = secured.join_file(secured.token())
+    operator = secured.folder / "operator"
+    operator.write_text(secured.token(role="operator", runs=("*",)))
+    how = ("--join", secured.world.address, "--ca-file", f"{secured.authority.folder}/ca.pem")
+    revoked = await asyncio.to_thread(cli.run, "token", "revoke", node, *how, "--token-file", f"{operator}")
+    assert (revoked.status, "is refused by every server" in revoked.output) == (0, True), revoked.errors
+
+    async def refused() -> bool:
+        with contextlib.suppress(UnauthenticatedError):
+            await node_check({"join_file": node}, secured.folder)
+            return False
+        return True
+
+    await until(refused)
+
+
 @dataclass(frozen=True)
 class Row:
     """How the join string differs, and what is said about it."""
@@ -117,6 +135,7 @@ ROWS = {
     "an expired token": Row(("UNAUTHENTICATED", "expired", "--token-file"), {"hours": -2}),
     "a clock that is an hour ahead": Row(("UNAUTHENTICATED", "clock"), {"hours": 1}),
     "another audience": Row(("UNAUTHENTICATED", "elsewhere"), {"audience": "elsewhere"}),
+    "another run": Row(("'run'",), {"runs": ("other",)}),
     "another role": Row(("PERMISSION_DENIED", "role agent"), {"role": "agent"}),
 }
 
@@ -129,7 +148,7 @@ async def test_whoever_cannot_be_trusted_is_named_and_not_started_again(
     row = ROWS[case]
     join_file = secured.join_file(secured.token(**row.grant), **row.parts(secured))
     with pytest.raises(AstraflowError) as error:
-        await dial({"join_file": join_file}, secured.folder)
+        await dial({"join_file": join_file, "run_id": "run"}, secured.folder)
     said = f"{error.value.reason}: {error.value.message}"
     # A trainer's remedy is the server's sentence.
     missing = [

@@ -2,7 +2,8 @@
 
 `S3Server` is what tests use; the process runs this file. It serves one PUT at a time, because moto looks and writes
 without a lock and would let two creators of one key win; `ignore_create_only` makes it the kind of store that must be
-refused: it overwrites and says nothing. Used by integration and e2e tests.
+refused: it overwrites and says nothing. Requests need a signature, which moto does not check, and one in the address
+must not have expired. Used by integration and e2e tests.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 import boto3
 
@@ -94,6 +97,11 @@ def one_put_at_a_time(application: Application, *, ignore_create_only: bool) -> 
     lock = threading.Lock()
 
     def wrapped(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if not is_signed(environ):
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [
+                b"<Error><Code>AccessDenied</Code><Message>no signature, or one that expired</Message></Error>"
+            ]
         if environ["REQUEST_METHOD"] != "PUT":
             return application(environ, start_response)
         if ignore_create_only:
@@ -102,6 +110,15 @@ def one_put_at_a_time(application: Application, *, ignore_create_only: bool) -> 
             return list(application(environ, start_response))
 
     return wrapped
+
+
+def is_signed(environ: Mapping[str, Any]) -> bool:
+    """Whether a request has credentials, or an address that was signed and has not expired."""
+    query = {name: values[0] for name, values in parse_qs(environ["QUERY_STRING"]).items()}
+    if "X-Amz-Signature" not in query:
+        return "HTTP_AUTHORIZATION" in environ
+    signed = datetime.strptime(query["X-Amz-Date"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    return datetime.now(tz=UTC) < signed + timedelta(seconds=int(query["X-Amz-Expires"]))
 
 
 def serve(*, ignore_create_only: bool) -> None:

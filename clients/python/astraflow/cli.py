@@ -59,6 +59,7 @@ COMMANDS: dict[str, Subcommand] = {
     "join-token": Subcommand(
         "astraflow_launcher.commands.join_token", "Let a node join with one line.", "tools", _OPERATE
     ),
+    "secrets": Subcommand("astraflow_launcher.commands.secrets", "Make a box's secrets.", "tools", _OPERATE),
     "health": Subcommand(
         "astraflow_launcher.commands.health", "Ask a daemon here if it works.", "", _OPERATE
     ),

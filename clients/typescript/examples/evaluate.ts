@@ -6,6 +6,7 @@
  * Each line of the file is `{"id": "sum-1", "prompt": "What is 17 + 25?", "answer": "42"}`; `answer` is what the run's
  * reward reads. The nodes of the run sample each task `samples` times (2) and grade it. A task whose nodes give up
  * counts as 0.
+ * The variable ASTRAFLOW_JOIN, which may hold a join string, takes the place of the address.
  */
 import { readFileSync } from "node:fs";
 import { setTimeout as delay } from "node:timers/promises";
@@ -53,7 +54,7 @@ const questions: Question[] = readFileSync(file, "utf8")
   .split("\n")
   .filter(Boolean)
   .map((line) => JSON.parse(line));
-const client = connect(address);
+const client = connect(process.env["ASTRAFLOW_JOIN"] ?? address);
 try {
   const attempt = `evaluate-${Date.now()}`;
   const taskIds = await submit(client, questions, Number(samples), attempt);

@@ -6,6 +6,7 @@
  * It joins the run, takes tasks, samples one chat completion for each member and pushes it with its tokens and
  * log-probs. The reward is 1 when the answer in the task's data is part of the text. The endpoint serves the version
  * that was the newest when the node joined; start the node again after the endpoint has loaded another one.
+ * The variable ASTRAFLOW_JOIN, which may hold a join string, takes the place of the address.
  */
 import { randomUUID } from "node:crypto";
 import { hostname } from "node:os";
@@ -26,7 +27,7 @@ interface Completion {
 const [address = "127.0.0.1:7070", endpoint = "http://127.0.0.1:8000/v1", model = "default"] =
   process.argv.slice(2);
 const nodeId = `${hostname()}-openai`.replaceAll(/[^A-Za-z0-9._-]/g, "-").slice(0, 64);
-const client = connect(address);
+const client = connect(process.env["ASTRAFLOW_JOIN"] ?? address);
 const session = await joinRun(client, { nodeId, maxConcurrentTasks: 8, engines: ["openai"] });
 const [served] = session.versions;
 if (served === undefined) throw new Error("the run has no version yet: start its trainer first");

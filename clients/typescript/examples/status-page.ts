@@ -5,6 +5,7 @@
  *
  * and open http://127.0.0.1:8080. The page is updated whenever the run changes, and goes on after a restart of the
  * server. It listens on this machine only.
+ * The variable ASTRAFLOW_JOIN, which may hold a join string, takes the place of the address.
  */
 import { createServer, type ServerResponse } from "node:http";
 import { toJsonString } from "@bufbuild/protobuf";
@@ -40,7 +41,7 @@ const PAGE = `<!doctype html><meta charset="utf-8"><title>AstraFlow</title>
 </script>`;
 
 const [address = "127.0.0.1:7070", port = "8080"] = process.argv.slice(2);
-const client = connect(address);
+const client = connect(process.env["ASTRAFLOW_JOIN"] ?? address);
 
 async function stream(page: ServerResponse): Promise<void> {
   const left = new AbortController();

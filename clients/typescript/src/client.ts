@@ -1,7 +1,7 @@
 /** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
 import { createGrpcTransport } from "@connectrpc/connect-node";
-import { baseUrlOf } from "./address.js";
+import { endpointOf, type TrustOptions } from "./address.js";
 import { Connection } from "./connection.js";
 import { IncompatibleError, InternalError } from "./errors.js";
 import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
@@ -26,9 +26,7 @@ export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_serve
 export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 
 /** Options of a client. */
-export interface ConnectOptions {
-  /** Sent as bearer token; without one the caller is anonymous. */
-  token?: string;
+export interface ConnectOptions extends TrustOptions {
   /** How harmless calls are repeated while the server is unreachable. */
   retry?: Partial<RetryPolicy>;
 }
@@ -41,15 +39,18 @@ export class Client {
   readonly batches: ServiceClient<typeof BatchService>;
   readonly versions: ServiceClient<typeof VersionService>;
   readonly admin: ServiceClient<typeof AdminService>;
+  /** `HOST:PORT`. */
+  readonly address: string;
   readonly #connection: Connection;
 
-  /** Connects with the first call. Throws InvalidArgumentError for an address that is not `HOST:PORT`. */
-  constructor(
-    readonly address: string,
-    { token, retry }: ConnectOptions = {},
-  ) {
-    const baseUrl = baseUrlOf(address);
-    this.#connection = new Connection(baseUrl);
+  /**
+   * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
+   * for options that do not fit.
+   */
+  constructor(target: string, { retry, ...trust }: ConnectOptions = {}) {
+    const { address, baseUrl, token, tls } = endpointOf(target, trust);
+    this.address = address;
+    this.#connection = new Connection(baseUrl, tls);
     const transport = createGrpcTransport({
       baseUrl,
       sessionManager: this.#connection,
@@ -84,9 +85,9 @@ export class Client {
   }
 }
 
-/** Returns a client of the server at `HOST:PORT`; the connection is made by the first call. */
-export function connect(address: string, options?: ConnectOptions): Client {
-  return new Client(address, options);
+/** Returns a client of the server at `HOST:PORT`, or of a join string; the connection is made by the first call. */
+export function connect(target: string, options?: ConnectOptions): Client {
+  return new Client(target, options);
 }
 
 /** Calls a listing rpc until its last page. */

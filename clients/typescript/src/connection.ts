@@ -1,5 +1,5 @@
 /** The HTTP/2 connection of a client, with pings that find half-open links. */
-import type { ClientHttp2Stream, Http2Session } from "node:http2";
+import type { ClientHttp2Stream, Http2Session, SecureClientSessionOptions } from "node:http2";
 import { Http2SessionManager } from "@connectrpc/connect-node";
 
 const KEEPALIVE = { pingIntervalMs: 20_000, pingTimeoutMs: 10_000, pingIdleConnection: true };
@@ -8,8 +8,8 @@ const KEEPALIVE = { pingIntervalMs: 20_000, pingTimeoutMs: 10_000, pingIdleConne
 export class Connection extends Http2SessionManager {
   readonly #guarded = new WeakSet<Http2Session>();
 
-  constructor(baseUrl: string) {
-    super(baseUrl, KEEPALIVE);
+  constructor(baseUrl: string, tls?: SecureClientSessionOptions) {
+    super(baseUrl, KEEPALIVE, tls);
   }
 
   override async request(...request: Parameters<Http2SessionManager["request"]>): Promise<ClientHttp2Stream> {

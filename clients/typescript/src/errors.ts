@@ -107,6 +107,12 @@ export class NotFoundError extends RequestError {
   static override readonly code = "NOT_FOUND";
 }
 
+/** Both sides cannot prove who they are to each other; thrown by clients, before anything was sent. */
+export class UntrustedServerError extends RequestError {
+  static override readonly reason = "UNTRUSTED_SERVER";
+  static override readonly code = "UNAVAILABLE";
+}
+
 /** The world moved on: drop what you hold and start from a fresh read. */
 export class StateError extends AstraflowError {}
 
@@ -192,6 +198,7 @@ export const ERRORS_BY_REASON: ReadonlyMap<string, ErrorClass> = new Map(
     RecipeError,
     PluginError,
     NotFoundError,
+    UntrustedServerError,
     FencedError,
     PolicyHeldError,
     LeaseLostError,

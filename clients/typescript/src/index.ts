@@ -10,6 +10,8 @@ export {
 } from "./client.js";
 export { DEFAULT_TIMEOUT_MS, type CallOptions, type ServiceClient } from "./service.js";
 export type { RetryPolicy } from "./retry.js";
+export type { Token, TrustOptions } from "./address.js";
+export { formatJoin, isJoinString, parseJoin, type JoinString } from "./join.js";
 export { correlated } from "./correlation.js";
 export * from "./errors.js";
 export {

@@ -11,6 +11,7 @@ import type {
   MessageShape,
 } from "@bufbuild/protobuf";
 import { makeAnyClient, type Transport } from "@connectrpc/connect";
+import type { Token } from "./address.js";
 import { currentCorrelationId } from "./correlation.js";
 import { mayRepeat, waitMs, type RetryPolicy } from "./retry.js";
 import { typedError } from "./status.js";
@@ -44,7 +45,7 @@ export type ServiceClient<S extends DescService> = {
 
 /** What all calls of a client share. */
 export interface CallSettings {
-  token: string | undefined;
+  token: Token;
   retry: RetryPolicy;
 }
 
@@ -61,9 +62,10 @@ export function serviceClient<S extends DescService>(
   return makeAnyClient(service, methodOf) as ServiceClient<S>;
 }
 
-function headersOf(settings: CallSettings): Headers {
+async function headersOf({ token: given }: CallSettings): Promise<Headers> {
   const headers = new Headers();
-  if (settings.token !== undefined) headers.set("authorization", `Bearer ${settings.token}`);
+  const token = typeof given === "string" ? given : await given();
+  if (token) headers.set("authorization", `Bearer ${token}`);
   const correlationId = currentCorrelationId();
   if (correlationId !== undefined) headers.set("x-correlation-id", correlationId);
   return headers;
@@ -75,7 +77,7 @@ function unary(transport: Transport, method: DescMethodUnary, settings: CallSett
     const startedMs = performance.now();
     for (let failed = 1; ; failed++) {
       try {
-        const answer = await transport.unary(method, signal, timeoutMs, headersOf(settings), request);
+        const answer = await transport.unary(method, signal, timeoutMs, await headersOf(settings), request);
         return answer.message;
       } catch (thrown) {
         signal?.throwIfAborted();
@@ -99,7 +101,7 @@ function streaming(transport: Transport, method: DescMethodStreaming, settings: 
         method,
         ended,
         timeoutMs,
-        headersOf(settings),
+        await headersOf(settings),
         input as AsyncIterable<MessageInitShape<typeof method.input>>,
       );
       for await (const message of answer.message) yield message;

@@ -23,6 +23,9 @@ const BY_CODE = new Map<Code, typeof errors.AstraflowError>([
 ]);
 // Refusals of a message for its size, by gRPC servers and by Connect: it will not fit later either.
 const TOO_LARGE = /larger than (max|configured)/;
+// What Node says of certificates, and of a peer that speaks no TLS, or only TLS.
+const UNTRUSTED =
+  /CERT|SELF_SIGNED|UNABLE_TO_(GET_ISSUER|VERIFY)|ALTNAME|ERR_SSL|EPROTO|HPE_|wrong version number|alert/i;
 const LOST_CONNECTION = /^(http\/2 |protocol error)/;
 
 /** Returns the typed error for whatever a call threw. */
@@ -53,6 +56,13 @@ function fromCode(failure: ConnectError): errors.AstraflowError {
   }
   if (failure.rawMessage.includes("cannot encode field"))
     return new errors.InvalidArgumentError(failure.rawMessage, facts);
+  const untrusted = untrustedReason(failure);
+  if (untrusted !== undefined) {
+    return new errors.UntrustedServerError(
+      `the server is not trusted: ${untrusted}; get the join string or the CA file of this server, and compare the clocks`,
+      facts,
+    );
+  }
   if (wasLost(failure)) return new errors.UnavailableError(`UNAVAILABLE: ${failure.rawMessage}`, facts);
   return new (BY_CODE.get(failure.code) ?? errors.InternalError)(text, facts);
 }
@@ -62,6 +72,13 @@ function wasLost(failure: ConnectError): boolean {
   if (failure.metadata.has("grpc-status")) return false;
   if (failure.code === Code.Aborted || failure.code === Code.Canceled) return true;
   return LOST_CONNECTION.test(failure.rawMessage) || isNodeError(failure.cause);
+}
+
+/** What Node says of a handshake that failed; undefined for anything else. */
+function untrustedReason(failure: ConnectError): string | undefined {
+  const { cause } = failure;
+  if (!isNodeError(cause)) return undefined;
+  return UNTRUSTED.test((cause as NodeJS.ErrnoException).code ?? "") ? (cause as Error).message : undefined;
 }
 
 function isNodeError(cause: unknown): boolean {

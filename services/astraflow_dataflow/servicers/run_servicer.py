@@ -17,6 +17,7 @@ from astraflow_dataflow.servicers.bounds import page_number, page_size
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_kit import failpoints
 from astraflow_kit.identity.gate import caller
 from astraflow_kit.log import get_logger
@@ -38,6 +39,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     registry: RunRegistry
     versions: Versions
     durability: Durability
+    grants: StoreGrants
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if not _RUN_ID.fullmatch(request.run.run_id):
@@ -110,6 +112,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             ],
             data_incarnation=await self.store.connection.data_incarnation(),
             code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
+            store_grants=self.grants.of(run.run),
         )
         joined.lease_ttl_duration.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return joined

@@ -11,6 +11,7 @@ from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.bounds import page_number, page_size, require_short_reason
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_kit.serve import Context
 
 
@@ -21,6 +22,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
     registry: RunRegistry
     versions: Versions
     durability: Durability
+    grants: StoreGrants
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         run = await self.registry.get(request.run_id)
@@ -52,6 +54,10 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
             next_page_token=str(first - size) if first - size >= 0 else "",
             pins=[pin for pin in pins if pin.version in numbers],
         )
+
+    async def SignReads(self, request: pb.SignReadsRequest, context: Context) -> pb.SignReadsResponse:
+        run = await self.registry.get(request.run_id)
+        return await self.grants.sign(run.run, request.reads)
 
     async def PinVersion(self, request: pb.PinVersionRequest, context: Context) -> pb.PinVersionResponse:
         run = await self.registry.get(request.run_id)

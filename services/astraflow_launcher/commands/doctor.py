@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from astraflow_launcher.support.checks import Finding, State, run_checks
+from astraflow_launcher.support.identity_checks import check_certificate_file, check_token_file
 
 app = typer.Typer(add_completion=False)
 
@@ -24,6 +26,14 @@ def doctor(
         str | None,
         typer.Option(metavar="URI", help="Also probe this weight store, file:///… or s3://bucket/prefix."),
     ] = None,
+    certificates: Annotated[
+        list[Path] | None,
+        typer.Option("--certificate", metavar="FILE", help="Also look at these certificates; repeat it."),
+    ] = None,
+    tokens: Annotated[
+        list[Path] | None,
+        typer.Option("--token", metavar="FILE", help="Also look at this token or join string; repeat it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine and suggest fixes. Changes nothing.
@@ -32,6 +42,8 @@ def doctor(
     ASTRAFLOW_STORE_REGION and ASTRAFLOW_STORE_CREDENTIALS_FILE, as for a trainer.
     """
     findings = run_checks(store_uri=store)
+    findings += [each for path in certificates or () for each in check_certificate_file(path)]
+    findings += [each for path in tokens or () for each in check_token_file(path)]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from astraflow.commands.options import grouped_options
+from astraflow.commands.server import ServerOptions
 from astraflow.commands.wording import console, print_json, span_text, table
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.join import is_join_string, parse_join
 from astraflow_kit.identity.tokens import ROLES
@@ -23,10 +25,13 @@ from astraflow_launcher.issuing.tokens import (
     describe_token,
     issue_token,
     read_ttl,
+    revoke_in_file,
 )
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Make the keys that sign tokens, and tokens; read them."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Make the keys that sign tokens, and tokens; read and revoke them.",
 )
 
 OutOption = Annotated[
@@ -115,6 +120,41 @@ def inspect(
     for name, value in found.items():
         shown.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
     console().print(shown)
+
+
+@app.command()
+@grouped_options
+def revoke(
+    options: ServerOptions,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A token or a join string. Default: standard input."),
+    ] = None,
+    token_id: Annotated[
+        str, typer.Option("--id", metavar="JTI", help="Its id, where the token is not at hand.")
+    ] = "",
+    revoked_tokens_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Ask no server: append it to the revoked_tokens_file of servers."),
+    ] = None,
+) -> None:
+    """Refuse a token before it ends: at every dataflow server over one Redis, or in a file that servers read."""
+    said = {"jti": token_id} if token_id else _described(_read(file))
+    if not said.get("jti"):
+        raise InvalidArgumentError(
+            "the token has no id (jti), by which it could be revoked; replace the key instead"
+        )
+    if revoked_tokens_file is not None:
+        revoke_in_file(revoked_tokens_file, said)
+        typer.echo(f"{revoked_tokens_file}  {said['jti']} is refused by servers that read it")
+        return
+    revoked = pb.RevokedToken(token_id=said["jti"])
+    if "exp" in said:
+        revoked.expire_time.FromJsonString(said["exp"])
+    with options.client() as client:
+        answer = client.call(client.admin.RevokeToken, pb.RevokeTokenRequest(token=revoked))
+    before = " (as before)" if answer.was_revoked else ""
+    options.show(answer, lambda _: f"{said['jti']} is refused by every server of this Redis{before}")
 
 
 def hand_out(secret: str, *, out: Path | None) -> None:

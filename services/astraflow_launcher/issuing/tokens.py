@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,8 +23,18 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.join import JoinString
 from astraflow_kit.identity.tokens import ALGORITHM, ALL, ISSUER, ROLES
 from astraflow_launcher.issuing.keys import key_id, read_signing_key
+from astraflow_launcher.issuing.secret_files import write_file
 
-__all__ = ["Grant", "describe_join", "describe_token", "issue_token", "read_authorities", "read_ttl"]
+__all__ = [
+    "Grant",
+    "describe_join",
+    "describe_token",
+    "issue_times",
+    "issue_token",
+    "read_authorities",
+    "read_ttl",
+    "revoke_in_file",
+]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST = timedelta(days=3650)
@@ -117,6 +127,24 @@ def _describe_certificate(der: bytes) -> str:
     fingerprint = certificate.fingerprint(hashes.SHA256()).hex(":")
     subject, until = certificate.subject.rfc4514_string(), certificate.not_valid_after_utc
     return f"{subject}, valid until {until:%Y-%m-%d}, sha256 {fingerprint}"
+
+
+def issue_times(described: Mapping[str, Any]) -> tuple[datetime, datetime]:
+    """From when until when a described token is valid. Raises InvalidArgumentError when it does not say so."""
+    try:
+        return datetime.fromisoformat(described["nbf"]), datetime.fromisoformat(described["exp"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError("the token does not say from when until when it is valid") from error
+
+
+def revoke_in_file(path: Path, described: Mapping[str, Any]) -> None:
+    """Add a token to a `revoked_tokens_file`, which is made where there is none; once is enough."""
+    known = path.read_text() if path.exists() else "# ids of tokens that are refused\n"
+    if described["jti"] in known.split():
+        return
+    about = " ".join(str(described[name]) for name in ("sub", "exp") if name in described)
+    line = f"{described['jti']}  # {about}".removesuffix("  # ") + "\n"
+    write_file(path, f"{known.rstrip()}\n{line}".encode(), secret=False)
 
 
 def read_ttl(text: str) -> timedelta:

@@ -23,6 +23,7 @@ from astraflow_weights.store.s3_requests import (
     REFUSED_STATUS,
     Passing,
     Requests,
+    SignedRequests,
     code_of,
     status_of,
 )
@@ -35,12 +36,17 @@ if TYPE_CHECKING:
 class S3Store:
     """`ObjectStore` over a bucket; see there for the contract."""
 
-    def __init__(self, *, bucket: str, prefix: str, settings: StoreSettings) -> None:
-        """Sends no request. Raises StoreRefused for an unknown profile, a malformed endpoint or prefix."""
+    def __init__(
+        self, *, bucket: str, prefix: str, settings: StoreSettings, signed: SignedRequests | None = None
+    ) -> None:
+        """Sends no request. Raises StoreRefused for an unknown profile, a malformed endpoint or prefix.
+
+        With `signed` it can only be read, through addresses that somebody else signs.
+        """
         self._bucket = bucket
         self._prefix = _checked_prefix(prefix, bucket=bucket)
         self._settings = settings
-        self._requests = Requests(settings, uri=self.uri)
+        self._requests = Requests(settings, uri=self.uri, signed=signed)
         self._client = self._requests.client
         pool = ThreadPoolExecutor(settings.transfer_threads, thread_name_prefix="weights-transfer")
         self._transfers = Transfers(self._requests, pool, settings, bucket=bucket)

@@ -8,10 +8,12 @@ after an unclear answer to a create-only PUT only reading back tells who won. `s
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import boto3
 import botocore.session
+from botocore import UNSIGNED
+from botocore.awsrequest import AWSPreparedRequest
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -49,7 +51,7 @@ _REMEDIES = {
 _ANY_REMEDY = "check bucket name, endpoint_url, region and credentials"
 # Answered with 400 when the network, not the request, was at fault.
 _PASSING = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
-RANGE_PAST_END = 416
+RANGE_PAST_END, FORBIDDEN = 416, 403
 SENT_AT_ONCE_BYTES = 2**20
 """Bodies up to this are sent with their headers; a larger one when the service has said that it wants it."""
 _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, ProfileNotFound)
@@ -72,11 +74,17 @@ class Passing(Exception):
 class Requests:
     """The client of one bucket, and how its operations are repeated. Thread-safe."""
 
-    def __init__(self, settings: StoreSettings, *, uri: str) -> None:
-        """Sends no request. Raises StoreRefused for an unknown profile or a malformed endpoint."""
-        self.client = _client(settings)
+    def __init__(self, settings: StoreSettings, *, uri: str, signed: "SignedRequests | None" = None) -> None:
+        """Sends no request. Raises StoreRefused for an unknown profile or a malformed endpoint.
+
+        With `signed`, requests go to addresses that somebody else signed, without credentials.
+        """
+        self.client = open_client(open_session(settings), settings, unsigned=signed is not None)
         self._settings = settings
         self._uri = uri
+        self._signed = signed
+        if signed is not None:
+            self.client.meta.events.register("before-send.s3", signed.redirect)
 
     def repeat(self, operation: Callable[[int], T], *, key: str) -> T:
         """The answer of `operation`, which is given the number of its attempt and may raise Passing."""
@@ -109,6 +117,10 @@ class Requests:
 
     def _translated(self, error: ClientError, *, key: str) -> Exception:
         code, status = code_of(error), status_of(error)
+        if self._signed is not None and status == FORBIDDEN:
+            # Signed too long ago, most likely: the next attempt asks anew, and the last one says what the store said.
+            self._signed.forget()
+            return Passing(f"{code} ({status}) for an address that the dataflow server signed")
         if code in NOT_FOUND:
             return ObjectNotFound(f"{self._uri} has no object {key!r}")
         if status in REFUSED_STATUS and code not in _PASSING:
@@ -122,18 +134,33 @@ class Requests:
         time.sleep(random.uniform(0, longest))
 
 
-def _client(settings: StoreSettings) -> "S3Client":
+class SignedRequests(Protocol):
+    """Where requests go whose addresses somebody else signs."""
+
+    def redirect(self, request: AWSPreparedRequest, **_: object) -> None:
+        """Give the request its signed address. Raises Passing, StoreRefused."""
+
+    def forget(self) -> None:
+        """The store refused an address: use none of those that are known."""
+
+
+def open_session(settings: StoreSettings) -> boto3.Session:
+    """Return who asks. Raises StoreRefused for an unknown profile."""
     core = botocore.session.Session(profile=settings.profile)
     if settings.credentials_file is not None:
         core.set_config_variable("credentials_file", str(settings.credentials_file))
     try:
-        session = boto3.Session(botocore_session=core)
-        region = settings.region or session.region_name or "us-east-1"
-        client = session.client(
-            "s3", endpoint_url=settings.endpoint_url, region_name=region, config=_config(settings)
-        )
+        return boto3.Session(botocore_session=core)
     except ProfileNotFound as error:
         raise StoreRefused(f"{error}; name a profile of the credentials file") from error
+
+
+def open_client(session: boto3.Session, settings: StoreSettings, *, unsigned: bool = False) -> "S3Client":
+    """Return a client. Sends no request. Raises StoreRefused for a malformed endpoint."""
+    config = _config(settings).merge(Config(signature_version=UNSIGNED if unsigned else "s3v4"))
+    try:
+        region = settings.region or session.region_name or "us-east-1"
+        client = session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
     except ValueError as error:  # botocore's own answer to an endpoint that is no address
         raise StoreRefused(
             f"store endpoint {settings.endpoint_url!r} is not understood ({error}); use http://HOST:PORT or https://HOST"

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
+from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.settings import DaemonSettings, SettingsError, load, read_secret
 
 
@@ -63,6 +64,12 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAFLOW_MAX_STALENESS", "few")
     with pytest.raises(SettingsError, match="ASTRAFLOW_MAX_STALENESS = 'few'"):
         load(Example)
+
+
+def test_what_a_command_calls_the_server_with_is_no_misspelling(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in JoinSettings.model_fields.keys() - DaemonSettings.model_fields.keys():
+        monkeypatch.setenv(f"ASTRAFLOW_{name.upper()}", "x")
+    load(Example)
 
 
 def test_a_misspelt_variable_is_refused_and_another_daemons_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

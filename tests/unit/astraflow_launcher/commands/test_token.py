@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from astraflow.join import parse_join
+from astraflow_kit.identity.tokens import read_revoked
 from support.cli import Ended, run
 
 
@@ -84,6 +85,16 @@ def test_what_cannot_be_issued_ends_with_status_2_and_prints_no_secret(
     refused = issue(folder, command, *more)
     assert (refused.status, refused.output) == (2, "")
     assert says in refused.errors
+
+
+def test_a_token_is_revoked_in_a_file_once(folder: Path) -> None:
+    issue(folder, "token", "--run", "*", "--out", f"{folder}/token")
+    listed = folder / "revoked"
+    for words in ((f"{folder}/token",), (f"{folder}/token",), ("--id", "another")):
+        assert run("token", "revoke", *words, "--revoked-tokens-file", f"{listed}").status == 0
+    first = run("token", "inspect", f"{folder}/token", "--json").json["jti"]
+    assert read_revoked(listed.read_text()) == {first, "another"}
+    assert listed.read_text().count(first) == 1
 
 
 def test_what_is_no_token_is_not_repeated(folder: Path) -> None:

@@ -33,6 +33,10 @@ type VersionServiceClient interface {
 	PinVersion(ctx context.Context, in *PinVersionRequest, opts ...grpc.CallOption) (*PinVersionResponse, error)
 	// Removes a pin; a version that is not pinned is success. Atomic, idempotent.
 	UnpinVersion(ctx context.Context, in *UnpinVersionRequest, opts ...grpc.CallOption) (*UnpinVersionResponse, error)
+	// Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+	// its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+	// answers FAILED_PRECONDITION. Read only: the store is not asked.
+	SignReads(ctx context.Context, in *SignReadsRequest, opts ...grpc.CallOption) (*SignReadsResponse, error)
 }
 
 type versionServiceClient struct {
@@ -111,6 +115,15 @@ func (c *versionServiceClient) UnpinVersion(ctx context.Context, in *UnpinVersio
 	return out, nil
 }
 
+func (c *versionServiceClient) SignReads(ctx context.Context, in *SignReadsRequest, opts ...grpc.CallOption) (*SignReadsResponse, error) {
+	out := new(SignReadsResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.VersionService/SignReads", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // VersionServiceServer is the server API for VersionService service.
 // All implementations must embed UnimplementedVersionServiceServer
 // for forward compatibility
@@ -131,6 +144,10 @@ type VersionServiceServer interface {
 	PinVersion(context.Context, *PinVersionRequest) (*PinVersionResponse, error)
 	// Removes a pin; a version that is not pinned is success. Atomic, idempotent.
 	UnpinVersion(context.Context, *UnpinVersionRequest) (*UnpinVersionResponse, error)
+	// Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+	// its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+	// answers FAILED_PRECONDITION. Read only: the store is not asked.
+	SignReads(context.Context, *SignReadsRequest) (*SignReadsResponse, error)
 	mustEmbedUnimplementedVersionServiceServer()
 }
 
@@ -152,6 +169,9 @@ func (UnimplementedVersionServiceServer) PinVersion(context.Context, *PinVersion
 }
 func (UnimplementedVersionServiceServer) UnpinVersion(context.Context, *UnpinVersionRequest) (*UnpinVersionResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method UnpinVersion not implemented")
+}
+func (UnimplementedVersionServiceServer) SignReads(context.Context, *SignReadsRequest) (*SignReadsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method SignReads not implemented")
 }
 func (UnimplementedVersionServiceServer) mustEmbedUnimplementedVersionServiceServer() {}
 
@@ -259,6 +279,24 @@ func _VersionService_UnpinVersion_Handler(srv interface{}, ctx context.Context, 
 	return interceptor(ctx, in, info, handler)
 }
 
+func _VersionService_SignReads_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SignReadsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(VersionServiceServer).SignReads(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.VersionService/SignReads",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(VersionServiceServer).SignReads(ctx, req.(*SignReadsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 var _VersionService_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "astraflow.dataflow.v1.VersionService",
 	HandlerType: (*VersionServiceServer)(nil),
@@ -278,6 +316,10 @@ var _VersionService_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "UnpinVersion",
 			Handler:    _VersionService_UnpinVersion_Handler,
+		},
+		{
+			MethodName: "SignReads",
+			Handler:    _VersionService_SignReads_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -6,8 +6,10 @@ Announcing weight versions."""
 from astraflow.dataflow.v1 import version_pb2 as _version_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +20,122 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StoreReadKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StoreReadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StoreReadKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STORE_READ_KIND_UNSPECIFIED: _StoreReadKind.ValueType  # 0
+    """Refused."""
+    STORE_READ_KIND_GET: _StoreReadKind.ValueType  # 1
+    """GET of an object, or of a range of it."""
+    STORE_READ_KIND_HEAD: _StoreReadKind.ValueType  # 2
+    """HEAD of an object."""
+    STORE_READ_KIND_LIST: _StoreReadKind.ValueType  # 3
+    """One page of a listing (ListObjectsV2)."""
+
+class StoreReadKind(_StoreReadKind, metaclass=_StoreReadKindEnumTypeWrapper):
+    """How an object is read."""
+
+STORE_READ_KIND_UNSPECIFIED: StoreReadKind.ValueType  # 0
+"""Refused."""
+STORE_READ_KIND_GET: StoreReadKind.ValueType  # 1
+"""GET of an object, or of a range of it."""
+STORE_READ_KIND_HEAD: StoreReadKind.ValueType  # 2
+"""HEAD of an object."""
+STORE_READ_KIND_LIST: StoreReadKind.ValueType  # 3
+"""One page of a listing (ListObjectsV2)."""
+Global___StoreReadKind: _TypeAlias = StoreReadKind  # noqa: Y015
+
+@_typing.final
+class StoreRead(_message.Message):
+    """One read of the run's store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    kind: Global___StoreReadKind.ValueType
+    """Which."""
+    key: _builtins.str
+    """Key of the object below the store's address, beginning with `RUN_ID/`; of a listing, the prefix."""
+    after: _builtins.str
+    """Of a listing: the key after which it begins; empty for the first page."""
+    def __init__(
+        self,
+        *,
+        kind: Global___StoreReadKind.ValueType = ...,
+        key: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "key", b"key", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreRead: _TypeAlias = StoreRead  # noqa: Y015
+
+@_typing.final
+class SignReadsRequest(_message.Message):
+    """Request of SignReads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run."""
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreRead]:
+        """Reads to sign."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        reads: _abc.Iterable[Global___StoreRead] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reads", b"reads", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignReadsRequest: _TypeAlias = SignReadsRequest  # noqa: Y015
+
+@_typing.final
+class SignReadsResponse(_message.Message):
+    """Response of SignReads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URLS_FIELD_NUMBER: _builtins.int
+    VALID_DURATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The addresses, in the order asked. Secret until they expire: whoever has one can read."""
+
+    @_builtins.property
+    def valid_duration(self) -> _duration_pb2.Duration:
+        """How long they are valid from now on."""
+
+    def __init__(
+        self,
+        *,
+        urls: _abc.Iterable[_builtins.str] | None = ...,
+        valid_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["valid_duration", b"valid_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["urls", b"urls", "valid_duration", b"valid_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignReadsResponse: _TypeAlias = SignReadsResponse  # noqa: Y015
 
 @_typing.final
 class PublishRequest(_message.Message):

@@ -60,6 +60,11 @@ class VersionServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.FromString,
                 _registered_method=True)
+        self.SignReads = channel.unary_unary(
+                '/astraflow.dataflow.v1.VersionService/SignReads',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsResponse.FromString,
+                _registered_method=True)
 
 
 class VersionServiceServicer:
@@ -107,6 +112,15 @@ class VersionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SignReads(self, request, context):
+        """Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+        its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+        answers FAILED_PRECONDITION. Read only: the store is not asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VersionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +148,11 @@ def add_VersionServiceServicer_to_server(servicer, server):
                     servicer.UnpinVersion,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.SerializeToString,
+            ),
+            'SignReads': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignReads,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,6 +291,33 @@ class VersionService:
             '/astraflow.dataflow.v1.VersionService/UnpinVersion',
             astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.UnpinVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignReads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.VersionService/SignReads',
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_version__service__pb2.SignReadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

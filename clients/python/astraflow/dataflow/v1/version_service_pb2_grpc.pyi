@@ -52,6 +52,11 @@ class VersionServiceStub:
     """
     UnpinVersion: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]
     """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
+    SignReads: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.SignReadsRequest, _version_service_pb2.SignReadsResponse]
+    """Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+    its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+    answers FAILED_PRECONDITION. Read only: the store is not asked.
+    """
 
 @_typing.type_check_only
 class VersionServiceAsyncStub(VersionServiceStub):
@@ -77,6 +82,11 @@ class VersionServiceAsyncStub(VersionServiceStub):
     """
     UnpinVersion: _aio.UnaryUnaryMultiCallable[_version_service_pb2.UnpinVersionRequest, _version_service_pb2.UnpinVersionResponse]  # type: ignore[assignment]
     """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
+    SignReads: _aio.UnaryUnaryMultiCallable[_version_service_pb2.SignReadsRequest, _version_service_pb2.SignReadsResponse]  # type: ignore[assignment]
+    """Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+    its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+    answers FAILED_PRECONDITION. Read only: the store is not asked.
+    """
 
 class VersionServiceServicer:
     """Versions become visible to nodes here; their bytes are in the store."""
@@ -124,5 +134,15 @@ class VersionServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.UnpinVersionResponse, _abc.Awaitable[_version_service_pb2.UnpinVersionResponse]]:
         """Removes a pin; a version that is not pinned is success. Atomic, idempotent."""
+
+    def SignReads(
+        self,
+        request: _version_service_pb2.SignReadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_version_service_pb2.SignReadsResponse, _abc.Awaitable[_version_service_pb2.SignReadsResponse]]:
+        """Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+        its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+        answers FAILED_PRECONDITION. Read only: the store is not asked.
+        """
 
 def add_VersionServiceServicer_to_server(servicer: VersionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

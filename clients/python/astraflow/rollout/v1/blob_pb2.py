@@ -26,7 +26,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/blob.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x01\n\x07\x42lobRef\x12\x14\n\x03uri\x18\x01 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\x12\x18\n\x06sha256\x18\x02 \x01(\x0c\x42\x08\xfa\xf3\x18\x04( 0 \x12 \n\tnum_bytes\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12*\n\nmedia_type\x18\x04 \x01(\tB\x16\xfa\xf3\x18\x12 \x80\x01J\r[!-~]+/[ -~]+\"\x80\x02\n\nStoreGrant\x12\x12\n\nuri_prefix\x18\x01 \x01(\t\x12\x31\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\x0e\x32!.astraflow.rollout.v1.StoreAccess\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x46\n\x0b\x63redentials\x18\x04 \x03(\x0b\x32\x31.astraflow.rollout.v1.StoreGrant.CredentialsEntry\x1a\x32\n\x10\x43redentialsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"H\n\x07\x43odeRef\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x12-\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef*[\n\x0bStoreAccess\x12\x1c\n\x18STORE_ACCESS_UNSPECIFIED\x10\x00\x12\x15\n\x11STORE_ACCESS_READ\x10\x01\x12\x17\n\x13STORE_ACCESS_CREATE\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/blob.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x01\n\x07\x42lobRef\x12\x14\n\x03uri\x18\x01 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\x12\x18\n\x06sha256\x18\x02 \x01(\x0c\x42\x08\xfa\xf3\x18\x04( 0 \x12 \n\tnum_bytes\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12*\n\nmedia_type\x18\x04 \x01(\tB\x16\xfa\xf3\x18\x12 \x80\x01J\r[!-~]+/[ -~]+\"\x96\x02\n\nStoreGrant\x12\x12\n\nuri_prefix\x18\x01 \x01(\t\x12\x31\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\x0e\x32!.astraflow.rollout.v1.StoreAccess\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x46\n\x0b\x63redentials\x18\x04 \x03(\x0b\x32\x31.astraflow.rollout.v1.StoreGrant.CredentialsEntry\x12\x14\n\x0csigned_reads\x18\x05 \x01(\x08\x1a\x32\n\x10\x43redentialsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"H\n\x07\x43odeRef\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x12-\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef*[\n\x0bStoreAccess\x12\x1c\n\x18STORE_ACCESS_UNSPECIFIED\x10\x00\x12\x15\n\x11STORE_ACCESS_READ\x10\x01\x12\x17\n\x13STORE_ACCESS_CREATE\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,14 +44,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOBREF'].fields_by_name['media_type']._serialized_options = b'\372\363\030\022 \200\001J\r[!-~]+/[ -~]+'
   _globals['_STOREGRANT_CREDENTIALSENTRY']._loaded_options = None
   _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_options = b'8\001'
-  _globals['_STOREACCESS']._serialized_start=597
-  _globals['_STOREACCESS']._serialized_end=688
+  _globals['_STOREACCESS']._serialized_start=619
+  _globals['_STOREACCESS']._serialized_end=710
   _globals['_BLOBREF']._serialized_start=127
   _globals['_BLOBREF']._serialized_end=262
   _globals['_STOREGRANT']._serialized_start=265
-  _globals['_STOREGRANT']._serialized_end=521
-  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_start=471
-  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_end=521
-  _globals['_CODEREF']._serialized_start=523
-  _globals['_CODEREF']._serialized_end=595
+  _globals['_STOREGRANT']._serialized_end=543
+  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_start=493
+  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_end=543
+  _globals['_CODEREF']._serialized_start=545
+  _globals['_CODEREF']._serialized_end=617
 # @@protoc_insertion_point(module_scope)

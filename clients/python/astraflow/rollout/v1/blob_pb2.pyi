@@ -112,10 +112,13 @@ class StoreGrant(_message.Message):
     ACCESS_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     CREDENTIALS_FIELD_NUMBER: _builtins.int
+    SIGNED_READS_FIELD_NUMBER: _builtins.int
     uri_prefix: _builtins.str
     """Prefix it is for, a store URI ending in `/`."""
     access: Global___StoreAccess.ValueType
     """What the holder may do there."""
+    signed_reads: _builtins.bool
+    """Objects are read through addresses that VersionService.SignReads gives, and the holder needs no credentials at all."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends; renewed by joining again."""
@@ -133,10 +136,11 @@ class StoreGrant(_message.Message):
         access: Global___StoreAccess.ValueType = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         credentials: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        signed_reads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "credentials", b"credentials", "expire_time", b"expire_time", "uri_prefix", b"uri_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "credentials", b"credentials", "expire_time", b"expire_time", "signed_reads", b"signed_reads", "uri_prefix", b"uri_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,18 +4,111 @@
 // @generated from file astraflow/dataflow/v1/version_service.proto (package astraflow.dataflow.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Pin, Version } from "./version_pb.js";
 import { file_astraflow_dataflow_v1_version } from "./version_pb.js";
 import { file_astraflow_options_v1_options } from "../../options/v1/options_pb.js";
+import type { Duration } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file astraflow/dataflow/v1/version_service.proto.
  */
 export const file_astraflow_dataflow_v1_version_service: GenFile = /*@__PURE__*/
-  fileDesc("Cithc3RyYWZsb3cvZGF0YWZsb3cvdjEvdmVyc2lvbl9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEiaAoOUHVibGlzaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEi8KB3ZlcnNpb24YAiABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbhIVCg10cmFpbmVyX2Vwb2NoGAMgASgEIkIKD1B1Ymxpc2hSZXNwb25zZRIvCgd2ZXJzaW9uGAEgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24iMgoMV2F0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRISCgpwb2xpY3lfaWRzGAIgAygJIkAKDVdhdGNoUmVzcG9uc2USLwoHdmVyc2lvbhgBIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5WZXJzaW9uIn4KE0xpc3RWZXJzaW9uc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIiCglwYWdlX3NpemUYAyABKA1CD/rzGAsRAAAAAABAj0BQARIgCgpwYWdlX3Rva2VuGAQgASgJQgz68xgISgZbMC05XSoiiwEKFExpc3RWZXJzaW9uc1Jlc3BvbnNlEjAKCHZlcnNpb25zGAEgAygLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEigKBHBpbnMYAyADKAsyGi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUGluImAKEVBpblZlcnNpb25SZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIXCgZyZWFzb24YBCABKAlCB/rzGAMggAIiPQoSUGluVmVyc2lvblJlc3BvbnNlEicKA3BpbhgBIAEoCzIaLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW4iSQoTVW5waW5WZXJzaW9uUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg8KB3ZlcnNpb24YAyABKAQiKgoUVW5waW5WZXJzaW9uUmVzcG9uc2USEgoKd2FzX3Bpbm5lZBgBIAEoCDKcBQoOVmVyc2lvblNlcnZpY2UShwEKB1B1Ymxpc2gSJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVibGlzaFJlcXVlc3QaJi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVibGlzaFJlc3BvbnNlIi3K8xgCAgPQ8xgC2vMYHwoGRkVOQ0VECghDT05GTElDVAoLVkVSU0lPTl9HQVASYgoFV2F0Y2gSIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0Y2hSZXF1ZXN0GiQuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhdGNoUmVzcG9uc2UiDMrzGAQBAgME0PMYATABEnUKDExpc3RWZXJzaW9ucxIqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0VmVyc2lvbnNSZXF1ZXN0GisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RWZXJzaW9uc1Jlc3BvbnNlIgzK8xgEAQIDBNDzGAESbAoKUGluVmVyc2lvbhIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW5WZXJzaW9uUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW5WZXJzaW9uUmVzcG9uc2UiCcrzGAED0PMYAhJyCgxVbnBpblZlcnNpb24SKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVW5waW5WZXJzaW9uUmVxdWVzdBorLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5VbnBpblZlcnNpb25SZXNwb25zZSIJyvMYAQPQ8xgCGkPq8xg/CglOT1RfRk9VTkQKE0ZBSUxFRF9QUkVDT05ESVRJT04KDklOVkFMSURfUkVDSVBFCg1QTFVHSU5fRkFJTEVEQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options]);
+  fileDesc("Cithc3RyYWZsb3cvZGF0YWZsb3cvdjEvdmVyc2lvbl9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEibQoJU3RvcmVSZWFkEjIKBGtpbmQYASABKA4yJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RvcmVSZWFkS2luZBIUCgNrZXkYAiABKAlCB/rzGAMggAgSFgoFYWZ0ZXIYAyABKAlCB/rzGAMggAgiXgoQU2lnblJlYWRzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOgoFcmVhZHMYAiADKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RvcmVSZWFkQgn68xgFOAFAgAIiVAoRU2lnblJlYWRzUmVzcG9uc2USDAoEdXJscxgBIAMoCRIxCg52YWxpZF9kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJoCg5QdWJsaXNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSLwoHdmVyc2lvbhgCIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5WZXJzaW9uEhUKDXRyYWluZXJfZXBvY2gYAyABKAQiQgoPUHVibGlzaFJlc3BvbnNlEi8KB3ZlcnNpb24YASABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbiIyCgxXYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhIKCnBvbGljeV9pZHMYAiADKAkiQAoNV2F0Y2hSZXNwb25zZRIvCgd2ZXJzaW9uGAEgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24ifgoTTGlzdFZlcnNpb25zUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEiIKCXBhZ2Vfc2l6ZRgDIAEoDUIP+vMYCxEAAAAAAECPQFABEiAKCnBhZ2VfdG9rZW4YBCABKAlCDPrzGAhKBlswLTldKiKLAQoUTGlzdFZlcnNpb25zUmVzcG9uc2USMAoIdmVyc2lvbnMYASADKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbhIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSKAoEcGlucxgDIAMoCzIaLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW4iYAoRUGluVmVyc2lvblJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIPCgd2ZXJzaW9uGAMgASgEEhcKBnJlYXNvbhgEIAEoCUIH+vMYAyCAAiI9ChJQaW5WZXJzaW9uUmVzcG9uc2USJwoDcGluGAEgASgLMhouYXN0cmFmbG93LmRhdGFmbG93LnYxLlBpbiJJChNVbnBpblZlcnNpb25SZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBCIqChRVbnBpblZlcnNpb25SZXNwb25zZRISCgp3YXNfcGlubmVkGAEgASgIKn0KDVN0b3JlUmVhZEtpbmQSHwobU1RPUkVfUkVBRF9LSU5EX1VOU1BFQ0lGSUVEEAASFwoTU1RPUkVfUkVBRF9LSU5EX0dFVBABEhgKFFNUT1JFX1JFQURfS0lORF9IRUFEEAISGAoUU1RPUkVfUkVBRF9LSU5EX0xJU1QQAzKHBgoOVmVyc2lvblNlcnZpY2UShwEKB1B1Ymxpc2gSJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVibGlzaFJlcXVlc3QaJi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVibGlzaFJlc3BvbnNlIi3K8xgCAgPQ8xgC2vMYHwoGRkVOQ0VECghDT05GTElDVAoLVkVSU0lPTl9HQVASYgoFV2F0Y2gSIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0Y2hSZXF1ZXN0GiQuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhdGNoUmVzcG9uc2UiDMrzGAQBAgME0PMYATABEnUKDExpc3RWZXJzaW9ucxIqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0VmVyc2lvbnNSZXF1ZXN0GisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RWZXJzaW9uc1Jlc3BvbnNlIgzK8xgEAQIDBNDzGAESbAoKUGluVmVyc2lvbhIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW5WZXJzaW9uUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QaW5WZXJzaW9uUmVzcG9uc2UiCcrzGAED0PMYAhJyCgxVbnBpblZlcnNpb24SKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVW5waW5WZXJzaW9uUmVxdWVzdBorLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5VbnBpblZlcnNpb25SZXNwb25zZSIJyvMYAQPQ8xgCEmkKCVNpZ25SZWFkcxInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TaWduUmVhZHNSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlNpZ25SZWFkc1Jlc3BvbnNlIgnK8xgBAdDzGAEaQ+rzGD8KCU5PVF9GT1VORAoTRkFJTEVEX1BSRUNPTkRJVElPTgoOSU5WQUxJRF9SRUNJUEUKDVBMVUdJTl9GQUlMRURCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_google_protobuf_duration]);
+
+/**
+ * One read of the run's store.
+ *
+ * @generated from message astraflow.dataflow.v1.StoreRead
+ */
+export type StoreRead = Message<"astraflow.dataflow.v1.StoreRead"> & {
+  /**
+   * Which.
+   *
+   * @generated from field: astraflow.dataflow.v1.StoreReadKind kind = 1;
+   */
+  kind: StoreReadKind;
+
+  /**
+   * Key of the object below the store's address, beginning with `RUN_ID/`; of a listing, the prefix.
+   *
+   * @generated from field: string key = 2;
+   */
+  key: string;
+
+  /**
+   * Of a listing: the key after which it begins; empty for the first page.
+   *
+   * @generated from field: string after = 3;
+   */
+  after: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.StoreRead.
+ * Use `create(StoreReadSchema)` to create a new message.
+ */
+export const StoreReadSchema: GenMessage<StoreRead> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_version_service, 0);
+
+/**
+ * Request of SignReads.
+ *
+ * @generated from message astraflow.dataflow.v1.SignReadsRequest
+ */
+export type SignReadsRequest = Message<"astraflow.dataflow.v1.SignReadsRequest"> & {
+  /**
+   * Run.
+   *
+   * @generated from field: string run_id = 1;
+   */
+  runId: string;
+
+  /**
+   * Reads to sign.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.StoreRead reads = 2;
+   */
+  reads: StoreRead[];
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.SignReadsRequest.
+ * Use `create(SignReadsRequestSchema)` to create a new message.
+ */
+export const SignReadsRequestSchema: GenMessage<SignReadsRequest> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_version_service, 1);
+
+/**
+ * Response of SignReads.
+ *
+ * @generated from message astraflow.dataflow.v1.SignReadsResponse
+ */
+export type SignReadsResponse = Message<"astraflow.dataflow.v1.SignReadsResponse"> & {
+  /**
+   * The addresses, in the order asked. Secret until they expire: whoever has one can read.
+   *
+   * @generated from field: repeated string urls = 1;
+   */
+  urls: string[];
+
+  /**
+   * How long they are valid from now on.
+   *
+   * @generated from field: google.protobuf.Duration valid_duration = 2;
+   */
+  validDuration?: Duration | undefined;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.SignReadsResponse.
+ * Use `create(SignReadsResponseSchema)` to create a new message.
+ */
+export const SignReadsResponseSchema: GenMessage<SignReadsResponse> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_version_service, 2);
 
 /**
  * Request of Publish.
@@ -51,7 +144,7 @@ export type PublishRequest = Message<"astraflow.dataflow.v1.PublishRequest"> & {
  * Use `create(PublishRequestSchema)` to create a new message.
  */
 export const PublishRequestSchema: GenMessage<PublishRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 0);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 3);
 
 /**
  * Response of Publish.
@@ -72,7 +165,7 @@ export type PublishResponse = Message<"astraflow.dataflow.v1.PublishResponse"> &
  * Use `create(PublishResponseSchema)` to create a new message.
  */
 export const PublishResponseSchema: GenMessage<PublishResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 1);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 4);
 
 /**
  * Request of Watch.
@@ -100,7 +193,7 @@ export type WatchRequest = Message<"astraflow.dataflow.v1.WatchRequest"> & {
  * Use `create(WatchRequestSchema)` to create a new message.
  */
 export const WatchRequestSchema: GenMessage<WatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 2);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 5);
 
 /**
  * One announcement.
@@ -121,7 +214,7 @@ export type WatchResponse = Message<"astraflow.dataflow.v1.WatchResponse"> & {
  * Use `create(WatchResponseSchema)` to create a new message.
  */
 export const WatchResponseSchema: GenMessage<WatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 3);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 6);
 
 /**
  * Request of ListVersions.
@@ -163,7 +256,7 @@ export type ListVersionsRequest = Message<"astraflow.dataflow.v1.ListVersionsReq
  * Use `create(ListVersionsRequestSchema)` to create a new message.
  */
 export const ListVersionsRequestSchema: GenMessage<ListVersionsRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 4);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 7);
 
 /**
  * Response of ListVersions.
@@ -198,7 +291,7 @@ export type ListVersionsResponse = Message<"astraflow.dataflow.v1.ListVersionsRe
  * Use `create(ListVersionsResponseSchema)` to create a new message.
  */
 export const ListVersionsResponseSchema: GenMessage<ListVersionsResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 5);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 8);
 
 /**
  * Request of PinVersion.
@@ -240,7 +333,7 @@ export type PinVersionRequest = Message<"astraflow.dataflow.v1.PinVersionRequest
  * Use `create(PinVersionRequestSchema)` to create a new message.
  */
 export const PinVersionRequestSchema: GenMessage<PinVersionRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 6);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 9);
 
 /**
  * Response of PinVersion.
@@ -261,7 +354,7 @@ export type PinVersionResponse = Message<"astraflow.dataflow.v1.PinVersionRespon
  * Use `create(PinVersionResponseSchema)` to create a new message.
  */
 export const PinVersionResponseSchema: GenMessage<PinVersionResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 7);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 10);
 
 /**
  * Request of UnpinVersion.
@@ -296,7 +389,7 @@ export type UnpinVersionRequest = Message<"astraflow.dataflow.v1.UnpinVersionReq
  * Use `create(UnpinVersionRequestSchema)` to create a new message.
  */
 export const UnpinVersionRequestSchema: GenMessage<UnpinVersionRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 8);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 11);
 
 /**
  * Response of UnpinVersion.
@@ -317,7 +410,48 @@ export type UnpinVersionResponse = Message<"astraflow.dataflow.v1.UnpinVersionRe
  * Use `create(UnpinVersionResponseSchema)` to create a new message.
  */
 export const UnpinVersionResponseSchema: GenMessage<UnpinVersionResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_version_service, 9);
+  messageDesc(file_astraflow_dataflow_v1_version_service, 12);
+
+/**
+ * How an object is read.
+ *
+ * @generated from enum astraflow.dataflow.v1.StoreReadKind
+ */
+export enum StoreReadKind {
+  /**
+   * Refused.
+   *
+   * @generated from enum value: STORE_READ_KIND_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * GET of an object, or of a range of it.
+   *
+   * @generated from enum value: STORE_READ_KIND_GET = 1;
+   */
+  GET = 1,
+
+  /**
+   * HEAD of an object.
+   *
+   * @generated from enum value: STORE_READ_KIND_HEAD = 2;
+   */
+  HEAD = 2,
+
+  /**
+   * One page of a listing (ListObjectsV2).
+   *
+   * @generated from enum value: STORE_READ_KIND_LIST = 3;
+   */
+  LIST = 3,
+}
+
+/**
+ * Describes the enum astraflow.dataflow.v1.StoreReadKind.
+ */
+export const StoreReadKindSchema: GenEnum<StoreReadKind> = /*@__PURE__*/
+  enumDesc(file_astraflow_dataflow_v1_version_service, 0);
 
 /**
  * Versions become visible to nodes here; their bytes are in the store.
@@ -380,6 +514,18 @@ export const VersionService: GenService<{
     methodKind: "unary";
     input: typeof UnpinVersionRequestSchema;
     output: typeof UnpinVersionResponseSchema;
+  },
+  /**
+   * Signs addresses through which objects of the run are read for a short time, for callers that hold no credentials of
+   * its store. Anything outside the run's own prefix answers INVALID_ARGUMENT; a server that does not grant reads
+   * answers FAILED_PRECONDITION. Read only: the store is not asked.
+   *
+   * @generated from rpc astraflow.dataflow.v1.VersionService.SignReads
+   */
+  signReads: {
+    methodKind: "unary";
+    input: typeof SignReadsRequestSchema;
+    output: typeof SignReadsResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_astraflow_dataflow_v1_version_service, 0);

@@ -1,0 +1,228 @@
+#include "astraflow/push.h"
+
+#include <utility>
+
+namespace astraflow {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using dataflow::v1::PushRequest;
+using dataflow::v1::PushResponse;
+using dataflow::v1::PushResult;
+using dataflow::v1::TrajectoryService;
+
+// For what becomes safe by time alone.
+constexpr auto kLongestWait = std::chrono::milliseconds(250);
+
+}  // namespace
+
+struct PushStream::Kept {
+  rollout::v1::Episode episode;
+  size_t size;
+  std::promise<PushResult> promise;
+  bool is_answered = false;  // pushed again after a loss of data: its caller has an answer
+  uint64_t position = 0;
+  Clock::time_point acked_at;
+
+  static size_t sum(const Queue& queue) {
+    size_t bytes = 0;
+    for (const auto& kept : queue) bytes += kept->size;
+    return bytes;
+  }
+};
+
+PushStream::PushStream(const Client& client, PushLimits limits) : client_(client), limits_(limits) {}
+
+PushStream::~PushStream() { close(std::chrono::seconds(0)); }
+
+std::future<PushResult> PushStream::push(rollout::v1::Episode episode) {
+  auto kept = std::make_shared<Kept>();
+  kept->size = episode.ByteSizeLong();
+  kept->episode = std::move(episode);
+  Lock lock(mutex_);
+  while (!is_stopped_ && !has_room(kept->size)) changed_.wait_for(lock, kLongestWait);
+  if (is_stopped_) raise(Error("INVALID_ARGUMENT", "the push stream is closed; open another one"));
+  unsent_.push_back(kept);
+  start();
+  return kept->promise.get_future();
+}
+
+bool PushStream::close(std::chrono::duration<double> patience) {
+  Lock lock(mutex_);
+  changed_.wait_for(lock, patience, [this] { return unsent_.empty() && in_flight_.empty(); });
+  is_stopped_ = true;
+  if (context_) context_->TryCancel();
+  changed_.notify_all();
+  lock.unlock();
+  if (runner_.joinable()) runner_.join();
+  const bool is_done = unsent_.empty() && in_flight_.empty();
+  refuse(Error("UNAVAILABLE", "the push stream was closed before the server answered; push the episode again"));
+  return is_done;
+}
+
+void PushStream::data_set(const std::string& incarnation) {
+  const Lock lock(mutex_);
+  changed_data_set(incarnation);
+}
+
+void PushStream::start() {
+  if (!is_running_ && !is_stopped_) {
+    if (runner_.joinable()) runner_.join();
+    is_running_ = true;
+    runner_ = std::thread(&PushStream::run, this);
+  }
+  changed_.notify_all();
+}
+
+void PushStream::run() {
+  for (int failures = 0;;) {
+    std::optional<std::chrono::nanoseconds> hint;
+    try {
+      if (converse()) failures = 0;
+    } catch (const Error& error) {
+      Lock lock(mutex_);
+      if (!is_stopped_ && !Client::may_come_back(error)) {
+        lock.unlock();
+        return refuse(error);
+      }
+      ++failures;
+      hint = error.retry_after();
+    }
+    Lock lock(mutex_);
+    if (changed_.wait_for(lock, Client::reconnect_wait(failures, hint), [this] { return is_stopped_; })) return;
+  }
+}
+
+// One stream: a thread writes what fits the window, this one reads acknowledgements. Returns whether there were any.
+bool PushStream::converse() {
+  const auto context = client_.new_context();
+  const auto stub = TrajectoryService::NewStub(client_.channel());
+  {
+    const Lock lock(mutex_);
+    if (is_stopped_) return false;
+    context_ = context.get();
+  }
+  const auto opened = stub->Push(context.get());
+  bool is_over = false;
+  std::thread writer(&PushStream::write, this, opened.get(), &is_over);
+  uint64_t sequence = 0;
+  std::optional<Error> wrong;
+  try {
+    for (PushResponse response; opened->Read(&response);) acknowledge(response, ++sequence);
+  } catch (const Error& error) {
+    wrong = error;
+    context->TryCancel();
+  }
+  {
+    const Lock lock(mutex_);
+    context_ = nullptr;
+    is_over = true;
+    changed_.notify_all();
+  }
+  writer.join();
+  const grpc::Status status = opened->Finish();
+  const Lock lock(mutex_);
+  // On the next stream in the old order: the server recognises what it has.
+  unsent_.insert(unsent_.begin(), in_flight_.begin(), in_flight_.end());
+  in_flight_.clear();
+  if (wrong) throw *wrong;
+  if (!status.ok() && !is_stopped_) {
+    const Error error = typed_error(status);
+    if (sequence == 0 || !Client::may_come_back(error)) throw error;
+  }
+  return sequence > 0;
+}
+
+void PushStream::write(Opened* opened, const bool* is_over) {
+  for (uint64_t sequence = 1;; ++sequence) {
+    PushRequest request;
+    {
+      Lock lock(mutex_);
+      std::shared_ptr<Kept> next;
+      changed_.wait(lock, [&] { return *is_over || (next = next_to_send()); });
+      if (!next) return;
+      request.set_sequence(sequence);
+      *request.mutable_episode() = next->episode;
+    }
+    if (!opened->Write(request)) return;  // the reader learns why
+  }
+}
+
+std::shared_ptr<PushStream::Kept> PushStream::next_to_send() {
+  if (unsent_.empty()) return nullptr;
+  const auto next = unsent_.front();
+  const bool is_full =
+      in_flight_.size() >= limits_.window_episodes || Kept::sum(in_flight_) + next->size > limits_.window_bytes;
+  if (!in_flight_.empty() && is_full) return nullptr;
+  unsent_.pop_front();
+  in_flight_.push_back(next);
+  return next;
+}
+
+void PushStream::acknowledge(const PushResponse& response, uint64_t expected) {
+  const Lock lock(mutex_);
+  if (response.sequence() != expected || in_flight_.empty() || !response.has_result()) {
+    throw Error("INTERNAL", "the server acknowledged push " + std::to_string(response.sequence()) + ", expected " +
+                                std::to_string(expected));
+  }
+  const auto kept = in_flight_.front();
+  in_flight_.pop_front();
+  if (!std::exchange(kept->is_answered, true)) kept->promise.set_value(response.result());
+  if (response.result().durability() < dataflow::v1::DURABILITY_FSYNCED) {
+    kept->position = response.result().position();
+    kept->acked_at = Clock::now();
+    acked_.push_back(kept);
+  }
+  if (response.has_watermark()) {
+    changed_data_set(response.watermark().data_incarnation());
+    durable_position_ = response.watermark().durable_position();
+    forget_safe();
+  }
+  changed_.notify_all();
+}
+
+void PushStream::changed_data_set(const std::string& incarnation) {
+  const std::string before = std::exchange(data_incarnation_, incarnation);
+  if (before.empty() || before == incarnation) return;
+  durable_position_.reset();  // positions of the lost data set mean nothing in the new one
+  unsent_.insert(unsent_.begin(), acked_.begin(), acked_.end());
+  acked_.clear();
+  if (!unsent_.empty()) start();
+}
+
+// Ends the stream: everybody who waits gets the reason, the next push opens another one.
+void PushStream::refuse(const Error& error) {
+  const Lock lock(mutex_);
+  is_running_ = false;
+  for (Queue* queue : {&in_flight_, &unsent_}) {
+    for (const auto& kept : *queue) {
+      if (std::exchange(kept->is_answered, true)) continue;
+      try {
+        raise(error);
+      } catch (...) {
+        kept->promise.set_exception(std::current_exception());
+      }
+    }
+    queue->clear();
+  }
+  changed_.notify_all();
+}
+
+void PushStream::forget_safe() {
+  const auto before = Clock::now() - limits_.retain;
+  while (!acked_.empty()) {
+    const Kept& oldest = *acked_.front();
+    const bool is_told = durable_position_ && oldest.position > 0;
+    if (is_told ? oldest.position > *durable_position_ : oldest.acked_at >= before) return;
+    acked_.pop_front();
+  }
+}
+
+bool PushStream::has_room(size_t size) {
+  forget_safe();
+  const size_t count = unsent_.size() + in_flight_.size() + acked_.size();
+  const size_t bytes = Kept::sum(unsent_) + Kept::sum(in_flight_) + Kept::sum(acked_);
+  return count == 0 || (count < limits_.max_episodes && bytes + size <= limits_.max_bytes);
+}
+
+}  // namespace astraflow

@@ -1,0 +1,255 @@
+"""A Docker of our own with the project's images in it, for tests of `deploy/`: no registry is asked.
+
+The base comes from debootstrap, packages from a wheelhouse that is resolved with the image's own Python. Needs root and
+what `.ci/run` installs; `missing_programs` says what lacks. Everything lies below one folder and ends with the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+from support.source_tree import REPOSITORY
+
+# By path: another `docker` on PATH may belong to somebody else's daemon.
+DOCKER, COMPOSE = "/usr/bin/docker", "/usr/bin/docker-compose"
+PROGRAMS = (DOCKER, COMPOSE, "/usr/sbin/dockerd", "/usr/sbin/debootstrap")
+BRIDGE = "172.31.79.1"
+"""This machine, as containers reach it."""
+BASE, BUILD_BASE = "ci/base:bookworm", "ci/build:bookworm"
+IMAGES = ("valkey", "dataflow", "tools", "trainer", "raas")
+LOCKS = REPOSITORY / "deploy/docker/locks"
+_COMMAND_S = 600.0
+
+
+def missing_programs() -> str:
+    """What this machine lacks, as a sentence; empty when it has all."""
+    lacking = [program for program in PROGRAMS if not Path(program).exists()]
+    if os.geteuid() != 0:
+        return "a Docker daemon needs root"
+    return f"not installed: {', '.join(lacking)}" if lacking else ""
+
+
+class DockerDaemon:
+    """One dockerd with its own data, socket and bridge. Use as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "docker.sock"
+        self.environment = {**os.environ, "DOCKER_HOST": f"unix://{self.socket}", "DOCKER_BUILDKIT": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        command = ["/usr/sbin/dockerd", "--storage-driver", "overlay2", "--oom-score-adjust", "0"]
+        command += ["--data-root", str(self.folder / "data"), "--exec-root", str(self.folder / "exec")]
+        command += ["--pidfile", str(self.folder / "pid"), "--host", f"unix://{self.socket}"]
+        command += ["--bip", f"{BRIDGE}/24", "--default-address-pool", "base=172.31.80.0/20,size=24"]
+        with (self.folder / "dockerd.log").open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline_s = time.monotonic() + 60
+        while self.run("version", check=False).returncode:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                said = (self.folder / "dockerd.log").read_text()[-2000:]
+                self.__exit__()
+                raise RuntimeError(f"dockerd did not start:\n{said}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(timeout=20)
+        shutil.rmtree(self.folder / "data", ignore_errors=True)
+
+    def run(
+        self, *words: str, check: bool = True, timeout_s: float = _COMMAND_S
+    ) -> subprocess.CompletedProcess[str]:
+        """`docker WORDS…`. Raises RuntimeError with what it said, unless `check` is off."""
+        return _run([DOCKER, *words], environment=self.environment, check=check, timeout_s=timeout_s)
+
+    def inspect(self, *names: str) -> list[dict[str, Any]]:
+        """What Docker knows of containers or images."""
+        found: list[dict[str, Any]] = json.loads(self.run("inspect", *names).stdout)
+        return found
+
+    def kill(self, container: str) -> None:
+        """SIGKILL its first process from outside: `docker kill` would suppress the restart policy."""
+        os.kill(self.inspect(container)[0]["State"]["Pid"], signal.SIGKILL)
+
+    def make_images(self, images: Sequence[str] = IMAGES) -> None:
+        """Base, wheelhouse and images, each only if it is not there yet."""
+        if self.run("image", "inspect", BUILD_BASE, check=False).returncode:
+            self._make_bases()
+        wheels = self.folder / "wheels"
+        if not wheels.exists():
+            self._fill(wheels)
+        with served(wheels, host=BRIDGE) as address:
+            arguments = {"BASE": BASE, "BUILD_BASE": BUILD_BASE, "PIP_NO_INDEX": "1"}
+            arguments |= {"PIP_FIND_LINKS": address, "PIP_TRUSTED_HOST": BRIDGE}
+            options = [
+                word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
+            ]
+            for image in images:
+                containerfile = str(REPOSITORY / "deploy/docker/Containerfile")
+                command = [
+                    "build",
+                    "--file",
+                    containerfile,
+                    "--target",
+                    image,
+                    "--tag",
+                    f"astraflow/{image}:ci",
+                ]
+                self.run(*command, *options, str(REPOSITORY))
+
+    def _make_bases(self) -> None:
+        """A minimal Debian with Python, and the same with a compiler for what is thrown away."""
+        site = _run(["apt-get", "indextargets", "--format", "$(SITE)"]).stdout.split()[0]
+        root = self.folder / "root"
+        packages = "--include=python3,ca-certificates"
+        _run(["debootstrap", "--variant=minbase", packages, "bookworm", str(root), site])
+        self._import(root, BASE)
+        shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+        install = (
+            "apt-get -qq update && apt-get -qq install -y --no-install-recommends gcc libc6-dev python3-venv"
+        )
+        _run(
+            [
+                "chroot",
+                str(root),
+                "sh",
+                "-c",
+                f"DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; {install}",
+            ]
+        )
+        self._import(root, BUILD_BASE)
+        shutil.rmtree(root)
+
+    def _import(self, root: Path, image: str) -> None:
+        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as archive:
+            command = [DOCKER, "import", "-", image]
+            subprocess.run(
+                command, stdin=archive.stdout, env=self.environment, check=True, capture_output=True
+            )
+
+    def _fill(self, wheels: Path) -> None:
+        """The wheels of all locks, chosen by the image's Python and fetched in four parts at a time; torch from where
+        this environment had it from.
+        """
+        wheels.mkdir()
+        lines = {
+            entry for lock in LOCKS.glob("*.txt") if lock.stem != "torch-cuda" for entry in entries_of(lock)
+        }
+        for part in range(4):
+            (wheels / f"part-{part}.txt").write_text("\n".join(sorted(lines)[part::4]))
+        fetch = (
+            "python3 -m venv /v && for part in 0 1 2 3; do /v/bin/pip download --quiet --require-hashes --no-deps "
+            '-d /wheels -r /wheels/part-$part.txt & all="$all $!"; done; for pid in $all; do wait $pid || exit 1; done'
+        )
+        command = ["run", "--rm", "--network", "host", "--env", "PIP_CERT=/etc/ssl/certs/ca-certificates.crt"]
+        for folder in ("/etc/ssl/certs", "/usr/share/ca-certificates", "/usr/local/share/ca-certificates"):
+            command += ["--volume", f"{folder}:{folder}:ro"]
+        self.run(*command, "--volume", f"{wheels}:/wheels", BUILD_BASE, "sh", "-c", fetch)
+        torch = re.search(r"^torch==\S+", (LOCKS / "torch-cuda.txt").read_text(), re.MULTILINE)
+        assert torch
+        _run(["pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), torch[0]])
+
+
+class Compose:
+    """`deploy/compose` as a user starts it, on a daemon of ours. Used as a context manager, it ends with `down`."""
+
+    folder = REPOSITORY / "deploy/compose"
+
+    def __init__(self, docker: DockerDaemon, choices: Mapping[str, str]) -> None:
+        self.docker = docker
+        self.choices = choices
+        self._environment = {**docker.environment, **choices}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run("down", "--volumes", "--timeout", "5", check=False)
+
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """`docker-compose WORDS…` in the folder."""
+        return _run([COMPOSE, *words], environment=self._environment, folder=self.folder, check=check)
+
+    def up(self, *words: str) -> None:
+        """`up` with the images there are. Raises RuntimeError with what the containers said last."""
+        done = self.run("up", "--detach", "--no-build", *words, check=False)
+        if done.returncode:
+            said = self.run("logs", "--no-color", "--tail", "20", check=False).stdout
+            raise RuntimeError(f"{done.stderr[-2000:]}\n{said[-8000:]}")
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of a service's containers, ended ones too."""
+        return self.run("ps", "--all", "--quiet", service).stdout.split()
+
+    def secret(self, owner: str, name: str) -> Path:
+        """A file in a volume of secrets, as this machine's root sees it."""
+        volume = f"{self.choices['COMPOSE_PROJECT_NAME']}_secrets-{owner}"
+        return Path(self.docker.inspect(volume)[0]["Mountpoint"]) / name
+
+
+class served:
+    """A folder over HTTP for as long as the block; its value is the address."""
+
+    def __init__(self, folder: Path, *, host: str) -> None:
+        self._server = ThreadingHTTPServer((host, 0), functools.partial(_Quiet, directory=str(folder)))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def entries_of(lock: Path) -> list[str]:
+    """The packages of a lock, each with its hashes."""
+    content = "\n".join(line for line in lock.read_text().splitlines() if not line.startswith("#"))
+    return re.split(r"\n(?=\S)", content.strip())
+
+
+def _run(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    check: bool = True,
+    timeout_s: float = _COMMAND_S,
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    if check and done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return done
