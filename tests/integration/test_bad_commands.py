@@ -249,9 +249,9 @@ async def test_a_trainer_that_cannot_join_says_why(world: World, folder: Path, r
     given, words = TRAINERS[row]
     (folder / "token").write_text("secret")
     await world.create_run()
+    options = {"join": world.address, "work_dir": folder / "work", **given}
     with pytest.raises(AstraflowError) as refused:
-        settings = load(TrainerSettings, {"join": world.address, "work_dir": folder / "work", **given})
-        await asyncio.to_thread(trainer_server.check, settings)
+        await asyncio.to_thread(lambda: trainer_server.check(load(TrainerSettings, options)))
     assert lifecycle.exit_code_of(refused.value) == 2
     assert [word for word in words if word not in refused.value.message] == []
     assert (await world.status()).policies[0].trainer_epoch == 0
