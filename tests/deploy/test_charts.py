@@ -263,7 +263,7 @@ def test_daemons_know_their_options_and_variables(manifests: list[Manifest]) -> 
             if daemon in ("dataflow", "raas", "trainer"):
                 given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
                 unknown = given - _options_of(daemon) - TORCHRUN
-                variables = {each["name"] for each in container.get("env", [])} - {"POD_NAME", "POD_INDEX"}
+                variables = {each["name"] for each in container.get("env", [])} - {"POD_INDEX"}
                 unknown |= {name for name in variables if _as_option(name) not in _options_of(daemon)}
                 assert not unknown, f"{pod.owner} gives {daemon} {unknown}"
 

@@ -74,6 +74,7 @@ def test_what_a_command_calls_the_server_with_is_no_misspelling(monkeypatch: pyt
 
 def test_a_misspelt_variable_is_refused_and_another_daemons_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAFLOW_LEARNING_RATE", "3")
+    monkeypatch.setenv("ASTRAFLOW_TOKEN_FILE", "of whoever dials this daemon; close to token_keys_file")
     load(Example)
     monkeypatch.setenv("ASTRAFLOW_FAILPOINT", "x=kill")
     with pytest.raises(SettingsError, match=r"ASTRAFLOW_FAILPOINT is not a setting.*ASTRAFLOW_FAILPOINTS"):
