@@ -122,11 +122,8 @@ struct Opened {
 std::string connect(const Operation& op) {
   astraflow::ConnectOptions options;
   options.token = op.text("token");
-  options.ca_file = op.text("ca_file");
-  options.server_name = op.text("server_name");
   if (op.has("retry_total_s")) options.retry.total = Seconds(op.at("retry_total_s").number_value());
-  opened.put(opened.clients, op.text("client", "main"),
-             std::make_shared<Client>(op.text("join", op.text("address")), options));
+  opened.put(opened.clients, op.text("client", "main"), std::make_shared<Client>(op.text("address"), options));
   return "{}";
 }
 

@@ -32,9 +32,6 @@ type operation struct {
 	ID                                   json.RawMessage `json:"id"`
 	Op, Client, Stream, Session, Address string
 	Token, RPC                           string
-	Join                                 string
-	CAFile                               string   `json:"ca_file"`
-	ServerName                           string   `json:"server_name"`
 	RetryTotalS                          *float64 `json:"retry_total_s"`
 	Request, Message                     json.RawMessage
 	TimeoutS                             float64 `json:"timeout_s"`
@@ -183,25 +180,15 @@ func (d *driver) do(op *operation) (interface{}, error) {
 
 func (d *driver) connect(op *operation) error {
 	var options []astraflow.Option
-	target := op.Address
-	if op.Join != "" {
-		target = op.Join
-	}
 	if op.Token != "" {
 		options = append(options, astraflow.WithToken(op.Token))
-	}
-	if op.CAFile != "" {
-		options = append(options, astraflow.WithCAFile(op.CAFile))
-	}
-	if op.ServerName != "" {
-		options = append(options, astraflow.WithServerName(op.ServerName))
 	}
 	if op.RetryTotalS != nil {
 		policy := astraflow.DefaultRetry
 		policy.Total = time.Duration(*op.RetryTotalS * float64(time.Second))
 		options = append(options, astraflow.WithRetry(policy))
 	}
-	client, err := astraflow.Connect(target, options...)
+	client, err := astraflow.Connect(op.Address, options...)
 	if err == nil {
 		store(d, d.clients, op.Client, client)
 	}
