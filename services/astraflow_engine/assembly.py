@@ -24,6 +24,7 @@ from astraflow_kit.clock import SystemClock
 from astraflow_kit.http import HttpServer
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.settings import read_secret
 
 DEFAULT_CONTEXT_LENGTH = 4096
 _MAX_MEMORY_SHARE = 0.8
@@ -49,7 +50,8 @@ async def serve(settings: EngineSettings, life: lifecycle.Lifecycle) -> None:
         limits=ModelLimits(vocab_size=config.vocab_size, context_length=limits.capacity),
         settings=settings.model_dump(mode="json", include=set(EngineSettings.__annotations__)),
     )
-    app = create_app(service, model=model, metrics=Metrics())
+    api_key = read_secret(settings.api_key_file) if settings.api_key_file else ""
+    app = create_app(service, model=model, metrics=Metrics(), api_key=api_key)
     server = HttpServer(app, host=settings.host, port=settings.port, keep_alive_s=_KEEP_ALIVE_S)
     await lifecycle.run_services(
         [service, server],

@@ -7,12 +7,14 @@ shows a traceback. Built by `assembly`; rollout nodes call it over loopback.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hmac import compare_digest
 from http import HTTPStatus
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from astraflow.errors import AstraflowError, DeadlineError, RequestError, RetryableError
 from astraflow_engine import api
@@ -44,9 +46,11 @@ class ServedModel:
     settings: Mapping[str, object]
 
 
-def create_app(service: EngineService, *, model: ServedModel, metrics: Metrics) -> FastAPI:
-    """The whole surface. Handlers are thin: parse, ask the service, render."""
+def create_app(service: EngineService, *, model: ServedModel, metrics: Metrics, api_key: str = "") -> FastAPI:
+    """The whole surface. Handlers are thin: parse, ask the service, render. With `api_key`, only /health needs none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    if api_key:
+        app.add_middleware(_RequireKey, api_key=api_key)
     _add_errors(app)
     _add_generation(app, service, model=model)
     _add_control(app, service)
@@ -211,6 +215,22 @@ def _add_errors(app: FastAPI) -> None:
     async def defect(request: Request, error: Exception) -> Response:
         log.error("request.crashed", path=request.url.path, exc_info=error)
         return _error("the engine met a defect; its log has the cause", status=500)
+
+
+class _RequireKey:
+    """Answers 401, in SGLang's form, to whoever does not have the engine's key."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not compare_digest(given, self._expected):
+                await _json({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _MalformedBody(InvalidRequest):

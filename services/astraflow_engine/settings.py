@@ -8,7 +8,7 @@ variables.
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FilePath, model_validator
 
 from astraflow.connecting.connection import is_loopback
 from astraflow_kit.settings import CommandOption, Port, ProcessSettings
@@ -39,6 +39,8 @@ class EngineSettings(ProcessSettings):
     """Address of the HTTP API, which has no login: anything but loopback needs `insecure`."""
     port: Port = 30000
     """Port of the HTTP API; 0 takes a free one and reports it in the address file."""
+    api_key_file: FilePath | None = None
+    """File with the key that every path but /health asks for, as `Authorization: Bearer`; a node makes one."""
     insecure: bool = False
     """Allow an address that others can reach. For closed test networks only."""
 

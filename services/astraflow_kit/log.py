@@ -30,6 +30,10 @@ _SECRET_KEY = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.I)
 _BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
 _URL_PASSWORD = re.compile(r"([a-z0-9+]+://[^/\s:@]*:)[^/\s@]+@", re.I)
 
+# Recognisable wherever they stand: JSON web tokens, join strings, what signs the URL of an object.
+_RECOGNISED = re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*|\baf1\.[\w-]{16,}")
+_SIGNED_URL = re.compile(r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s\"']+", re.I)
+
 
 def configure(
     service: str, *, level: str = "info", log_format: str = "auto", stream: TextIO | None = None
@@ -76,8 +80,10 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with bearer tokens and passwords inside URLs blanked."""
-    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _BEARER.sub(rf"\1{REDACTED}", text))
+    """Return `text` without tokens, join strings, signatures of URLs and passwords inside them."""
+    for pattern in (_BEARER, _SIGNED_URL):
+        text = pattern.sub(rf"\1{REDACTED}", text)
+    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _RECOGNISED.sub(REDACTED, text))
 
 
 def _clean(key: str, value: object) -> object:

@@ -131,9 +131,9 @@ ROWS: dict[str, Row] = {
     ),
     "server without its data": Row(("dataflow",), ("ASTRAFLOW_REDIS", "required")),
     "Redis without a scheme": Row(("dataflow", "--redis", "localhost"), ("option redis = 'localhost'",)),
-    "trainer without a server": Row(("trainer",), ("ASTRAFLOW_JOIN", "required")),
+    "trainer without a server": Row(("trainer",), ("neither of join and join_file", "ASTRAFLOW_JOIN")),
     "address that is none": Row(
-        ("raas", "--join", "http://host"), ("option join = 'http://host'", "pattern")
+        ("raas", "--join", "http://host"), ("join: address 'http://host'", "HOST:PORT")
     ),
     "reachable without protection": Row(
         ("dataflow", "--redis", "redis://127.0.0.1:1", "--host", "0.0.0.0"),
@@ -249,9 +249,9 @@ async def test_a_trainer_that_cannot_join_says_why(world: World, folder: Path, r
     given, words = TRAINERS[row]
     (folder / "token").write_text("secret")
     await world.create_run()
-    settings = load(TrainerSettings, {"join": world.address, "work_dir": folder / "work", **given})
+    options = {"join": world.address, "work_dir": folder / "work", **given}
     with pytest.raises(AstraflowError) as refused:
-        await asyncio.to_thread(trainer_server.check, settings)
+        await asyncio.to_thread(lambda: trainer_server.check(load(TrainerSettings, options)))
     assert lifecycle.exit_code_of(refused.value) == 2
     assert [word for word in words if word not in refused.value.message] == []
     assert (await world.status()).policies[0].trainer_epoch == 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -72,6 +73,17 @@ async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> Asyn
         yield process
     finally:
         await process.end()
+
+
+async def test_only_the_node_may_ask_its_engine_and_no_command_line_says_how(engine: EngineProcess) -> None:
+    key = engine.engine.headers["Authorization"].removeprefix("Bearer ")
+    async with httpx.AsyncClient(base_url=engine.engine.base_url, trust_env=False) as stranger:
+        answers = [(await stranger.post(path)).status_code for path in ("/pause_generation", "/generate")]
+    leader = psutil.Process(engine.child.pid)
+    shown = [process.cmdline() for process in (leader, *leader.children(recursive=True))]
+    assert answers == [401, 401]
+    assert key not in str(shown)
+    assert engine.key_file.stat().st_mode & 0o777 == 0o600
 
 
 @dataclass

@@ -84,7 +84,8 @@ async def answers(engine: HttpEngine, name: str) -> list[tuple[tuple[int, ...], 
 def weights_in(engine: HttpEngine, name: str) -> list[object]:
     """A weight as SGLang says that it holds it, in the checkpoint's shape."""
     asked = {"name": name, "truncate_size": 10**6}
-    answer = httpx.post(f"{engine.base_url}/get_weights_by_name", json=asked, timeout=30, trust_env=False)
+    url, headers = f"{engine.base_url}/get_weights_by_name", engine.headers
+    answer = httpx.post(url, json=asked, headers=headers, timeout=30, trust_env=False)
     assert answer.status_code == 200, answer.text
     rows: list[object] = answer.json()
     return rows

@@ -121,16 +121,16 @@ def is_signed(environ: Mapping[str, Any]) -> bool:
     return datetime.now(tz=UTC) < signed + timedelta(seconds=int(query["X-Amz-Expires"]))
 
 
-def serve(*, ignore_create_only: bool) -> None:
+def serve(*, ignore_create_only: bool = False, host: str = "127.0.0.1", port: int = 0) -> None:
     """Serve until killed, or until whoever started this is gone; the address is the first line of stdout."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     moto = DomainDispatcherApplication(create_backend_app)
     application = one_put_at_a_time(moto, ignore_create_only=ignore_create_only)
-    server = make_server("127.0.0.1", 0, application, threaded=True)
+    server = make_server(host, port, application, threaded=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
+    sys.stdout.write(f"http://{host}:{server.server_port}\n")
     sys.stdout.flush()
     server.serve_forever()
 

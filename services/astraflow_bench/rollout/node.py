@@ -185,7 +185,9 @@ def _child(run: psutil.Popen, module: str) -> psutil.Process | None:
 async def _count(client: httpx.AsyncClient, engine: psutil.Process) -> tuple[float, float] | None:
     """Tokens and passes of the engine so far; None before the first token."""
     try:
-        answer = await client.get(f"{_url(engine)}/server_info")
+        answer = await client.get(
+            f"{_url(engine)}/server_info", headers={"authorization": f"Bearer {_key(engine)}"}
+        )
     except httpx.TransportError:
         return None
     (state,) = answer.json()["internal_states"]
@@ -199,6 +201,10 @@ def _option(engine: psutil.Process, name: str) -> str:
 
 def _url(engine: psutil.Process) -> str:
     return f"http://127.0.0.1:{_option(engine, '--port')}"
+
+
+def _key(engine: psutil.Process) -> str:
+    return Path(_option(engine, "--api-key-file")).read_text().strip()
 
 
 async def _turn(node: psutil.Process, engine: psutil.Process, *, seconds: float, num_tokens: int) -> _Turn:
@@ -236,7 +242,7 @@ def _prompts(recipe: Path, engine: psutil.Process) -> list[tuple[int, ...]]:
 
 async def _ask(engine: psutil.Process, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int) -> None:
     """Keep `EPISODES` sequences in the engine, in groups of one prompt, until cancelled."""
-    client, numbers = HttpEngine(_url(engine)), count()
+    client, numbers = HttpEngine(_url(engine), api_key=_key(engine)), count()
 
     async def one_group() -> None:
         for number in numbers:

@@ -34,8 +34,8 @@ _COMMAND_S = 30.0
 _START_S = 60.0
 
 
-def missing_tools() -> str:
-    """What the machine lacks and how to get it; empty when nothing."""
+def missing_tools(*more: str) -> str:
+    """What the machine lacks, of these programs too, and how to get it; empty when nothing."""
     if platform.system() != "Linux":
         return f"network namespaces exist on Linux only, this is {platform.system()}; run it on Linux"
     if os.geteuid() != 0:
@@ -43,9 +43,9 @@ def missing_tools() -> str:
             f"making network namespaces needs root, this is user {os.geteuid()}; run the command as root "
             "(in a container also with --privileged)"
         )
-    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    missing = [program for program in (*_PROGRAMS, *more) if shutil.which(program) is None]
     if missing:
-        packages = " ".join(dict.fromkeys(_PROGRAMS[program] for program in missing))
+        packages = " ".join(dict.fromkeys(_PROGRAMS.get(program, program) for program in missing))
         return f"{', '.join(missing)} not found; apt-get install {packages}"
     if not Path("/dev/net/tun").exists():
         return "/dev/net/tun does not exist; load the kernel module with `modprobe tun`"

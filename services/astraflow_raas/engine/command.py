@@ -1,8 +1,8 @@
 """The command line that starts an engine, by kind.
 
-Invariant: an engine listens on loopback only, under a weight version that is a number, and SGLang does not overlap
-scheduling with sampling, so every token it samples is attributable. `process` runs the command; `server` asks
-`require_engine` before it joins.
+Invariant: an engine listens on loopback only, answers only who has its key, which no command line shows, serves under
+a weight version that is a number, and SGLang does not overlap scheduling with sampling, so every token it samples is
+attributable. `process` runs the command; `server` asks `require_engine` before it joins.
 """
 
 import asyncio
@@ -46,12 +46,25 @@ class EngineCommand:
     orders: ChangedOrders | None = None
     """Of SGLang, when it is to load changed elements only."""
 
-    def argv(self, *, model_dir: Path, version: int, port: int) -> list[str]:
-        """The whole command for one start."""
+    def argv(self, *, model_dir: Path, version: int, port: int, key_file: Path) -> list[str]:
+        """The whole command for one start; `key_file` holds what `key_file_content` returned."""
         common = ["--model-path", str(model_dir), "--host", LOOPBACK, "--port", str(port)]
         common += ["--weight-version", str(version)]
+        if self.kind == EMBEDDED_ENGINE:
+            common += ["--api-key-file", str(key_file)]
+        elif not self._has_own_key:
+            common += ["--config", str(key_file)]
         own = self._embedded_args() if self.kind == EMBEDDED_ENGINE else self._sglang_args()
         return [str(self.python), "-m", *own[:1], *common, *own[1:], *self.extra_args]
+
+    def key_file_content(self, key: str) -> str:
+        """How the engine reads its key: SGLang, which takes it from no file of its own, as one of its options."""
+        return f"api-key: {key}\n" if self.kind == SGLANG_ENGINE else f"{key}\n"
+
+    @property
+    def _has_own_key(self) -> bool:
+        """Options that whoever runs the node gave: SGLang reads one file of options, and they may name a key."""
+        return any(option.partition("=")[0] in ("--config", "--api-key") for option in self.extra_args)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The engine's environment: the node's, with the threads and the GPUs that it may use."""

@@ -5,7 +5,7 @@ looks at every connection of a pool for every request, which took 9 ms of CPU pe
 in pools of four. Used by `http` only.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -19,8 +19,11 @@ _KEEPALIVE_S = 2.0
 class ConnectionPools:
     """Small httpx clients of one base URL, made as they are needed. Owned by one event loop."""
 
-    def __init__(self, base_url: str, *, timeout: httpx.Timeout) -> None:
+    def __init__(
+        self, base_url: str, *, timeout: httpx.Timeout, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._base_url = base_url
+        self._headers = headers
         self._timeout = timeout
         self._limits = httpx.Limits(
             max_connections=POOL_CONNECTIONS,
@@ -54,6 +57,7 @@ class ConnectionPools:
                 return index
         client = httpx.AsyncClient(
             base_url=self._base_url,
+            headers=self._headers,
             limits=self._limits,
             timeout=self._timeout,
             verify=self._verify,

@@ -51,15 +51,20 @@ class HttpEngine:
         swap_timeout_s: float = 120.0,
         control_timeout_s: float = 30.0,
         orders: ChangedOrders | None = None,
+        api_key: str = "",
     ) -> None:
-        """`orders` are those of the engine that was started with them; without, it loads whole models."""
+        """`api_key` is that of an engine that has one; `orders` are those of the engine that was started with them;
+        without, it loads whole models.
+        """
         self.base_url = base_url
         self._orders = orders
         self.slots = EngineSlots(1)
         self.arithmetic = Arithmetic.QUANTIZED
         self._request_timeout_s = request_timeout_s
         self._swap_timeout_s = swap_timeout_s
-        self._transport = EngineTransport(base_url, control_timeout_s=control_timeout_s)
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        """What every request carries. Secret: never logged."""
+        self._transport = EngineTransport(base_url, control_timeout_s=control_timeout_s, headers=self.headers)
         self._info: ServerInfo | None = None
         self._open = asyncio.Event()
         self._open.set()

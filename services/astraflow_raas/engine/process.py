@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 from astraflow_kit.children import kill_family
 from astraflow_kit.family import ending_with_us
@@ -39,6 +40,7 @@ class EngineProcess:
     child: asyncio.subprocess.Process
     engine: HttpEngine
     log_path: Path
+    key_file: Path
 
     @property
     def alive(self) -> bool:
@@ -73,6 +75,7 @@ class EngineProcess:
         except TimeoutError:
             log.warning("engine.ignores_sigterm", pid=self.child.pid)
         await kill_family(self.child)
+        self.key_file.unlink(missing_ok=True)
 
     def log_tail(self) -> str:
         """The end of the log and where the whole of it is, for error messages."""
@@ -103,13 +106,14 @@ async def start_engine(
     model_dir: Path,
     version: int,
     log_path: Path,
-    connect: Callable[[str], HttpEngine] = HttpEngine,
+    connect: Callable[..., HttpEngine] = HttpEngine,
     choose_port: Callable[[], int] = free_port,
 ) -> EngineProcess:
-    """Start an engine on a free port and `connect` to it; it is not healthy yet. Raises EngineUnavailable when it
-    cannot be started."""
-    port = choose_port()
-    argv = command.argv(model_dir=model_dir, version=version, port=port)
+    """Start an engine on a free port, under a key of its own, and `connect(url, api_key=…)` to it; it is not healthy
+    yet. Raises EngineUnavailable when it cannot be started."""
+    port, key, key_file = choose_port(), token_hex(32), log_path.with_suffix(".yaml")
+    _write_private(key_file, command.key_file_content(key))
+    argv = command.argv(model_dir=model_dir, version=version, port=port, key_file=key_file)
     with log_path.open("ab") as output:
         try:
             child = await asyncio.create_subprocess_exec(
@@ -125,4 +129,11 @@ async def start_engine(
     log.info(
         "engine.started", pid=child.pid, port=port, kind=command.kind, version=version, log=str(log_path)
     )
-    return EngineProcess(child=child, engine=connect(f"http://{LOOPBACK}:{port}"), log_path=log_path)
+    engine = connect(f"http://{LOOPBACK}:{port}", api_key=key)
+    return EngineProcess(child=child, engine=engine, log_path=log_path, key_file=key_file)
+
+
+def _write_private(path: Path, content: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(content)

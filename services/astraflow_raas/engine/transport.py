@@ -28,11 +28,15 @@ class EngineTransport:
     included: then it counts as hung.
     """
 
-    def __init__(self, base_url: str, *, control_timeout_s: float) -> None:
+    def __init__(self, base_url: str, *, control_timeout_s: float, headers: Mapping[str, str]) -> None:
         self.base_url = base_url
         self._control_timeout_s = control_timeout_s
         # The whole request has a deadline; httpx's own would begin anew with every byte.
-        self._pools = ConnectionPools(base_url, timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S))
+        self._pools = ConnectionPools(
+            base_url,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            headers=headers,
+        )
         self._closed = False
 
     async def close(self) -> None:

@@ -289,10 +289,13 @@ class _PolicyMaker:
     def _loads_changes(self) -> bool:
         return self._settings.engine_update == "changed" and self._settings.engine == SGLANG_ENGINE
 
-    def _engine_at(self, base_url: str, *, orders: ChangedOrders | None = None) -> HttpEngine:
+    def _engine_at(
+        self, base_url: str, *, orders: ChangedOrders | None = None, api_key: str = ""
+    ) -> HttpEngine:
         return HttpEngine(
             base_url,
             orders=orders,
+            api_key=api_key,
             request_timeout_s=self._settings.engine_request_timeout_s,
             swap_timeout_s=self._settings.engine_swap_timeout_s,
             control_timeout_s=self._stall_s,

@@ -74,7 +74,9 @@ class _SignedAddresses:
         key = unquote(address.path).removeprefix(f"/{self._bucket}").lstrip("/")
         kind = _KINDS.get(request.method)
         if kind is None:
-            raise StoreRefused(f"{key!r} cannot be written: the dataflow server granted this node only reads")
+            raise StoreRefused(
+                f"{key.removeprefix(self._root)!r} cannot be written: the dataflow server granted this node only reads"
+            )
         if key:
             return StoreRead(kind=kind, key=key.removeprefix(self._root))
         asked = {name: values[0] for name, values in parse_qs(address.query).items()}

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -30,6 +31,18 @@ def refusal(response: httpx.Response, status: int) -> str:
     body: dict[str, Any] = response.json()
     assert (response.status_code, body["code"], body["object"]) == (status, status, "error")
     return str(body["message"])
+
+
+async def test_with_a_key_only_health_answers_strangers() -> None:
+    app = server.create_app(Mock(alive=True), model=Mock(), metrics=metrics.Metrics(), api_key="k")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as stranger:
+        answers = [await stranger.get(path) for path in ("/health", "/metrics", "/server_info", "/nowhere")]
+        wrong = await stranger.post("/pause_generation", headers={"authorization": "Bearer other"})
+        known = await stranger.get("/nowhere", headers={"authorization": "Bearer k"})
+    assert [answer.status_code for answer in answers] == [200, 401, 401, 401]
+    assert (wrong.status_code, wrong.json()) == (401, {"error": "Unauthorized"})
+    assert known.status_code == 404
 
 
 async def test_a_wrong_value_is_a_400_with_a_nested_message(client: httpx.AsyncClient) -> None:

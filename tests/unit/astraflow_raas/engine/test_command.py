@@ -10,18 +10,21 @@ from astraflow.errors import InvalidArgumentError
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 
 
-def command(kind: str, *, threads: int = 1, **layout: Any) -> EngineCommand:
-    python, extra = Path("/opt/engine/bin/python"), ("--mem-fraction-static", "0.8")
+def command(
+    kind: str, *, threads: int = 1, extra: tuple[str, ...] = ("--mem-fraction-static", "0.8"), **layout: Any
+) -> EngineCommand:
+    python = Path("/opt/engine/bin/python")
     sizes = {"max_running_requests": 128, "num_threads": threads, "seed": 7}
     return EngineCommand(kind=kind, python=python, extra_args=extra, **sizes, **layout)
 
 
+KEY = Path("/node/engine.key")
 MODULES = {"astraflow_engine": "astraflow_engine", "sglang": "sglang.launch_server"}
 
 
 @pytest.mark.parametrize(("kind", "module"), MODULES.items())
 def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, module: str) -> None:
-    argv = command(kind).argv(model_dir=Path("/mirror/v3"), version=3, port=4567)
+    argv = command(kind).argv(model_dir=Path("/mirror/v3"), version=3, port=4567, key_file=KEY)
     assert argv[:3] == ["/opt/engine/bin/python", "-m", module]
     options = dict(zip(argv[3::2], argv[4::2], strict=False))
     assert (options["--host"], options["--port"]) == ("127.0.0.1", "4567")
@@ -30,14 +33,14 @@ def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, mo
 
 
 def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
-    argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1)
+    argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     options = dict(itertools.pairwise(argv))
     asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
     assert asked == ("129", "2", "7"), "one place more for the node's own probes"
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
-    argv = command("astraflow_engine", threads=0).argv(model_dir=Path("m"), version=0, port=1)
+    argv = command("astraflow_engine", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--num-threads" not in argv
     threadless = command("astraflow_engine", threads=0)
     assert threadless.environment({"A": "1"}) == {"A": "1"}
@@ -47,7 +50,7 @@ def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
 
 def test_sglang_labels_every_token_exactly_and_dies_without_delay() -> None:
     sglang = command("sglang", threads=0)
-    argv = sglang.argv(model_dir=Path("m"), version=0, port=1)
+    argv = sglang.argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--disable-overlap-schedule" in argv
     assert not {"--tp-size", "--dp-size"} & set(argv)
     dumps = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
@@ -69,7 +72,7 @@ def test_sglang_spreads_copies_of_the_model_over_its_gpus(
     gpus: tuple[int, ...], tp_size: int, options: dict[str, str]
 ) -> None:
     sglang = command("sglang", gpus=gpus, tp_size=tp_size)
-    argv = sglang.argv(model_dir=Path("m"), version=0, port=1)
+    argv = sglang.argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert {
         name: argv[argv.index(name) + 1] for name in ("--tp-size", "--dp-size") if name in argv
     } == options
@@ -87,3 +90,17 @@ def test_engines_share_gpus_evenly_or_not_at_all() -> None:
             InvalidArgumentError, match=r"GPUs for 2 engines \(solver=1, verifier=1\).*multiple"
         ):
             share_gpus(gpus, {"solver": 1, "verifier": 1}, tp_size=tp_size)
+
+
+def test_the_key_travels_in_a_file_that_each_engine_can_read() -> None:
+    keys = {"astraflow_engine": ("--api-key-file", "k\n"), "sglang": ("--config", "api-key: k\n")}
+    for kind, (option, content) in keys.items():
+        argv = command(kind).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+        assert argv[argv.index(option) + 1] == str(KEY)
+        assert command(kind).key_file_content("k") == content
+
+
+@pytest.mark.parametrize("own", [("--config", "mine.yaml"), ("--api-key=mine",)])
+def test_an_own_key_of_sglang_is_left_alone(own: tuple[str, ...]) -> None:
+    argv = command("sglang", extra=own).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    assert str(KEY) not in argv

@@ -26,7 +26,7 @@ STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HE
 
 
 async def started(program: str, folder: Path, *arguments: str) -> EngineProcess:
-    command = Mock(kind="stand-in", environment=dict)
+    command = Mock(kind="stand-in", environment=dict, key_file_content=str)
     command.argv = lambda *, port, **_: [sys.executable, "-c", program, str(port), *arguments]
     log_path = folder / "engine.log"
     return await start_engine(command, model_dir=folder, version=0, log_path=log_path)
