@@ -17,7 +17,7 @@ from support.development import wait_for
 from support.installation import RUN, SERVER, Installation
 from support.play_kube import Podman, missing_podman
 
-pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 HERE = {"registry": "localhost", "tag": "ci", "pullPolicy": "Never"}
 CENTRAL = {
@@ -90,6 +90,7 @@ def pool_values(pool: str, *, joins: str) -> dict[str, Any]:
 
 def test_two_pools_train_over_tls_with_tokens(installation: Installation) -> None:
     installation.reaches(5)
+    wait_for(lambda: newest_version(installation) >= 1, what="a version of what was learned", timeout_s=240)
     wait_for(lambda: connected(installation) == {"one", "two"}, what="both pools", timeout_s=60)
 
 
@@ -121,6 +122,11 @@ def test_a_pool_is_uninstalled_and_the_run_goes_on(installation: Installation) -
     assert connected(installation) == {"one"}
     assert status.trajectories.conservation_error == 0
     assert not status.dead_letters
+
+
+def newest_version(installation: Installation) -> int:
+    """The newest version that was announced; a step without a signal publishes none."""
+    return max(policy.version.version for policy in installation.status().policies)
 
 
 def connected(installation: Installation) -> set[str]:

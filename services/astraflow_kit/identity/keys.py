@@ -5,13 +5,16 @@ Invariant: no private key is ever taken for a public one, and no other algorithm
 """
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from astraflow_kit.settings import SettingsError
 
+Keys: TypeAlias = Mapping[str, Ed25519PublicKey]
+"""Public keys by their `kid`."""
 MAX_KEYS = 2
 """The one that signs now, and the one before or after it."""
 

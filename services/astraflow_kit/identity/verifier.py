@@ -7,12 +7,13 @@ pages; what it decides, `tokens` does.
 from collections.abc import Callable
 
 from astraflow_kit.clock import Clock, SystemClock
-from astraflow_kit.identity.keys import read_keys
+from astraflow_kit.identity.keys import Keys, read_keys
 from astraflow_kit.identity.tokens import Identity, read_revoked, refusal, shown_time, verify
 from astraflow_kit.identity.watched import WatchedFiles
 from astraflow_kit.settings import DaemonSettings
 
 _SCHEME = "bearer "
+_MAX_KNOWN = 4096
 RevokedElsewhere = Callable[[], frozenset[str]]
 
 
@@ -39,6 +40,7 @@ class Verifier:
         )
         self._revoked_elsewhere = revoked
         self._clock = clock or SystemClock()
+        self._known: dict[str, tuple[Keys, Identity]] = {}
 
     def identify(self, authorization: str | None) -> Identity:
         """The caller. Raises UnauthenticatedError whose metadata `reason` says why not."""
@@ -50,13 +52,25 @@ class Verifier:
             )
         token = authorization[len(_SCHEME) :].strip()
         now_s = self._clock.wall_time_s()
-        identity = verify(token, keys=self._keys.current(), audience=self._audience, now_s=now_s)
+        identity = self._proved(token, now_s=now_s)
         if self._is_revoked(identity):
             raise refusal(
                 "revoked",
                 f"the token {identity.token_id} of {identity.subject!r} was revoked; ask this server's operator for "
                 "a new one (astraflow token create)",
             )
+        return identity
+
+    def _proved(self, token: str, *, now_s: float) -> Identity:
+        """`verify`, whose signature costs more than the rest of a small call, once per token and set of keys."""
+        keys = self._keys.current()
+        proved_by, known = self._known.get(token, (None, None))
+        if known is not None and proved_by is keys and now_s < known.expires_s:
+            return known
+        identity = verify(token, keys=keys, audience=self._audience, now_s=now_s)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[token] = (keys, identity)
         return identity
 
     def ended(self, identity: Identity) -> str:

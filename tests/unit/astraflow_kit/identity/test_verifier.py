@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from astraflow.errors import UnauthenticatedError
+from astraflow_kit.clock import SystemClock
 from astraflow_kit.identity.verifier import Verifier
 from astraflow_kit.settings import DaemonSettings
-from support.tokens import OTHER_KEY, jwk, keys_file, token
+from support.tokens import HOUR_S, OTHER_KEY, jwk, keys_file, token
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +54,18 @@ def test_a_token_is_revoked_by_the_file_or_elsewhere(tmp_path: Path) -> None:
     revoked.write_text("jti-n\n")
     assert reason(verifier, token("n", "rollout")) == "revoked"
     assert "was revoked" in verifier.ended(identity)
+
+
+def test_a_token_that_was_accepted_once_is_refused_when_it_ends(tmp_path: Path) -> None:
+    class Clock(SystemClock):
+        ahead_s = 0.0
+
+        def wall_time_s(self) -> float:
+            return super().wall_time_s() + self.ahead_s
+
+    clock, sent = Clock(), token("n", "rollout")
+    verifier = Verifier(DaemonSettings(token_keys_file=keys_file(tmp_path)), clock=clock)
+    first, again = (verifier.identify(f"Bearer {sent}") for _ in range(2))
+    assert first is again, "its signature was checked once"
+    clock.ahead_s = HOUR_S + 61.0
+    assert reason(verifier, sent) == "expired"
