@@ -22,7 +22,7 @@ from astraflow_bench.wan import radosgw
 from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_kit.ports import free_port
 from astraflow_weights.store import open_store
-from support.containers import BRIDGE, IMAGES, Compose, DockerDaemon, missing_programs
+from support.containers import BRIDGE, IMAGES, Compose, DockerDaemon
 from support.development import wait_for
 
 pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -38,22 +38,6 @@ services:
     command: [runs, create, quickstart, --store, "s3://weights/runs", --set,
               policies.solver.model.warm_start.steps=200]
 """
-
-
-@pytest.fixture(scope="module")
-def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerDaemon]:
-    """A daemon of its own with the images of this tree."""
-    if missing := missing_programs():
-        pytest.skip(missing)
-    try:
-        daemon = DockerDaemon(tmp_path_factory.mktemp("docker")).__enter__()
-    except RuntimeError as error:
-        pytest.skip(f"dockerd cannot start here: {error}")
-    try:
-        daemon.make_images()
-        yield daemon
-    finally:
-        daemon.__exit__()
 
 
 @pytest.fixture(scope="module")
