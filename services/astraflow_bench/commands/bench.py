@@ -14,6 +14,7 @@ from rich.console import Console
 from astraflow_bench.commands.bench_policies import policies
 from astraflow_bench.commands.bench_rewards import rewards
 from astraflow_bench.commands.bench_rollout import rollout
+from astraflow_bench.commands.bench_tls import tls
 from astraflow_bench.commands.bench_wan import wan
 from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
@@ -30,6 +31,7 @@ app.command()(wan)
 app.command()(policies)
 app.command()(rewards)
 app.command()(rollout)
+app.command()(tls)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]
 _MERGE_SPAN = 8
