@@ -35,10 +35,18 @@ hypothesis.settings.load_profile("test")
 
 
 class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve."""
+    """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve.
+
+    All tests in containers are among those, so that there is one Docker daemon and one build of the images.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        whole_loops = ("tests/e2e/", "tests/chaos/", "tests/deploy/test_compose")
+        whole_loops = (
+            "tests/e2e/",
+            "tests/chaos/",
+            "tests/deploy/test_compose",
+            "tests/deploy/test_play_kube",
+        )
         return "tests/e2e" if nodeid.startswith(whole_loops) else nodeid.partition("::")[0]
 
 

@@ -24,9 +24,11 @@ from support.source_tree import REPOSITORY
 
 # By path: another `docker` on PATH may belong to somebody else's daemon.
 DOCKER, COMPOSE = "/usr/bin/docker", "/usr/bin/docker-compose"
-PROGRAMS = (DOCKER, COMPOSE, "/usr/sbin/dockerd", "/usr/sbin/debootstrap")
+PROGRAMS = (DOCKER, COMPOSE, "/usr/sbin/dockerd", "/usr/sbin/debootstrap", "/sbin/ip")
 BRIDGE = "172.31.79.1"
 """This machine, as containers reach it."""
+_BRIDGE_NAME = "af-tests"
+"""Not `docker0`, which another daemon of this machine may have."""
 BASE, BUILD_BASE = "ci/base:bookworm", "ci/build:bookworm"
 IMAGES = ("valkey", "dataflow", "tools", "trainer", "raas")
 LOCKS = REPOSITORY / "deploy/docker/locks"
@@ -54,7 +56,12 @@ class DockerDaemon:
         command = ["/usr/sbin/dockerd", "--storage-driver", "overlay2", "--oom-score-adjust", "0"]
         command += ["--data-root", str(self.folder / "data"), "--exec-root", str(self.folder / "exec")]
         command += ["--pidfile", str(self.folder / "pid"), "--host", f"unix://{self.socket}"]
-        command += ["--bip", f"{BRIDGE}/24", "--default-address-pool", "base=172.31.80.0/20,size=24"]
+        command += ["--bridge", _BRIDGE_NAME, "--default-address-pool", "base=172.31.80.0/20,size=24"]
+        command += ["--shutdown-timeout", "5"]
+        _run(["ip", "link", "delete", _BRIDGE_NAME], check=False)  # of a session that was killed
+        _run(["ip", "link", "add", _BRIDGE_NAME, "type", "bridge"])
+        _run(["ip", "address", "add", f"{BRIDGE}/24", "dev", _BRIDGE_NAME])
+        _run(["ip", "link", "set", _BRIDGE_NAME, "up"])
         with (self.folder / "dockerd.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline_s = time.monotonic() + 60
@@ -75,6 +82,7 @@ class DockerDaemon:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(timeout=20)
+        _run(["ip", "link", "delete", _BRIDGE_NAME])
         shutil.rmtree(self.folder / "data", ignore_errors=True)
 
     def run(
