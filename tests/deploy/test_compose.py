@@ -151,6 +151,12 @@ def test_it_trains_the_quickstart_over_s3(stack: Compose, gateway: RadosGateway)
     assert len([found for found in store.list("") if "/parts/" in found.key]) >= 5
 
 
+def test_nodes_have_no_credentials_of_the_store(stack: Compose) -> None:
+    (node,) = stack.docker.inspect(*stack.containers("raas"))
+    assert "/run/s3-credentials" not in {mount["Destination"] for mount in node["Mounts"]}
+    assert not [setting for setting in node["Config"]["Env"] if "STORE" in setting]
+
+
 def test_every_container_runs_read_only_without_capabilities_as_nobody(stack: Compose) -> None:
     containers = stack.docker.inspect(*(each for name in LONG_RUNNING for each in stack.containers(name)))
     for container in containers:
