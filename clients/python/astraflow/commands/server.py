@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from google.protobuf.message import Message
+from grpc import RpcError
 
 from astraflow.client import Client, RetryPolicy
 from astraflow.commands.wording import as_json, console, print_json
@@ -187,6 +188,10 @@ class ServerOptions(DialOptions):
                 client.server_info()
                 yield client
             except UnavailableError as error:
+                if not isinstance(
+                    error.__cause__, RpcError
+                ):  # something else that the command asked, as a store
+                    raise
                 raise UnavailableError(
                     f"no dataflow server answers at {server.address} ({server.found_by}); start it, or give another "
                     f"--join HOST:PORT. It said: {error.message}",

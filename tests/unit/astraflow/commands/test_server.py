@@ -79,6 +79,15 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
     assert capsys.readouterr().err == f"asking 127.0.0.1:1 (run folder {tmp_path / 'a'})\n"
 
 
+def test_a_store_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("astraflow.client.Client.server_info", lambda _self: None)
+    with (
+        pytest.raises(UnavailableError, match="^the store is away$"),
+        ServerOptions(join=Server("127.0.0.1:1", "--join")).client(),
+    ):
+        raise UnavailableError("the store is away")
+
+
 def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_of_it() -> None:
     later = CONTRACT_VERSION + 1
     info = ServerInfo(product_version="7.0.0", contract_version=later, oldest_contract_version=later)
