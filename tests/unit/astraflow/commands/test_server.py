@@ -82,7 +82,7 @@ def test_a_server_that_does_not_answer_is_named_with_how_it_was_found(
 def test_a_store_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("astraflow.client.Client.server_info", lambda _self: None)
     with (
-        pytest.raises(UnavailableError, match="^the store is away$"),
+        pytest.raises(UnavailableError, match=r"^the store is away$"),
         ServerOptions(join=Server("127.0.0.1:1", "--join")).client(),
     ):
         raise UnavailableError("the store is away")
