@@ -1,4 +1,4 @@
-"""What every request is held against at the door, before a servicer sees it.
+"""What every request is held against before a servicer sees it.
 
 Invariant: no integer passes that a double does not hold exactly, since Lua and JavaScript compute with doubles. Fields
 are found by descriptor, so a new one is bounded as soon as its contract has it. Called by `serve`.

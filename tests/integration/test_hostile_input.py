@@ -1,4 +1,4 @@
-"""What a hostile or mistaken caller sends: refused at the door, and no run, nor the server, is the worse for it."""
+"""What a hostile or mistaken caller sends: refused at once, and no run, nor the server, is the worse for it."""
 
 from pathlib import Path
 

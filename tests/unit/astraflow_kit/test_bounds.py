@@ -1,4 +1,4 @@
-"""Integers at the door: those that a double holds pass, others are named, wherever in a request they are."""
+"""Integers of requests: those that a double holds pass, others are named, wherever in a request they are."""
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
