@@ -1,12 +1,15 @@
 """Listening ports: a free one, or who holds one that is taken and what to do about it."""
 
+import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from astraflow.errors import RequestError
 
 LOOPBACK = "127.0.0.1"
 _LISTEN = "0A"
+_CHOSEN, _TRIED = range(20_000, 30_000), 100
 
 
 class PortError(RequestError):
@@ -16,11 +19,16 @@ class PortError(RequestError):
 
 
 def free_port() -> int:
-    """A port of loopback that nobody holds now. Another process may take it before its user does."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port of loopback that nobody holds now.
+
+    Below the ports that the system gives to outgoing connections and to servers that name none: one of those
+    would take it before its user does.
+    """
+    for port in random.Random().sample(_CHOSEN, _TRIED):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise PortError(f"{_TRIED} ports of {LOOPBACK} from {_CHOSEN[0]} to {_CHOSEN[-1]} are all taken")
 
 
 def bind_failure(host: str, port: int, *, setting: str) -> PortError:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -47,8 +48,9 @@ async def test_the_bucket_of_a_new_run_is_made_and_one_that_may_not_be_is_named(
 ) -> None:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    made = await astraflow(world, "runs", "create", "quickstart", "--store", "s3://brand-new-bucket/runs")
-    assert "s3://brand-new-bucket/runs keeps create-only writes (its bucket is new)" in made.errors
+    store = f"s3://{uuid4().hex}/runs"
+    made = await astraflow(world, "runs", "create", "quickstart", "--store", store)
+    assert f"{store} keeps create-only writes (its bucket is new)" in made.errors
     refused = await astraflow(
         world, "runs", "create", "quickstart", "--run-id", "x", "--store", "s3://x/x", status=2
     )

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from astraflow_kit.ports import LOOPBACK, bind_failure, free_port
 
@@ -23,3 +24,8 @@ def test_without_a_holder_the_message_says_what_may_be_wrong() -> None:
 def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, free_port()))
+
+
+def test_no_connection_is_given_a_free_port() -> None:
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert free_port() < int(first)
