@@ -21,6 +21,7 @@ from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
+from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
@@ -48,7 +49,13 @@ _LOST_RANK_GRACE_S = 5.0
 def run(settings: TrainerSettings, rank: RankSettings) -> int:
     """Serve and train to the end, as one rank of the trainer; returns the exit code."""
     serve = _serve if rank.rank == 0 else _follow
-    return lifecycle.run(lambda life: serve(settings, rank, life), drain_timeout_s=settings.drain_timeout_s)
+
+    async def locked(life: Lifecycle) -> None:
+        # Never released: a training thread that a hard stop left behind may write until the process is gone.
+        lock_folder(own_folder(settings, rank.rank), remedy="stop it, or choose another --work-dir")
+        await serve(settings, rank, life)
+
+    return lifecycle.run(locked, drain_timeout_s=settings.drain_timeout_s)
 
 
 def check(settings: TrainerSettings) -> Mapping[str, str]:
