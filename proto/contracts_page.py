@@ -33,7 +33,8 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
 * **Repeat**: `reads` changes nothing; `idempotent` has the effect of calling once; `acts again` is never repeated by
   the client library.
 * **Roles** may call it; `anyone` needs no token. Without token keys every caller has every role
-  ([identity](identity.md)).
+  ([identity](identity.md)). `ExternalScaler` has a listener of its own, where a client certificate decides: who shows
+  one of `scaler_client_ca_file` may ask about every run, nobody else gets through the handshake, no token changes that.
 * **Runs**: what the claim `runs` of a token is compared with. `named` is the run in the request, an empty one standing
   for the token's only run; `served` the run that the daemon belongs to; `visible` answers leave out other runs; `all`
   needs a token for `*`.

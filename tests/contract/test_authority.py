@@ -1,9 +1,11 @@
 """Who may call what: every rpc by every kind of caller on real servers, compared with docs/contracts.md."""
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Container
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from astraflow._status import from_rpc_error
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import environment_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
+from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_environment.servicer import EnvironmentServicer
 from astraflow_environment.sessions import Sessions
 from astraflow_environment.settings import EnvironmentSettings
@@ -24,7 +27,7 @@ from astraflow_environment.workers import WorkerPool
 from astraflow_kit.identity.scopes import fields_of
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import GrpcServer
-from astraflow_kit.settings import DaemonSettings
+from astraflow_kit.settings import DaemonSettings, load
 from astraflow_raas.server import registrations_of
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.progress import Phase, Progress
@@ -32,18 +35,20 @@ from astraflow_trainer.servicer import TrainerServicer
 from support.dataflow_world import World
 from support.raas_node import local_node
 from support.source_tree import REPOSITORY
+from support.tls import Authority
 from support.tokens import keys_file, token
 
 pytestmark = pytest.mark.slow
 
 ANSWER_S = 20.0
 ROLES = ("rollout", "trainer", "operator", "viewer", "agent")
-UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
+UNKNOWN, DENIED, UNREACHED = "UNAUTHENTICATED", "PERMISSION_DENIED", "UNAVAILABLE"
+SCALER = "externalscaler.ExternalScaler"
 PAST_S = time.time() - 3600
-SECTION = re.compile(r"^## astraflow\.(\S+)$(.*?)(?=^## )", re.M | re.S)
+SECTION = re.compile(r"^## (\w+\.\S+)$(.*?)(?=^## )", re.M | re.S)
 ROW = re.compile(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| ([^|]*) \| ([^|]*) \|", re.M)
 TABLE = {
-    f"/astraflow.{service}/{rpc}": (set(roles.split(", ")), runs)
+    f"/{service}/{rpc}": (set(roles.split(", ")), runs)
     for service, section in SECTION.findall((REPOSITORY / "docs" / "contracts.md").read_text())
     for rpc, roles, runs in ROW.findall(section)
 }
@@ -57,7 +62,7 @@ def method_of(rpc: str) -> MethodDescriptor:
 
 
 def test_the_page_lists_every_rpc() -> None:
-    assert len(TABLE) >= 47
+    assert len(TABLE) >= 51
     for rpc, (roles, _) in TABLE.items():
         assert read_contract(method_of(rpc)).roles == roles, rpc
 
@@ -124,11 +129,49 @@ async def servers(world: World, tmp_path: Path) -> AsyncIterator[dict[str, grpc.
             stack.push_async_callback(server.stop, deadline_s=0.1)
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
             found |= dict.fromkeys(server.services, channel)
-        yield found
+        scaler = await stack.enter_async_context(scaler_of(world, tmp_path))
+        yield found | {SCALER: await stack.enter_async_context(scaler.channel(scaler.known))}
 
 
-async def refusal_of(channel: grpc.aio.Channel, rpc: str, sent: str) -> str:
-    """The reason of UNAUTHENTICATED or PERMISSION_DENIED by which a call is refused; empty for any other answer."""
+@dataclass(frozen=True)
+class AnsweringKeda:
+    """The listener for KEDA, and an authority whose clients it knows."""
+
+    address: str
+    known: Authority
+
+    def channel(self, shown: Authority | None) -> grpc.aio.Channel:
+        """A channel that shows a client's certificate of an authority, or none."""
+        client = shown.client() if shown else None
+        pair = (client.key.read_bytes(), client.certificate.read_bytes()) if client else (None, None)
+        return grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(self.known.pem, *pair))
+
+
+@asynccontextmanager
+async def scaler_of(world: World, folder: Path) -> AsyncIterator[AnsweringKeda]:
+    """The scaler of a server that asks for tokens elsewhere."""
+    known = Authority.create(folder / "known")
+    pair = known.server()
+    files = {
+        "tls_cert_file": pair.certificate,
+        "tls_key_file": pair.key,
+        "token_keys_file": keys_file(folder),
+    }
+    listening = {"scaler_port": 0, "scaler_client_ca_file": known.folder / "ca.pem"}
+    world.dataflow.settings = load(DataflowServerSettings, {"redis": "redis://x", **files, **listening})
+    listener = world.dataflow.scaler(ending=asyncio.Event())
+    assert listener is not None
+    await listener.start()
+    try:
+        yield AnsweringKeda(listener.address, known)
+    finally:
+        await listener.stop(deadline_s=0.1)
+
+
+async def refusal_of(
+    channel: grpc.aio.Channel, rpc: str, sent: str, refused: Container[str] = (UNKNOWN, DENIED)
+) -> str:
+    """The reason, one of `refused`, by which a call is refused; empty for any other answer."""
     method = method_of(rpc)
     request = message_factory.GetMessageClass(method.input_type)()
     for *holders, field in fields_of(method.input_type, "run_id"):
@@ -151,7 +194,7 @@ async def refusal_of(channel: grpc.aio.Channel, rpc: str, sent: str) -> str:
             await call
     except grpc.aio.AioRpcError as error:
         typed: AstraflowError = from_rpc_error(error)
-        return typed.reason if typed.reason in (UNKNOWN, DENIED) else ""
+        return typed.reason if typed.reason in refused else ""
     return ""
 
 
@@ -166,3 +209,18 @@ async def test_every_rpc_is_open_to_just_those_whom_the_page_names(
         if (found := await refusal_of(servers[rpc.split("/")[1]], rpc, sent)) != expected
     ]
     assert gaps == []
+
+
+async def test_the_scaler_is_open_to_certificates_of_its_authority_alone(
+    world: World, tmp_path: Path
+) -> None:
+    rpcs = [rpc for rpc in TABLE if rpc.split("/")[1] == SCALER]
+    stranger, answers = Authority.create(tmp_path / "stranger"), {}
+    async with scaler_of(world, tmp_path) as scaler:
+        for who, shown in {"known": scaler.known, "stranger": stranger, "nobody": None}.items():
+            async with scaler.channel(shown) as channel:
+                asked = [
+                    await refusal_of(channel, rpc, token("op", "operator"), (UNREACHED,)) for rpc in rpcs
+                ]
+                answers[who] = set(asked)
+    assert answers == {"known": {""}, "stranger": {UNREACHED}, "nobody": {UNREACHED}}

@@ -6,10 +6,13 @@ One stack for the whole file, in the order of its tests; the store is a radosgw 
 from __future__ import annotations
 
 import json
+import shutil
 import ssl
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +25,7 @@ from astraflow_bench.wan import radosgw
 from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_kit.ports import free_port
 from astraflow_weights.store import open_store
-from support.containers import BRIDGE, IMAGES, Compose, DockerDaemon
+from support.containers import BASE, IMAGES, Compose, DockerDaemon
 from support.development import wait_for
 
 pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -31,6 +34,15 @@ LONG_RUNNING = ("valkey", "dataflow", "trainer", "raas")
 MIB = 10**6
 PATIENCE_S = 600.0
 """A guard against waiting for ever; on a machine with nothing else to do a wait takes a tenth of it."""
+PROMETHEUS_IMAGE = "ci/prometheus"
+# Debian's, laid out as the published image is.
+PROMETHEUS_CONTAINERFILE = f"""
+FROM {BASE}
+COPY prometheus /bin/prometheus
+RUN install -d -o 65534 -g 65534 /prometheus
+WORKDIR /prometheus
+ENTRYPOINT ["/bin/prometheus"]
+"""
 # The recipe as it is, but for a shorter warm start.
 CREATE = """
 services:
@@ -64,14 +76,30 @@ def stack(
         "COMPOSE_FILE": f"compose.yaml:compose.s3.yaml:{folder / 'create.yaml'}",
         "TAG": "ci",
         "STEPS": "2000",
-        "S3_ENDPOINT": f"http://{BRIDGE}:{gateway.port}",
+        "S3_ENDPOINT": f"http://{docker.address}:{gateway.port}",
         "S3_CREDENTIALS": str(credentials),
         "GRPC_PORT": str(free_port()),
         "HTTP_PORT": str(free_port()),
+        "PROMETHEUS_PORT": str(free_port()),
+        "PROMETHEUS_IMAGE": PROMETHEUS_IMAGE,
     }
     with Compose(docker, choices) as compose:
         compose.up()
         yield compose
+
+
+@pytest.fixture
+def prometheus(stack: Compose, tmp_path: Path) -> Iterator[str]:
+    """Address of the Prometheus of the profile `observe`."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("not installed: prometheus")
+    shutil.copy(program, tmp_path)
+    (tmp_path / "Dockerfile").write_text(PROMETHEUS_CONTAINERFILE)
+    stack.docker.run("build", "--tag", PROMETHEUS_IMAGE, str(tmp_path))
+    stack.up("prometheus")
+    yield f"http://127.0.0.1:{stack.choices['PROMETHEUS_PORT']}"
+    stack.run("--profile", "observe", "rm", "--force", "--stop", "prometheus")
 
 
 def status(stack: Compose) -> admin.StatusResponse:
@@ -196,6 +224,27 @@ def test_only_the_documented_ports_are_open_on_this_machine(stack: Compose) -> N
 )
 def test_metrics_are_read_over_tls_with_a_viewers_token(stack: Compose, service: str, metric: str) -> None:
     assert metric in page(stack, service, "/metrics")
+
+
+def test_prometheus_scrapes_every_daemon_and_knows_every_panel(prometheus: str) -> None:
+    def asked(expression: str) -> list[dict[str, Any]]:
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(f"{prometheus}/api/v1/query?{query}", timeout=10) as answer:
+                found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        except ConnectionError:
+            return []
+        return found
+
+    def scraped() -> set[str]:
+        return {series["metric"]["job"] for series in asked("up == 1")}
+
+    daemons = {"dataflow", "raas", "trainer"}
+    wait_for(lambda: scraped() == daemons, what="a scrape of each", timeout_s=PATIENCE_S, period_s=1.0)
+    for path in (Compose.folder / "observe/dashboards").glob("*.json"):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                asked(target["expr"].replace("$__rate_interval", "1m"))  # what does not parse is a 400
 
 
 @pytest.mark.parametrize("service", LONG_RUNNING)

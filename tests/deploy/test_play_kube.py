@@ -7,6 +7,7 @@ One installation for the whole file, in the order of its tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,14 @@ def pool_values(pool: str, *, joins: str) -> dict[str, Any]:
         "drainSeconds": DRAIN_S,
         "terminationGracePeriodSeconds": DRAIN_S + 10,
     }
+
+
+def test_podman_runs_below_a_folder_with_a_long_name(tmp_path: Path) -> None:
+    if missing := missing_podman():
+        pytest.skip(missing)
+    (folder := tmp_path / ("x" * 50)).mkdir()
+    with Podman(folder) as podman:
+        assert "cluster" in podman.run("network", "ls")
 
 
 def test_two_pools_train_over_tls_with_tokens(installation: Installation) -> None:

@@ -1,5 +1,6 @@
 """Two launches never share a data dir, and a trainer started by hand never shares a trainer's work folder."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 def test_a_second_launch_over_one_data_dir_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    with dev(tmp_path, "--steps", "6") as first:
+    with dev(tmp_path, "--steps", "1000") as first:
         wait_for(lambda: files.steps_done() >= 1)
         before = files.starts()
-        with dev(tmp_path, "--steps", "6") as second:
+        with dev(tmp_path, "--steps", "1000") as second:
             assert second.wait(120) == ExitCode.SUPERSEDED
         said = files.stderr.read_text()
         assert f"in use by process {first.pid} (" in said
@@ -31,9 +32,10 @@ def test_a_second_launch_over_one_data_dir_is_refused_and_the_first_goes_on(tmp_
         )
         assert beside.returncode == ExitCode.SUPERSEDED
         assert f"in use by process {trainer.pid} (" in beside.stderr
+        first.send_signal(signal.SIGINT)
         summary = finish(first, tmp_path)
     assert files.starts() == before
-    assert summary["steps"] == 6
+    assert summary["steps"] >= 1
     assert summary["conservation_error"] == 0
     assert audit(tmp_path).violations == []
 

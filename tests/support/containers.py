@@ -20,13 +20,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from support.source_tree import REPOSITORY
 
 # By path: another `docker` on PATH may belong to somebody else's daemon.
 DOCKER, COMPOSE = "/usr/bin/docker", "/usr/bin/docker-compose"
 PROGRAMS = (DOCKER, COMPOSE, "/usr/sbin/dockerd", "/usr/sbin/debootstrap", "/sbin/ip")
-BRIDGE = "172.31.79.1"
-"""This machine, as containers reach it."""
 _BRIDGE_NAME = "af-tests"
 """Not `docker0`, which another daemon of this machine may have."""
 BASE, BUILD_BASE = "ci/base:bookworm", "ci/build:bookworm"
@@ -49,6 +49,8 @@ class DockerDaemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.socket = folder / "docker.sock"
+        self.address = ""
+        """This machine, as containers reach it."""
         self.environment = {**os.environ, "DOCKER_HOST": f"unix://{self.socket}", "DOCKER_BUILDKIT": "1"}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,8 +61,9 @@ class DockerDaemon:
         command += ["--bridge", _BRIDGE_NAME, "--default-address-pool", "base=172.31.80.0/20,size=24"]
         command += ["--shutdown-timeout", "5"]
         _run(["ip", "link", "delete", _BRIDGE_NAME], check=False)  # of a session that was killed
+        self.address = _unused_address()
         _run(["ip", "link", "add", _BRIDGE_NAME, "type", "bridge"])
-        _run(["ip", "address", "add", f"{BRIDGE}/24", "dev", _BRIDGE_NAME])
+        _run(["ip", "address", "add", f"{self.address}/24", "dev", _BRIDGE_NAME])
         _run(["ip", "link", "set", _BRIDGE_NAME, "up"])
         with (self.folder / "dockerd.log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -107,9 +110,9 @@ class DockerDaemon:
         wheels = self.folder / "wheels"
         if not wheels.exists():
             self._fill(wheels)
-        with served(wheels, host=BRIDGE) as address:
+        with served(wheels, host=self.address) as address:
             arguments = {"BASE": BASE, "BUILD_BASE": BUILD_BASE, "PIP_NO_INDEX": "1"}
-            arguments |= {"PIP_FIND_LINKS": address, "PIP_TRUSTED_HOST": BRIDGE}
+            arguments |= {"PIP_FIND_LINKS": address, "PIP_TRUSTED_HOST": self.address}
             options = [
                 word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")
             ]
@@ -237,6 +240,12 @@ class served:
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Says nothing."""
+
+
+def _unused_address() -> str:
+    """The first address of a network that no link has, not even an idle one: answers would take its route."""
+    taken = {each.address.rpartition(".")[0] for link in psutil.net_if_addrs().values() for each in link}
+    return next(f"172.31.{number}.1" for number in range(79, 0, -1) if f"172.31.{number}" not in taken)
 
 
 def entries_of(lock: Path) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,6 +115,8 @@ class Podman:
         self._num_played = 0
         self.secrets = folder / "secrets"
         self.secrets.mkdir(exist_ok=True)
+        # podman refuses one of more than 50 characters, and pytest's folders are longer under xdist.
+        self._run_root = tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
         self.run("network", "create", _NETWORK)
@@ -124,6 +127,7 @@ class Podman:
         self.run("network", "rm", "--force", _NETWORK, check=False)
         self.run("volume", "rm", "--all", "--force", check=False)
         self.run("rmi", "--all", "--force", check=False)
+        self._run_root.cleanup()
 
     def run(self, *words: str, check: bool = True, timeout_s: float = 300) -> str:
         """`podman WORDS…`; what it printed. Raises RuntimeError with what it said, unless `check` is off."""
@@ -131,7 +135,7 @@ class Podman:
             "--root",
             str(self.folder / "root"),
             "--runroot",
-            str(self.folder / "run"),
+            self._run_root.name,
             "--network-config-dir",
             str(self.folder / "networks"),
         ]

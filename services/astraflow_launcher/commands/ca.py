@@ -43,7 +43,9 @@ def issue(
     client: Annotated[
         bool, typer.Option("--client", help="For a client: what servers with tls_client_ca_file ask for.")
     ] = False,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long it is valid.")] = 90,
+    days: Annotated[
+        int, typer.Option(min=1, max=3650, help="How long it is valid, until its authority ends at most.")
+    ] = 90,
     as_json: JsonOption = False,
 ) -> None:
     """Issue DIR/NAME.pem and DIR/NAME.key, for a server (tls_cert_file, tls_key_file) or a client."""
@@ -58,5 +60,6 @@ def _show(issued: Issued, *, as_json: bool) -> None:
         print_json({**files, "names": list(issued.names), "not_after": issued.not_after.isoformat()})
         return
     names = f" for {', '.join(issued.names)}" if issued.names else ""
-    typer.echo(f"{issued.certificate}  certificate{names}, valid until {until}")
+    why = ", when the authority ends" if issued.authority_ends else ""
+    typer.echo(f"{issued.certificate}  certificate{names}, valid until {until}{why}")
     typer.echo(f"{issued.key}  its private key: only for whoever shows the certificate")

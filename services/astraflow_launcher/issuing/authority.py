@@ -58,6 +58,8 @@ class Issued:
     key: Path
     names: tuple[str, ...]
     not_after: datetime
+    authority_ends: bool = False
+    """Whether it would be valid for longer if its authority were."""
 
 
 def create_authority(folder: Path, *, days: int, now: datetime | None = None) -> Issued:
@@ -90,10 +92,11 @@ def issue_certificate(
     days: int,
     now: datetime | None = None,
 ) -> Issued:
-    """Issue `NAME.pem` and `NAME.key` in the authority's folder: for a server with these names, or for a client.
+    """Issue `NAME.pem` and `NAME.key` in the authority's folder: for a server with these names, or for a client; valid
+    for so many days, or until the authority ends.
 
     Raises NotFoundError without an authority, ConflictError for a name that is taken, InvalidArgumentError for a server
-    without names, something that is no name or address, or more days than the authority has left.
+    without names, something that is no name or address, or an authority that has ended.
     """
     now = now or datetime.now(UTC)
     authority, signing_key = _read_authority(folder)
@@ -102,12 +105,13 @@ def issue_certificate(
             "a server's certificate needs the names that callers use: --dns NAME, --ip ADDRESS; --client makes one "
             "for a client"
         )
-    not_after = now + timedelta(days=days)
-    if not_after > authority.not_valid_after_utc:
+    ends = authority.not_valid_after_utc
+    if ends <= now:
         raise InvalidArgumentError(
-            f"the authority ends on {authority.not_valid_after_utc:%Y-%m-%d}, and {days} days from now is later; give "
-            "fewer --days, or create a new authority"
+            f"the authority in {folder} ended at {ends:%Y-%m-%d %H:%M} UTC, and it is {now:%Y-%m-%d %H:%M} now; create "
+            "a new one in another folder"
         )
+    not_after = min(now + timedelta(days=days), ends)
     key = generate_private_key(SECP256R1())
     usage = ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -122,7 +126,8 @@ def issue_certificate(
     )
     if names := _general_names(dns, ips):
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return _written(folder, name, builder.sign(signing_key, hashes.SHA256()), key, names=(*dns, *ips))
+    certificate = builder.sign(signing_key, hashes.SHA256())
+    return _written(folder, name, certificate, key, names=(*dns, *ips), authority_ends=not_after == ends)
 
 
 def _builder(
@@ -179,6 +184,7 @@ def _written(
     key: EllipticCurvePrivateKey,
     *,
     names: tuple[str, ...],
+    authority_ends: bool = False,
 ) -> Issued:
     if not name or name != Path(name).name or name.startswith("."):
         raise InvalidArgumentError(f"{name!r} cannot be the name of a file; use letters, digits, - and .")
@@ -186,4 +192,10 @@ def _written(
     require_absent(pem, key_path)
     write_file(key_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     write_file(pem, certificate.public_bytes(Encoding.PEM), secret=False)
-    return Issued(certificate=pem, key=key_path, names=names, not_after=certificate.not_valid_after_utc)
+    return Issued(
+        certificate=pem,
+        key=key_path,
+        names=names,
+        not_after=certificate.not_valid_after_utc,
+        authority_ends=authority_ends,
+    )

@@ -1,8 +1,9 @@
 """The folder of one development run: where its state, logs, metrics and results live.
 
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
-started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder belongs
-to; a folder of another recipe is refused. How many steps to train is no part of that: the same run can be continued for longer.
+started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder
+belongs to; a folder of another recipe is refused. How many steps to train is no part of that: the same run can be
+continued for longer.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class RunFolder:
 def open_run_folder(loaded: LoadedRecipe, *, data_dir: Path | None, now: datetime | None = None) -> RunFolder:
     """Return the folder of a new run, or of the run that `data_dir` already holds; it is locked.
 
-    Raises ConflictError when `data_dir` is in use or holds a run of another recipe, IncompatibleError when another release
-    wrote it or it is damaged, InvalidArgumentError when it cannot be written.
+    Raises ConflictError when `data_dir` is in use or holds a run of another recipe, IncompatibleError when another
+    release wrote it or it is damaged, InvalidArgumentError when it cannot be written.
     """
     try:
         return _open(loaded, data_dir, now or datetime.now(tz=UTC))

@@ -99,5 +99,5 @@ def test_a_file_system_without_locks_is_refused_with_the_remedy(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InvalidArgumentError, match="without locks .*nolock"):
+    with pytest.raises(InvalidArgumentError, match=r"without locks .*nolock"):
         lock_folder(tmp_path, remedy=REMEDY)

@@ -85,10 +85,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[AstraflowError], str]] =
         InvalidArgumentError,
         "name of a file",
     ),
-    "more days than the authority has": (
-        lambda folder: issue_certificate(folder, "n", client=True, days=101),
+    "an authority that has ended": (
+        lambda folder: issue_certificate(
+            folder, "n", client=True, days=1, now=datetime.now(UTC) + timedelta(days=101)
+        ),
         InvalidArgumentError,
-        "fewer --days",
+        "create a new one",
     ),
 }
 
@@ -100,6 +102,13 @@ def test_what_cannot_be_issued_is_refused_and_leaves_nothing(folder: Path, case:
     with pytest.raises(kind, match=says):
         act(folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("days", [100, 3650])
+def test_a_certificate_ends_with_its_authority_at_the_latest(folder: Path, days: int) -> None:
+    authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    issued = issue_certificate(folder, "n", client=True, days=days)
+    assert (issued.not_after, issued.authority_ends) == (authority.not_valid_after_utc, True)
 
 
 def test_a_key_of_another_authority_is_noticed(folder: Path, tmp_path: Path) -> None:
