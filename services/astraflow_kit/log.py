@@ -27,12 +27,22 @@ REDACTED = "***"
 _CHATTY_LIBRARIES = ("httpx", "httpcore", "matplotlib", "uvicorn")
 _SECRET_NAMES = "token|secret|passw(or)?d|authorization|(api|secret|access)[_-]?key|cookie"
 _SECRET_KEY = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.I)
-_BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
-_URL_PASSWORD = re.compile(r"([a-z0-9+]+://[^/\s:@]*:)[^/\s@]+@", re.I)
+MAX_FIELD_CHARACTERS = 8192
+"""What a field shows of a text; a mark says how much is left out."""
+MAX_FIELD_ITEMS = 256
+"""What a field shows of a list or a mapping, at each depth."""
+_MAX_DEPTH = 8
+_MOST_SEARCHED = 16 * MAX_FIELD_CHARACTERS
 
-# Recognisable wherever they stand: JSON web tokens, join strings, what signs the URL of an object.
-_RECOGNISED = re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*|\baf1\.[\w-]{16,}")
+# Texts come from callers, also from those who may not call: each pattern takes steps in proportion to the text,
+# whatever it holds. So it starts at a literal, and what it then tries in vain is not tried again.
+_BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@", re.I)
+# Recognisable wherever they stand: JSON web tokens, join strings, what signs the URL of an object. A match without a
+# group is no secret, only the beginning of one.
+_RECOGNISED = re.compile(r"\beyJ[\w-]{8,}(\.[\w-]+\.[\w-]*)?|\b(af1\.[\w-]{16,})")
 _SIGNED_URL = re.compile(r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s\"']+", re.I)
+PATTERNS = (_BEARER, _SIGNED_URL, _RECOGNISED, _URL_PASSWORD)
 
 
 def configure(
@@ -75,27 +85,47 @@ def bind(**ids: str | int) -> None:
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Structlog processor: blank values under secret keys, bearer tokens and passwords inside URLs."""
-    return {key: _clean(key, value) for key, value in event.items()}
+    """Structlog processor: blank values under secret keys, bearer tokens and passwords inside URLs, and shorten what is
+    longer than a field may be.
+    """
+    return {key: _clean(key, value, depth=0) for key, value in event.items()}
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without tokens, join strings, signatures of URLs and passwords inside them."""
+    """Return `text` without tokens, join strings, signatures of URLs and passwords inside them. Time is linear."""
     for pattern in (_BEARER, _SIGNED_URL):
         text = pattern.sub(rf"\1{REDACTED}", text)
-    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", _RECOGNISED.sub(REDACTED, text))
+    text = _RECOGNISED.sub(lambda found: REDACTED if found[1] or found[2] else found[0], text)
+    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", text)
 
 
-def _clean(key: str, value: object) -> object:
+def _clean(key: str, value: object, *, depth: int) -> object:
     if _SECRET_KEY.search(key) and value is not None:
         return REDACTED
     if isinstance(value, str):
-        return without_secrets(value)
+        return _shortened(value)
+    if isinstance(value, Mapping | list | tuple) and depth == _MAX_DEPTH:
+        return f"… ({len(value)} more items)"
     if isinstance(value, Mapping):
-        return {str(inner): _clean(str(inner), item) for inner, item in value.items()}
+        shown = list(value.items())[:MAX_FIELD_ITEMS]
+        cleaned = {_shortened(str(inner)): _clean(str(inner), item, depth=depth + 1) for inner, item in shown}
+        return (
+            cleaned if len(shown) == len(value) else {**cleaned, "…": f"{len(value) - len(shown)} more items"}
+        )
     if isinstance(value, list | tuple):
-        return [_clean("", item) for item in value]
+        items = [_clean("", item, depth=depth + 1) for item in value[:MAX_FIELD_ITEMS]]
+        return items if len(items) == len(value) else [*items, f"… ({len(value) - len(items)} more items)"]
     return value
+
+
+def _shortened(text: str) -> str:
+    searched = text[:_MOST_SEARCHED]
+    shown = without_secrets(searched)
+    # A secret at the cut is not recognised: what may be a part of one is not shown either.
+    end = len(shown) if searched == text else max(0, len(shown) - MAX_FIELD_CHARACTERS)
+    if (end := min(end, MAX_FIELD_CHARACTERS)) == len(shown):
+        return shown
+    return f"{shown[:end]}… ({len(text)} characters in all)"
 
 
 def _shared_processors(service: str) -> list[Processor]:

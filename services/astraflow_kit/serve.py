@@ -55,6 +55,7 @@ RETRY_AFTER_S = 0.2
 # Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text, escaped to three bytes for each that is
 # not ASCII, and once more as details.
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
+_MAX_NAME = 256
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
 _OPTIONS = (
@@ -212,7 +213,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         async def refuse(request: object, context: Context) -> AsyncIterator[object]:
             # Named apart from real rpcs: callers choose the name, and each name would be a new series.
             async with self._around(context, rpc="unknown"):
-                raise unknown_rpc(rpc, served=self._services)
+                raise unknown_rpc(rpc[:_MAX_NAME], served=self._services)
             yield
 
         return grpc.stream_stream_rpc_method_handler(refuse)
@@ -332,6 +333,7 @@ def _typed(
 
 async def _abort(context: Context, error: AstraflowError) -> None:
     status = to_status(error)
+    status.message = status.message[:_MAX_ERROR_BYTES]  # no character has less than a byte
     while (excess := _excess_bytes(status.message)) > 0:
         status.message = status.message[: -max(1, excess // 12)]
     await context.abort_with_status(rpc_status.to_status(status))

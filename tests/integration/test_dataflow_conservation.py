@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.dataflow_walk import walking
-from support.dataflow_world import served
+from support.dataflow_world import answered, served
+from support.valkey import ValkeyServer
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -38,6 +39,25 @@ async def test_a_history_goes_on_over_server_restarts_as_if_nothing_happened(
             await walk.check()
             await walk.run(100)
     walk.check_ids()
+
+
+async def test_a_step_that_redis_lost_is_not_counted_as_trained_for_ever(
+    own_valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with served(own_valkey.url, tmp_path) as world:
+        trainer, node = await world.started(*"abcd")
+        await node.make_ready(2)
+        size = own_valkey.log_bytes
+        await trainer.train(1, base_version=0)
+        assert (await world.status()).trajectories.trained > 0
+        own_valkey.kill()
+        own_valkey.truncate_log(size)
+        own_valkey.start()
+        lost = await answered(world.status)
+        assert (lost.trajectories.trained, lost.trajectories.conservation_error) == (0, 0)
+        await trainer.claim()
+        await trainer.train(1, base_version=0)
+        assert (await world.status()).trajectories.conservation_error == 0
 
 
 @pytest.mark.soak

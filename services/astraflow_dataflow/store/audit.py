@@ -41,20 +41,22 @@ class AuditStore:
         )
 
     async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
-        """Return the trajectories of trained steps, summed from the consumed log up to entry `through`;
-        reads only what is new.
+        """Return the trajectories of trained steps, summed from the consumed log up to entry `through`; empty is
+        the beginning. Reads only what is new, or all of it when Redis lost what was read before.
         """
         key = Keys(run_id).of("consumed", policy_id)
-        last, total = self._trained.get(key, ("", 0))
-        while through and last != through:
-            start = f"({last}" if last else "-"
-            entries = as_list(await self._connection.raw("XRANGE", key, start, through, "COUNT", 1000))
-            if not entries:
-                break  # an older audit than the cached sum: concurrent callers may finish out of order
-            for entry, fields in map(as_list, entries):
-                step = as_mapping(fields)
-                total += int(step["n"]) if step["stage"] == b"trained" else 0
-                last = as_text(entry)
+        last, total = self._trained.get(key, ("", 0)) if through else ("", 0)
+        while last != through:
+            entries = as_list(await self._connection.raw("XRANGE", key, last or "-", through, "COUNT", 1000))
+            found = [(as_text(entry), as_mapping(fields)) for entry, fields in map(as_list, entries)]
+            if last and (not found or found[0][0] != last):
+                last, total = "", 0  # a Redis that lost it, or an audit of before that entry
+                continue
+            fresh = found[1:] if last else found
+            if not fresh:
+                break
+            total += sum(int(step["n"]) for _, step in fresh if step["stage"] == b"trained")
+            last = fresh[-1][0]
         self._trained[key] = (last, total)
         return total
 

@@ -24,7 +24,8 @@ MAX_TEXT_BYTES = 4 * 2**20
 _LISTED_ONE_BY_ONE = 4
 _NAMES = "token|secret|passw(?:or)?d|authorization|signature|cookie|(?:api|secret|access)[_-]?key(?:[_-]?id)?"
 _ASSIGNED = re.compile(rf"((?:\b|[_-])(?:{_NAMES})[\"']?\s*[:=]\s*[\"']?)(?!\*\*\*)[^\s\"',;&}}]+", re.I)
-_URL_USER = re.compile(r"([a-z0-9+]+://)[^/\s@:]+@", re.I)
+_URL_USER = re.compile(r"(://)[^/\s@:]+@", re.I)
+PATTERNS = (_ASSIGNED, _URL_USER)
 
 
 def redacted(text: str) -> str:

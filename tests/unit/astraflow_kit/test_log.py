@@ -4,13 +4,39 @@ import asyncio
 import io
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astraflow_kit import log
+from astraflow_launcher.support import archive
+from support.regex_steps import search_steps
+
+PIECES = [
+    "a",
+    "é",
+    "-",
+    "_",
+    ".",
+    "/",
+    "://",
+    ":",
+    "@",
+    "=",
+    "&",
+    " ",
+    '"',
+    "eyJ",
+    "-eyJ",
+    "eyJhbGciOi.",
+    "af1.",
+    "-af1.",
+]
+PIECES += ["bearer", "Bearer ", "X-Amz-Signature=", "token", "api_key", "secret=", "redis://u:", "\n"]
+MAX_STEPS_PER_CHARACTER = 80
 
 
 @pytest.fixture
@@ -115,3 +141,50 @@ def test_the_words_of_the_trade_are_not_secrets(lines: io.StringIO, key: str) ->
 def test_no_bearer_token_and_no_url_password_survives(secret: str) -> None:
     event = log.redact(None, "info", {"a": f"sent Bearer {secret} to s3://u:{secret}@host/x"})
     assert event == {"a": "sent Bearer *** to s3://u:***@host/x"}
+
+
+@pytest.mark.parametrize(
+    "pattern", [*log.PATTERNS, *archive.PATTERNS], ids=lambda pattern: pattern.pattern[:16]
+)
+@given(
+    before=st.sampled_from(PIECES),
+    unit=st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_search_for_secrets_takes_steps_in_proportion_to_the_text(
+    pattern: re.Pattern[str], before: str, unit: str
+) -> None:
+    text = before + unit * (600 // len(unit))
+    assert search_steps(pattern, text) <= MAX_STEPS_PER_CHARACTER * len(text)
+
+
+@pytest.mark.parametrize("slow", [r"[a-z0-9+]+://", r"\beyJ[\w-]{8,}\."])
+def test_the_count_of_steps_tells_a_slow_pattern(slow: str) -> None:
+    text = "-eyJ" * 150 if "eyJ" in slow else "a" * 600
+    assert search_steps(re.compile(slow), text) > MAX_STEPS_PER_CHARACTER * len(text)
+
+
+def test_a_long_text_is_cut_with_a_mark(lines: io.StringIO) -> None:
+    log.get_logger("x").info("rpc.refused", message="a" * 100_000, nested={"inner": ["b" * 9000]})
+    (line,) = _written(lines)
+    assert line["message"] == "a" * log.MAX_FIELD_CHARACTERS + "… (100000 characters in all)"
+    assert line["nested"]["inner"][0].endswith("b… (9000 characters in all)")
+
+
+def test_many_items_and_deep_ones_are_left_out_with_a_mark(lines: io.StringIO) -> None:
+    deep: list[object] = []
+    for _ in range(50):
+        deep = [deep]
+    log.get_logger("x").info("x.y", many=list(range(300)), named={str(n): n for n in range(300)}, deep=deep)
+    (line,) = _written(lines)
+    assert line["many"][255:] == [255, "… (44 more items)"]
+    assert (len(line["named"]), line["named"]["…"]) == (257, "44 more items")
+    assert json.dumps(line["deep"], ensure_ascii=False) == "[" * 8 + '"… (1 more items)"' + "]" * 8
+
+
+@given(st.integers(-120, 20), st.integers(0, 3))
+def test_a_secret_at_the_cut_is_not_shown_in_part(offset: int, before: int) -> None:
+    secret = "eyJhbGciOiJFZERTQSJ9." + "hunter2" * 9 + ".c2lnbmF0dXJl"
+    filler = "Bearer " + "x" * 40_000 + " "
+    text = (filler * before).ljust(16 * log.MAX_FIELD_CHARACTERS + offset, ".") + " " + secret
+    assert "hunter2" not in str(log.redact(None, "info", {"a": text})["a"])
