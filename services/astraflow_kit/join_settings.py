@@ -47,6 +47,10 @@ class JoinSettings(DaemonSettings):
     """PEM certificate to show to a server that asks for one; needs `client_key_file`."""
     client_key_file: Path | None = None
     """Its PEM private key."""
+    join_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    """Seconds to wait for the dataflow server, and for a run that is not created yet, before giving up with exit code
+    75.
+    """
 
     @model_validator(mode="after")
     def _can_connect(self) -> Self:

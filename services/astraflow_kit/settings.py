@@ -26,7 +26,7 @@ _MISSPELLING_CUTOFF = 0.85
 # Commands take these from the same variables as daemons that dial do (`join_settings`).
 _OF_CALLERS = (
     *("join", "join_file", "token_file", "ca_file", "public_ca", "server_name"),
-    *("client_cert_file", "client_key_file", "run_id"),
+    *("client_cert_file", "client_key_file", "join_timeout_s", "run_id"),
 )
 
 S = TypeVar("S", bound="ProcessSettings")

@@ -6,20 +6,27 @@ only when its digest matches. Called once, at start.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.client import Client, RetryPolicy
-from astraflow.dataflow.v1 import run_service_pb2
-from astraflow.errors import InvalidArgumentError
+from astraflow.client import DEFAULT_TIMEOUT_S, Client
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow.recipe.file import parse_recipe
+from astraflow_kit.awaited_run import ONCE, AwaitedRun
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
-__all__ = ["JoinedRun", "join_run"]
+__all__ = ["JoinStopped", "JoinedRun", "find_run", "join_run"]
 
-_CONNECT = RetryPolicy(total_s=60.0)
+_ROLE = "trainer"
+
+
+class JoinStopped(Exception):
+    """A stop was asked for before there was a run to join."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +46,35 @@ class JoinedRun:
         return self.recipe.policy(self.policy_id)
 
 
-def join_run(
-    client: Client, *, run_id: str, policy_id: str | None, work_dir: Path, allow_recipe_code: bool
-) -> JoinedRun:
-    """Fetch the run and choose the policy; the only policy when `policy_id` is None.
+def find_run(
+    client: Client, run_id: str, *, patience_s: float, stopped: Callable[[], bool] = lambda: False
+) -> run_pb2.Run:
+    """Ask the server for the run; waits up to `patience_s` for an unreachable server, and for a run that is not
+    created yet.
 
-    Raises IncompatibleError for a server of other contracts, InvalidArgumentError for an unknown policy,
-    PluginError when the recipe's code may not be used or is damaged.
+    Raises UnavailableError when there was none, what says that the trainer was started wrongly, JoinStopped once
+    `stopped()`.
     """
-    client.server_info(retry=_CONNECT)
-    request = run_service_pb2.GetRunRequest(run_id=run_id)
-    run = client.call(client.runs.GetRun, request, retry=_CONNECT).run
+    awaited = AwaitedRun(client.address, run_id, event="trainer.waits", role=_ROLE, patience_s=patience_s)
+    request, timeout_s = run_service_pb2.GetRunRequest(run_id=run_id), min(DEFAULT_TIMEOUT_S, patience_s)
+    while True:
+        try:
+            client.server_info(timeout_s=timeout_s, retry=ONCE)
+            return client.call(client.runs.GetRun, request, timeout_s=timeout_s, retry=ONCE).run
+        except AstraflowError as error:
+            wait_s = awaited.wait_s_after(error)
+        if stopped():
+            raise JoinStopped
+        time.sleep(wait_s)
+
+
+def join_run(
+    run: run_pb2.Run, *, policy_id: str | None, work_dir: Path, allow_recipe_code: bool
+) -> JoinedRun:
+    """Read what the run says and choose the policy; the only policy when `policy_id` is None.
+
+    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or is damaged.
+    """
     source = RecipeSource(
         name=f"recipe of run {run.run_id}",
         text=run.recipe_yaml,

@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from astraflow.client import Client
+from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
+from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
@@ -29,7 +32,7 @@ from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
 from astraflow_trainer.controls import Controls
-from astraflow_trainer.joined_run import JoinedRun, join_run
+from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
@@ -43,12 +46,20 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
+_CHECK_PATIENCE_S = 5.0
 
 
 def run(settings: TrainerSettings, rank: RankSettings) -> int:
     """Serve and train to the end, as one rank of the trainer; returns the exit code."""
     serve = _serve if rank.rank == 0 else _follow
-    return lifecycle.run(lambda life: serve(settings, rank, life), drain_timeout_s=settings.drain_timeout_s)
+
+    async def main(life: Lifecycle) -> None:
+        # Never released: a training thread that a hard stop left behind may write until the process is gone.
+        lock_folder(own_folder(settings, rank.rank), remedy="stop it, or choose another --work-dir")
+        with suppress(JoinStopped):
+            await serve(settings, rank, life)
+
+    return lifecycle.run(main, drain_timeout_s=settings.drain_timeout_s)
 
 
 def check(settings: TrainerSettings) -> Mapping[str, str]:
@@ -58,7 +69,8 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     Raises the error that would stop the trainer.
     """
     with _client(settings) as client:
-        joined = _join(client, settings, folder=settings.work_dir)
+        run = find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
+    joined = _joined(run, settings, folder=settings.work_dir)
     StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages)
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
@@ -72,7 +84,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
     metrics, controls = Metrics(), Controls()
     progress = Progress(on_step=partial(_observe, metrics))
     with _client(settings) as client:
-        joined = await asyncio.to_thread(_join, client, settings, folder=settings.work_dir)
+        joined = await _join(client, settings, folder=settings.work_dir, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_usable_store, settings, joined)
@@ -108,7 +120,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
     """A rank that is not the first: it trains and publishes its part, and answers at most probes."""
     folder = own_folder(settings, rank.rank)
     with _client(settings) as client:
-        joined = await asyncio.to_thread(_join, client, settings, folder=folder)
+        joined = await _join(client, settings, folder=folder, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
         controls = Controls()
@@ -194,10 +206,20 @@ def _client(settings: TrainerSettings) -> Client:
     return Client(settings.connection)
 
 
-def _join(client: Client, settings: TrainerSettings, *, folder: Path) -> JoinedRun:
-    return join_run(
+async def _join(client: Client, settings: TrainerSettings, *, folder: Path, life: Lifecycle) -> JoinedRun:
+    run = await asyncio.to_thread(
+        find_run,
         client,
-        run_id=settings.run_id,
+        settings.run_id,
+        patience_s=settings.join_timeout_s,
+        stopped=life.drain.is_set,
+    )
+    return await asyncio.to_thread(_joined, run, settings, folder=folder)
+
+
+def _joined(run: run_pb2.Run, settings: TrainerSettings, *, folder: Path) -> JoinedRun:
+    return join_run(
+        run,
         policy_id=settings.policy,
         work_dir=folder,
         allow_recipe_code=settings.allow_recipe_code,

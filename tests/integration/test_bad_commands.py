@@ -237,7 +237,6 @@ def test_a_development_run_that_cannot_begin_ends_all_it_started(
 
 # Options of a trainer, and the words.
 TRAINERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
-    "wrong run": ({"run_id": "rum"}, ("rum",)),
     "unknown policy": ({"policy": "critic"}, ("'critic' is not in the recipe, which has solver", "--policy")),
     "token where none is known": ({"token_file": "token"}, ("a token was sent", "or send no token")),
     "token file that is missing": ({"token_file": "nowhere"}, ("nowhere cannot be read", "mount it")),

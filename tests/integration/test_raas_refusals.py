@@ -33,6 +33,7 @@ class Case:
     token: str | None = NODE
     runs: tuple[str, ...] = ("run",)
     says: tuple[str, ...]
+    status: int = 2
 
 
 CASES = {
@@ -61,7 +62,9 @@ CASES = {
         says=("INVALID_ARGUMENT", "/nowhere/python", "No such file"),
     ),
     "the run does not exist": Case(
-        options=("--run-id", "elsewhere"), says=("NOT_FOUND", "no run 'elsewhere'", "check --run-id")
+        options=("--run-id", "elsewhere", "--join-timeout-s", "0.2"),
+        says=("UNAVAILABLE", "no run 'elsewhere' on this server, which has run", "check --run-id"),
+        status=75,
     ),
     "there are several runs": Case(
         runs=("run", "second"), says=("INVALID_ARGUMENT", "several runs", "give --run-id")
@@ -111,7 +114,7 @@ async def test_a_node_that_cannot_work_says_why_and_leaves_no_trace(
         (tmp_path / "token").write_text(case.token)
         options += ["--token-file", str(tmp_path / "token")]
     async with node_of(world.address, tmp_path, *options) as node:
-        await refuses(node, 2, *case.says)
+        await refuses(node, case.status, *case.says)
     assert redis_content(redis_url) == before
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.errors import InvalidArgumentError, PreconditionError
+from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
@@ -27,6 +27,7 @@ from astraflow_kit.serve import Context
 log = get_logger(__name__)
 
 _RUN_ID = re.compile(bounds_of(run_pb2.Run, "run_id").pattern)
+_MAX_NAMED = 8
 _NODE_ID = re.compile(bounds_of(pb.JoinRunRequest, "node_id").pattern)
 _MAX_HARDWARE = bounds_of(pb.JoinRunRequest, "hardware").max_len
 _MAX_PRICE = bounds_of(pb.JoinRunRequest, "price_per_hour").max
@@ -69,7 +70,25 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         run_id = await self.registry.resolve(request.run_id)
-        return pb.GetRunResponse(run=await self.store.runs.get(run_id))
+        try:
+            return pb.GetRunResponse(run=await self.store.runs.get(run_id))
+        except NotFoundError as error:
+            raise await self._no_such_run(run_id) from error
+
+    async def _no_such_run(self, run_id: str) -> NotFoundError:
+        """Names the runs that the caller may see. The metadata has `reason: run` where there are only others: runs are
+        each tenant's own, so they have no names here.
+        """
+        ids = await self.store.runs.ids()
+        if seen := [each for each in ids if caller().may_see(each)]:
+            more = ", …" if len(seen) > _MAX_NAMED else ""
+            return NotFoundError(
+                f"no run {run_id!r} on this server, which has {', '.join(seen[:_MAX_NAMED])}{more}"
+            )
+        if ids:
+            why = "and none of those it has is one that this token is for"
+            return NotFoundError(f"no run {run_id!r} on this server, {why}", metadata={"reason": "run"})
+        return NotFoundError(f"no run {run_id!r} on this server, which has none yet; create it")
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         size = page_size(request)

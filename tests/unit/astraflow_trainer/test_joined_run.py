@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from astraflow import errors
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.recipe.file import CodeFile, bundle_digest
-from astraflow_trainer.joined_run import JoinedRun, join_run
+from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from support.scripted_batches import ScriptedBatches, serving
 from support.scripted_dataflow import RECIPE, RUN_ID, a_run
 
@@ -20,9 +21,8 @@ TWO_POLICIES = RECIPE.replace("dataflow:", CRITIC + "dataflow:")
 
 
 def _join(script: ScriptedBatches, work_dir: Path, **changes: Any) -> JoinedRun:
-    options = {"run_id": "", "policy_id": None, "allow_recipe_code": False} | changes
-    with serving(script) as client:
-        return join_run(client, work_dir=work_dir, **options)
+    options = {"policy_id": None, "allow_recipe_code": False} | changes
+    return join_run(script.run, work_dir=work_dir, **options)
 
 
 def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path) -> None:
@@ -31,17 +31,6 @@ def test_the_run_brings_its_recipe_its_store_and_its_only_policy(tmp_path: Path)
     assert joined.recipe.run.steps == 3
     assert joined.policy.model.path == "somewhere"
     assert joined.source.folder is None
-
-
-def test_a_run_can_be_named(tmp_path: Path) -> None:
-    assert _join(ScriptedBatches(), tmp_path, run_id="run-7").run_id == "run-7"
-
-
-def test_a_server_of_other_contracts_is_refused(tmp_path: Path) -> None:
-    script = ScriptedBatches()
-    script.info.oldest_contract_version = script.info.contract_version = 99
-    with pytest.raises(errors.IncompatibleError, match=r"speaks contract version 99, .* update the client"):
-        _join(script, tmp_path)
 
 
 def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
@@ -77,10 +66,27 @@ def test_a_recipe_this_trainer_cannot_read_names_its_run(tmp_path: Path) -> None
         _join(ScriptedBatches(run=a_run(recipe_yaml=RECIPE.replace("steps: 3", "stepz: 3"))), tmp_path)
 
 
-def test_a_server_that_is_still_starting_is_waited_for_and_an_unknown_run_is_not(tmp_path: Path) -> None:
+def test_a_server_and_a_run_that_come_late_are_awaited() -> None:
     script = ScriptedBatches()
     script.fail("GetRun", errors.UnavailableError("starting"))
-    assert _join(script, tmp_path).run_id == RUN_ID
-    script.fail("GetRun", errors.NotFoundError("no run run-9"))
-    with pytest.raises(errors.NotFoundError, match="run-9"):
-        _join(script, tmp_path, run_id="run-9")
+    script.fail("GetRun", errors.NotFoundError("no run run-9 on this server"))
+    with serving(script) as client, capture_logs() as lines:
+        assert find_run(client, "run-9", patience_s=60).run_id == "run-9"
+    assert [line["waiting_for"] for line in lines if line["event"] == "trainer.waits"] == ["server"]
+
+
+def test_waiting_ends_with_the_remedy_or_when_a_stop_is_asked_for() -> None:
+    script = ScriptedBatches()
+    script.fail("GetRun", *[errors.NotFoundError("no run run-9 on this server, which has run-1")] * 3)
+    with serving(script) as client:
+        with pytest.raises(errors.UnavailableError, match=r"run-9.*has run-1; create it.*--join-timeout-s"):
+            find_run(client, "run-9", patience_s=0.01)
+        with pytest.raises(JoinStopped):
+            find_run(client, "run-9", patience_s=60, stopped=lambda: True)
+
+
+def test_what_waiting_cannot_mend_is_said_at_once() -> None:
+    script = ScriptedBatches()
+    script.info.oldest_contract_version = script.info.contract_version = 99
+    with serving(script) as client, pytest.raises(errors.IncompatibleError, match="update the client"):
+        find_run(client, "", patience_s=60)

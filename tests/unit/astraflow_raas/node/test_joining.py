@@ -70,7 +70,6 @@ async def test_waiting_ends_at_its_deadline_with_the_remedy(
 @pytest.mark.parametrize(
     ("fault", "error", "remedy"),
     [
-        (errors.NotFoundError, errors.NotFoundError, "check --run-id"),
         (errors.PreconditionError, errors.InvalidArgumentError, "give --run-id"),
         (errors.UnauthenticatedError, errors.UnauthenticatedError, "give --token-file"),
         (errors.PermissionError_, errors.PermissionError_, "give --token-file"),
@@ -83,6 +82,18 @@ async def test_what_waiting_cannot_mend_is_said_at_once(
     server.script.run_fault = fault("as the test asked")
     with pytest.raises(error, match=f"as the test asked.*{remedy}"):
         await find_run(client, "named", patience_s=60.0)
+
+
+async def test_a_run_that_is_named_is_awaited_and_one_of_the_token_only_where_there_is_no_other(
+    server: RunningServer, client: AsyncClient
+) -> None:
+    server.script.run_fault = errors.NotFoundError(
+        "no run 'named' on this server", metadata={"reason": "run"}
+    )
+    with pytest.raises(errors.UnavailableError, match=r"has no run to join .*'named'.*check --run-id"):
+        await find_run(client, "named", patience_s=0.1)
+    with pytest.raises(errors.PermissionError_, match=r"'named'.*--run-id to wait.*give --token-file"):
+        await find_run(client, "", patience_s=60.0)
 
 
 async def test_a_name_in_use_is_refused_with_the_remedy(server: RunningServer, client: AsyncClient) -> None:
