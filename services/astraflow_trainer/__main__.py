@@ -9,8 +9,8 @@ _ABOUT = """Start the trainer of one policy.
 
 It gets the recipe and the store from the dataflow server, resumes from `--work-dir` when it holds a
 checkpoint, and ends with status 0 when the last step is published. A second trainer of the same policy
-takes over; the first one stops. With `torchrun --nproc-per-node N -m astraflow_trainer …` N ranks train
-together; they need one `--work-dir` that all of them see.
+with a `--work-dir` of its own takes over; the first one stops. With `torchrun --nproc-per-node N -m
+astraflow_trainer …` N ranks train together; they need one `--work-dir` that all of them see.
 
 Example: `astraflow trainer --join 10.0.0.5:7070 --work-dir /data/run-1`
 """

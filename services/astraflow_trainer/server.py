@@ -23,6 +23,7 @@ from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_kit import lifecycle
+from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind
@@ -53,6 +54,8 @@ def run(settings: TrainerSettings, rank: RankSettings) -> int:
     serve = _serve if rank.rank == 0 else _follow
 
     async def main(life: Lifecycle) -> None:
+        # Never released: a training thread that a hard stop left behind may write until the process is gone.
+        lock_folder(own_folder(settings, rank.rank), remedy="stop it, or choose another --work-dir")
         with suppress(JoinStopped):
             await serve(settings, rank, life)
 

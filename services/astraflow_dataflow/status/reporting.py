@@ -20,6 +20,7 @@ from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.runs import RUN_STATES
@@ -45,7 +46,11 @@ class Reporting:
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
-        """Return the state of a run."""
+        """Return the state of a run. Raises PreconditionError for one whose data cannot be read."""
+        with reading(context.run_id):
+            return await self._status(context)
+
+    async def _status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
         audit, account = await self.recount(context)
         nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
@@ -93,7 +98,14 @@ class Reporting:
         self._books.pop(run_id, None)
 
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
-        """Return what each stage waits for, and everything known of a task when one is named. Raises NotFoundError."""
+        """Return what each stage waits for, and everything known of a task when one is named.
+
+        Raises NotFoundError, and PreconditionError for a run whose data cannot be read.
+        """
+        with reading(context.run_id):
+            return await self._why(context, task_id)
+
+    async def _why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         audit = await self.store.audits.audit(context.run_id)
         nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)

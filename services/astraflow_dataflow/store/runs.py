@@ -123,7 +123,8 @@ class RunStore:
         Raises NotFoundError, and without `force` PreconditionError naming who works on it.
         """
         reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, flag(force))
-        return {name: int(value) for name, value in as_mapping(reply).items()}
+        # Also of a run that cannot be read, whose counters may be anything.
+        return {name: int(value) for name, value in as_mapping(reply).items() if value.isdigit()}
 
     async def delete_keys(self, run_id: str) -> int:
         """Remove the keys of a run whose deletion began, until none is left. Returns how many were removed."""

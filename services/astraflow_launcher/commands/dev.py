@@ -13,14 +13,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from astraflow.errors import InvalidArgumentError
+from astraflow.errors import InvalidArgumentError, StateError
 from astraflow.recipe import Recipe
-from astraflow.recipe.file import load_recipe
+from astraflow.recipe.file import LoadedRecipe, load_recipe
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
-from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.run.folder import RunFolder, open_run_folder
 from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
@@ -124,7 +124,7 @@ def dev(
     if store:
         # Refused here rather than by the trainer, after servers were started and a model was warmed up.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
-    folder = open_run_folder(loaded, data_dir=data_dir)
+    folder = _own_folder(loaded, data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     options = Options(
         loaded=loaded,
@@ -143,15 +143,25 @@ def dev(
     )
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
+    with folder.lock:
+        try:
+            with view:
+                summary = asyncio.run(_run(options, view))
+        except asyncio.CancelledError:
+            console.print(
+                f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
+            )
+            raise typer.Exit(INTERRUPTED) from None
+        _finish(summary, options, console, as_json_object=as_json_)
+
+
+def _own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
+    """The run's folder, locked; ends with the status of daemons whose work is another process's when it is not ours."""
     try:
-        with view:
-            summary = asyncio.run(_run(options, view))
-    except asyncio.CancelledError:
-        console.print(
-            f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
-        )
-        raise typer.Exit(INTERRUPTED) from None
-    _finish(summary, options, console, as_json_object=as_json_)
+        return open_run_folder(loaded, data_dir=data_dir)
+    except StateError as error:
+        typer.echo(f"{error.reason}: {error.message}", err=True)
+        raise typer.Exit(ExitCode.SUPERSEDED) from None
 
 
 def _subjects(recipe: Recipe) -> list[str]:

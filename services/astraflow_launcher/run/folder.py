@@ -1,14 +1,17 @@
 """The folder of one development run: where its state, logs, metrics and results live.
 
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
-started without `--data-dir` share. `run.json` says which recipe the folder belongs to; a folder of another
-recipe is refused. How many steps to train is no part of that: the same run can be continued for longer.
+started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder
+belongs to; a folder of another recipe is refused. How many steps to train is no part of that: the same run can be
+continued for longer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
 from astraflow.recipe.file import LoadedRecipe
+from astraflow_kit.folder_lock import FolderLock, lock_folder
 
 __all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
 
@@ -42,6 +46,8 @@ class RunFolder:
     cache: Path
     record: RunRecord
     resumed: bool
+    lock: FolderLock
+    """Held from before anything was written."""
 
     @property
     def recipe_yaml(self) -> str:
@@ -93,10 +99,10 @@ class RunFolder:
 
 
 def open_run_folder(loaded: LoadedRecipe, *, data_dir: Path | None, now: datetime | None = None) -> RunFolder:
-    """Return the folder of a new run, or of the run that `data_dir` already holds.
+    """Return the folder of a new run, or of the run that `data_dir` already holds; it is locked.
 
-    Raises ConflictError when `data_dir` holds a run of another recipe, IncompatibleError when another release
-    wrote it or it is damaged, InvalidArgumentError when it cannot be written.
+    Raises ConflictError when `data_dir` is in use or holds a run of another recipe, IncompatibleError when another
+    release wrote it or it is damaged, InvalidArgumentError when it cannot be written.
     """
     try:
         return _open(loaded, data_dir, now or datetime.now(tz=UTC))
@@ -111,10 +117,18 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
     digest = recipe_digest(loaded)
     if data_dir is None:
         base = DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-{moment:%Y%m%d-%H%M%S}"
-        return _create(_unused(base), DEFAULT_ROOT / "cache", loaded, digest, moment)
-    if (data_dir / "run.json").exists():
-        return _reopen(data_dir, digest)
-    return _create(data_dir, data_dir / "cache", loaded, digest, moment)
+        root, cache = _unused(base), DEFAULT_ROOT / "cache"
+    else:
+        root, cache = data_dir, data_dir / "cache"
+    lock = lock_folder(root, remedy="end it first, or give another --data-dir")
+    try:
+        record = _stored_record(root, digest) if (root / "run.json").exists() else None
+        resumed = record is not None
+        record = record or _create(root, cache, loaded, digest, moment)
+    except BaseException:
+        lock.release()
+        raise
+    return RunFolder(root.resolve(), cache.resolve(), record, resumed=resumed, lock=lock)
 
 
 def recipe_digest(loaded: LoadedRecipe) -> str:
@@ -127,22 +141,23 @@ def recipe_digest(loaded: LoadedRecipe) -> str:
 
 
 def _unused(base: Path) -> Path:
-    candidate, number = base, 1
-    while candidate.exists():
-        number += 1
-        candidate = base.with_name(f"{base.name}-{number}")
+    """Make a folder that nobody else has."""
+    for number in itertools.count(1):
+        candidate = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        with suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            break
     return candidate
 
 
-def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: datetime) -> RunFolder:
-    root.mkdir(parents=True, exist_ok=True)
+def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: datetime) -> RunRecord:
     cache.mkdir(parents=True, exist_ok=True)
     record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
     (root / _RECIPE).write_text(loaded.yaml_text)
     draft = root / ".run.json"
     draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
     draft.replace(root / "run.json")
-    return RunFolder(root.resolve(), cache.resolve(), record, resumed=False)
+    return record
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -155,7 +170,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
-def _reopen(root: Path, digest: str) -> RunFolder:
+def _stored_record(root: Path, digest: str) -> RunRecord:
     stored = _read_record(root / "run.json")
     if stored.get("schema_version") != SCHEMA_VERSION:
         raise IncompatibleError(
@@ -169,4 +184,4 @@ def _reopen(root: Path, digest: str) -> RunFolder:
             f"(its digest {record.recipe_sha256[:12]}, this one {digest[:12]}); give another --data-dir, "
             "or the recipe and --set values the run was started with (only --steps may differ)"
         )
-    return RunFolder(root.resolve(), (root / "cache").resolve(), record, resumed=True)
+    return record

@@ -1,12 +1,10 @@
 """The folder one node works in, and the name it has by it.
 
-Invariant: two processes never share a folder: the lock is held as long as the process lives, so a mirror has
+Invariant: two processes never share a folder: its lock is held as long as the process lives, so a mirror has
 one owner and an incarnation number is used once. Opened by `server` before the node joins.
 """
 
-import fcntl
 import hashlib
-import os
 import re
 import shutil
 import socket
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.errors import ConflictError
+from astraflow_kit.folder_lock import FolderLock, lock_folder
 
 _MAX_NAMES = 1000
 _NAME_LENGTH = 56
@@ -22,12 +21,12 @@ _NAME_LENGTH = 56
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFolder:
-    """A claimed folder. `lock` is the open descriptor that keeps the claim."""
+    """A claimed folder."""
 
     node_id: str
     path: Path
     incarnation: int
-    lock: int
+    lock: FolderLock
 
     @property
     def fingerprint(self) -> str:
@@ -69,31 +68,28 @@ class NodeFolder:
 
     def release(self) -> None:
         """Give the claim up."""
-        os.close(self.lock)
+        self.lock.release()
 
 
 def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
     """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host.
 
-    Raises ConflictError when the name is in use here.
+    Raises ConflictError, which names the process that runs under the name, and as `lock_folder` does.
     """
     names = [node_id] if node_id else [f"{_host_name()}-{number}" for number in range(1, _MAX_NAMES)]
     for name in names:
         path = work_dir / name
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+            lock = lock_folder(path, remedy="stop it, or choose another --node-id or --work-dir")
+        except ConflictError:
+            if node_id:
+                raise
             continue
         claimed = NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
         shutil.rmtree(claimed.scratch, ignore_errors=True)
         claimed.scratch.mkdir(exist_ok=True)
         return claimed
-    raise ConflictError(
-        f"node {node_id!r} already runs in {work_dir}; stop it, or choose another --node-id or --work-dir"
-    )
+    raise ConflictError(f"{_MAX_NAMES} nodes run in {work_dir}; choose another --work-dir")
 
 
 def _next_incarnation(path: Path) -> int:

@@ -201,7 +201,7 @@ local function begin_delete(keys, a)
       return refuse('PRECONDITION', 'run ' .. a.run .. ' is ' .. state .. ' and ' .. busy .. '; finish it first, or delete it with force')
     end
     for _, place in ipairs({ 'assembling', 'ready', 'in_batch' }) do
-      local n = tonumber(call('HGET', K.counters(P), place) or 0)
+      local n = tonumber(call('HGET', K.counters(P), place) or '') or 0
       count(P, place, -n)
       count(P, 'dropped:run_deleted', n)
     end
