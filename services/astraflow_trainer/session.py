@@ -185,10 +185,9 @@ class TrainingSession:
     def _train_from(
         self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
     ) -> None:
-        policy, newest = self._joined.policy, publisher.newest
+        policy, newest, training = self._joined.policy, publisher.newest, self._joined.policy.trainer
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
-        announcer = self._announcer(claim)
-        if announcer is not None:
+        if (announcer := self._announcer(claim)) is not None:
             announcer.announce_missing(publisher)
         compactor = compacting(
             self._store,
@@ -204,7 +203,7 @@ class TrainingSession:
                 publisher,
                 announcer,
                 policy_id=self._joined.policy_id,
-                max_behind=policy.trainer.publish.max_behind,
+                max_behind=training.publish.max_behind,
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
         ):
@@ -228,8 +227,8 @@ class TrainingSession:
                     version=start.version,
                     last_step=self._last_step,
                     published=self._published_steps(publisher),
-                    checkpoint_every_steps=policy.trainer.checkpoint_every_steps,
-                    checkpoint_every_s=policy.trainer.checkpoint_every_s,
+                    checkpoint_every_steps=training.checkpoint_every_steps,
+                    checkpoint_every_s=training.checkpoint_every_s,
                     num_damaged=self._num_damaged,
                 )
             )

@@ -1,7 +1,7 @@
 """A Docker of our own with the project's images in it, for tests of `deploy/`: no registry is asked.
 
 The base comes from debootstrap, packages from a wheelhouse that is resolved with the image's own Python. Needs root and
-what `.ci/run` installs; `missing_programs` says what lacks. Everything lies below one folder and ends with the block.
+what `.ci/run` installs; `missing_programs` says what lacks. All of it ends with the block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,10 @@ class DockerDaemon:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # Not below pytest's folder: the bundle of a test that fails would take images file by file.
+        self._storage = tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True)
+        self.data = Path(self._storage.name)
+        """What dockerd keeps."""
         self.socket = folder / "docker.sock"
         self.address = ""
         """This machine, as containers reach it."""
@@ -56,7 +61,7 @@ class DockerDaemon:
 
     def __enter__(self) -> Self:
         command = ["/usr/sbin/dockerd", "--storage-driver", "overlay2", "--oom-score-adjust", "0"]
-        command += ["--data-root", str(self.folder / "data"), "--exec-root", str(self.folder / "exec")]
+        command += ["--data-root", str(self.data), "--exec-root", str(self.folder / "exec")]
         command += ["--pidfile", str(self.folder / "pid"), "--host", f"unix://{self.socket}"]
         command += ["--bridge", _BRIDGE_NAME, "--default-address-pool", "base=172.31.80.0/20,size=24"]
         command += ["--shutdown-timeout", "5"]
@@ -86,7 +91,7 @@ class DockerDaemon:
                 self._process.kill()
                 self._process.wait(timeout=20)
         _run(["ip", "link", "delete", _BRIDGE_NAME])
-        shutil.rmtree(self.folder / "data", ignore_errors=True)
+        self._storage.cleanup()
 
     def run(
         self, *words: str, check: bool = True, timeout_s: float = _COMMAND_S
@@ -216,7 +221,7 @@ class Compose:
     def secret(self, owner: str, name: str) -> Path:
         """A file in a volume of secrets, as this machine's root sees it."""
         volume = f"{self.choices['COMPOSE_PROJECT_NAME']}_secrets-{owner}"
-        return self.docker.folder / "data" / "volumes" / volume / "_data" / name
+        return self.docker.data / "volumes" / volume / "_data" / name
 
 
 class served:

@@ -3,8 +3,8 @@
 `podman play kube` knows Pods, ConfigMaps and claims. The others are mapped: a Deployment, StatefulSet or Job becomes
 one Pod of its name, a Service a name of that pod on the network, the keys that a pod mounts of a Secret a folder of
 files. What only a kubelet or a controller acts on is left out: probes (tests ask the probe port themselves), accounts,
-budgets and policies; so is the volume at /dev/shm, which podman gives each pod itself. Everything lies below one folder
-and ends with the block.
+budgets and policies; so is the volume at /dev/shm, which podman gives each pod itself. All of it ends with
+the block.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _volume(volume: Manifest, secrets: Path) -> Manifest:
 
 
 class Podman:
-    """A podman with its own images, volumes and network, below one folder. Use as a context manager."""
+    """A podman with its own images, volumes and network; what it is given is in `folder`. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,8 +115,9 @@ class Podman:
         self._num_played = 0
         self.secrets = folder / "secrets"
         self.secrets.mkdir(exist_ok=True)
-        # podman refuses one of more than 50 characters, and pytest's folders are longer under xdist.
-        self._run_root = tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True)
+        # podman refuses a run root of more than 50 characters, and pytest's folders are longer under xdist. Images
+        # below them would also go, file by file, into the bundle of a test that fails.
+        self._storage = tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
         self.run("network", "create", _NETWORK)
@@ -127,15 +128,15 @@ class Podman:
         self.run("network", "rm", "--force", _NETWORK, check=False)
         self.run("volume", "rm", "--all", "--force", check=False)
         self.run("rmi", "--all", "--force", check=False)
-        self._run_root.cleanup()
+        self._storage.cleanup()
 
     def run(self, *words: str, check: bool = True, timeout_s: float = 300) -> str:
         """`podman WORDS…`; what it printed. Raises RuntimeError with what it said, unless `check` is off."""
         own = [
             "--root",
-            str(self.folder / "root"),
+            f"{self._storage.name}/root",
             "--runroot",
-            self._run_root.name,
+            f"{self._storage.name}/run",
             "--network-config-dir",
             str(self.folder / "networks"),
         ]

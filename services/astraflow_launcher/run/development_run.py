@@ -101,18 +101,21 @@ class DevelopmentRun:
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
         options, observer = self._options, self._observer
-        async with self._supervisor, self._client as client:
-            await self._start_servers()
-            await register_run(
-                client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
-            )
-            await self._start_workers()
-            with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics, self._signals():
-                observer.resume_after(metrics.earlier_steps)
-                await self._watch(metrics)
-            summary = self._summarize(observer.observation)
-        draw_curves(observer.observation, self._folder.curves, title=self._run_id)
-        return summary
+        with contextlib.ExitStack() as to_the_end:
+            async with self._supervisor, self._client as client:
+                await self._start_servers()
+                await register_run(
+                    client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
+                )
+                await self._start_workers()
+                # Children are stopped and curves drawn under it too: Ctrl-C then ends a run that ends already.
+                to_the_end.enter_context(self._signals())
+                with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics:
+                    observer.resume_after(metrics.earlier_steps)
+                    await self._watch(metrics)
+                summary = self._summarize(observer.observation)
+            draw_curves(observer.observation, self._folder.curves, title=self._run_id)
+            return summary
 
     # ---------------------------------------------------------------- start
 

@@ -113,15 +113,17 @@ class Observer:
             self.observation.unreachable[name] = from_rpc_error(error).message
 
     async def _ask_server(self) -> None:
-        self.observation.status = await self._client.call(
+        status = await self._client.call(
             self._client.admin.Status,
             admin_service_pb2.StatusRequest(run_id=self._run_id),
             timeout_s=_TIMEOUT_S,
             retry=_ONCE,
         )
-        for policy in self.observation.status.policies:
+        for policy in status.policies:
             if policy.HasField("version"):
                 await self._collect_versions(policy.policy_id, newest=policy.version.version)
+        # Last: who sees a finished run or an evaluation then knows the versions too.
+        self.observation.status = status
 
     async def _collect_versions(self, policy: str, *, newest: int) -> None:
         known = self.observation.versions.setdefault(policy, [])

@@ -17,7 +17,7 @@ from astraflow.errors import UnavailableError
 from astraflow_launcher.run import development_run, embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
-from astraflow_launcher.run.processes import ChildSpec
+from astraflow_launcher.run.processes import ChildSpec, Supervisor
 from astraflow_launcher.view.live import QuietView
 from astraflow_launcher.view.observation import Observation, parse_goal
 from astraflow_launcher.view.summary import Summary
@@ -168,6 +168,20 @@ async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(scene.run(without=ALL_BUT_NODES))
     assert scene.view.done[-1] == "final evaluation"
+
+
+async def test_ctrl_c_while_children_are_stopped_changes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop_interrupted(_: Supervisor) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Supervisor, "stop_all", stop_interrupted)
+    scene.server.announce(0)
+    scene.finish()
+    assert (await scene.run()).versions == 1
+    assert (scene.folder / "curves.png").exists()
 
 
 async def test_nodes_that_somebody_started_are_told_that_the_run_is_over_before_the_server_goes(
