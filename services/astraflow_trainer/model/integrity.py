@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import xxhash
+from astraflow_weights.codec.tensor_hash import bytes_digest, file_digest
 
 __all__ = ["Damaged", "digests_of", "require_unchanged", "sealed", "unsealed"]
 
 _SEAL = "seal"
-_BLOCK_BYTES = 8 << 20
 
 
 class Damaged(ValueError):
@@ -29,7 +28,7 @@ class Damaged(ValueError):
 def digests_of(files: Sequence[Path]) -> dict[str, str]:
     """xxh3-128 of each file by name, as hex; several are read at once."""
     with ThreadPoolExecutor(max_workers=max(1, min(len(files), os.cpu_count() or 1))) as pool:
-        return dict(zip((file.name for file in files), pool.map(_digest, files), strict=True))
+        return dict(zip((file.name for file in files), pool.map(file_digest, files), strict=True))
 
 
 def require_unchanged(folder: Path, digests: Mapping[str, str]) -> None:
@@ -64,12 +63,4 @@ def unsealed(path: Path) -> dict[str, Any]:
 
 
 def _seal(content: Mapping[str, object]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return bytes_digest(json.dumps(content, sort_keys=True).encode())
