@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
@@ -33,6 +33,7 @@ from astraflow.errors import (
     RetryableError,
     UnauthenticatedError,
 )
+from astraflow_kit.bounds import require_integers
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
@@ -257,6 +258,8 @@ class _Guard(grpc.aio.ServerInterceptor):
         def admitted(request: bytes) -> object:
             decoded = _decoded(request, handler, rpc=rpc)
             self._gate.narrow(rpc, decoded)
+            if isinstance(decoded, Message):
+                require_integers(decoded)
             return decoded
 
         if not handler.request_streaming:

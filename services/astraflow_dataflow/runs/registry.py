@@ -21,6 +21,7 @@ from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Admission, Window
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
@@ -169,7 +170,8 @@ class RunRegistry:
             context.newest_versions[policy_id] = -1 if newest is None else newest
 
     async def _load(self, run_id: str) -> RunContext:
-        run = await self._store.runs.get(run_id)
+        with reading(run_id):
+            run = await self._store.runs.get(run_id)
         recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run_id}").recipe
         plugins = self._plugins(run, recipe)
         rules = plugins.rules(min_members=recipe.dataflow.min_members)
@@ -180,7 +182,8 @@ class RunRegistry:
 
         reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
         await reader.start()
-        await self.refresh_versions(context)
+        with reading(run_id):
+            await self.refresh_versions(context)
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
         self.on_loaded(context)

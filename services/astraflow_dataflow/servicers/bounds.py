@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from astraflow._contract import bounds_of
+from astraflow.dataflow.v1.run_service_pb2 import ListRunsRequest
 from astraflow.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from astraflow.dataflow.v1.admin_service_pb2 import ListDeadLettersRequest, ListNodesRequest
     from astraflow.dataflow.v1.batch_service_pb2 import AcquireBatchRequest, VoidBatchRequest
-    from astraflow.dataflow.v1.run_service_pb2 import ListRunsRequest
     from astraflow.dataflow.v1.task_service_pb2 import LeaseTasksRequest
     from astraflow.dataflow.v1.version_service_pb2 import ListVersionsRequest, PinVersionRequest
 
 _DEFAULT_PAGE = 50
+_PAGE_NUMBER = bounds_of(ListRunsRequest, "page_token").pattern
 
 
 def wait_seconds(request: AcquireBatchRequest | LeaseTasksRequest) -> float:
@@ -44,7 +46,7 @@ def page_size(
 
 def page_number(token: str) -> int | None:
     """Return the number a page token stands for, None for the first page. Raises InvalidArgumentError."""
-    if token and not token.isdigit():
+    if not re.fullmatch(_PAGE_NUMBER, token):
         raise InvalidArgumentError(
             f"page_token {token!r} is not one of ours; pass next_page_token of the previous page, or nothing"
         )

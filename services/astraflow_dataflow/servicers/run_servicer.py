@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.errors import InvalidArgumentError, NotFoundError
+from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
+from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.servicers.bounds import page_number, page_size
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -94,8 +95,17 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         offset = page_number(request.page_token) or 0
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         seen = filter(caller().may_see, ids[:size])
-        runs = [await self.store.runs.get(run_id) for run_id in seen]
+        runs = [await self._listed(run_id) for run_id in seen]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
+
+    async def _listed(self, run_id: str) -> run_pb2.Run:
+        """The run, or of one that cannot be read its name."""
+        try:
+            with reading(run_id):
+                return await self.store.runs.get(run_id)
+        except PreconditionError as error:
+            log.warning("run.not_listed", run_id=run_id, message=error.message)
+            return run_pb2.Run(run_id=run_id)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         if not _RUN_ID.fullmatch(request.run_id):

@@ -15,10 +15,12 @@ from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
+from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.runs import RUN_STATES
@@ -44,7 +46,11 @@ class Reporting:
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
-        """Return the state of a run."""
+        """Return the state of a run. Raises PreconditionError for one whose data cannot be read."""
+        with reading(context.run_id):
+            return await self._status(context)
+
+    async def _status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
         audit, account = await self.recount(context)
         nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
@@ -71,6 +77,8 @@ class Reporting:
             evaluations=[message for item in evaluations for message in evaluation_messages(item)],
             waits=waits,
             dead_letters=audit.dead_letters,
+            failures=await self._failures(context.run_id),
+            stopped_for=await self.store.runs.stopped_for(context.run_id),
         )
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
@@ -90,7 +98,14 @@ class Reporting:
         self._books.pop(run_id, None)
 
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
-        """Return what each stage waits for, and everything known of a task when one is named. Raises NotFoundError."""
+        """Return what each stage waits for, and everything known of a task when one is named.
+
+        Raises NotFoundError, and PreconditionError for a run whose data cannot be read.
+        """
+        with reading(context.run_id):
+            return await self._why(context, task_id)
+
+    async def _why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         audit = await self.store.audits.audit(context.run_id)
         nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
@@ -99,6 +114,9 @@ class Reporting:
             state=RUN_STATES[audit.life],
             waits=await self._waits(context, audit, nodes, evaluations),
             task=await self.trace(context, task_id) if task_id else None,
+            failures=await self._failures(context.run_id),
+            stopped_for=await self.store.runs.stopped_for(context.run_id),
+            dead_letters=audit.dead_letters,
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
@@ -113,6 +131,9 @@ class Reporting:
             versions = await self.store.versions.of_steps(context.run_id, policy_id, steps)
             note_published(trace, policy_id, versions)
         return trace
+
+    async def _failures(self, run_id: str) -> list[admin_service_pb2.TaskFailures]:
+        return [failures_message(item) for item in await self.store.admin.failures(run_id)]
 
     async def _waits(
         self,
@@ -179,6 +200,20 @@ class Reporting:
             self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
             self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
             self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
+
+
+def failures_message(failures: TaskFailures) -> admin_service_pb2.TaskFailures:
+    """Return the contract's form of failures that are alike."""
+    return admin_service_pb2.TaskFailures(
+        reason=failures.reason,
+        detail=failures.detail,
+        count=failures.count,
+        in_a_row=failures.in_a_row,
+        task_id=failures.task_id,
+        node_id=failures.node_id,
+        first_time=timestamp(failures.first_ms),
+        last_time=timestamp(failures.last_ms),
+    )
 
 
 def note_lags(nodes: Sequence[admin_service_pb2.NodeStatus], newest: Mapping[str, int]) -> None:

@@ -24,6 +24,7 @@ from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
 from astraflow_dataflow.store.password_file import PasswordFile, without_credentials
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
+from astraflow_kit.bounds import MAX_INTEGER
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -219,6 +220,7 @@ class Connection:
             for key, body, ttl_s in payloads:
                 pipeline.set(key, body, ex=ttl_s, nx=True)
             for name, arguments in calls:
+                _require_integers(name, arguments)
                 pipeline.execute_command(
                     "FCALL", function_library.function_name(name), 1, keys.prefix, *arguments
                 )
@@ -315,6 +317,14 @@ def _typed(reply: object) -> Reply | errors.AstraflowError:
     if isinstance(reply, Exception):
         return translate(reply)
     return cast("Reply", reply)
+
+
+def _require_integers(name: str, arguments: Sequence[Argument]) -> None:
+    for value in arguments:
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise errors.InvalidArgumentError(
+                f"{name}: {value} is beyond {MAX_INTEGER}, the largest integer kept"
+            )
 
 
 def _function_is_missing(reply: object) -> bool:

@@ -1,0 +1,70 @@
+"""What every request is held against before a servicer sees it.
+
+Invariant: no integer passes that a double does not hold exactly, since Lua and JavaScript compute with doubles. Fields
+are found by descriptor, so a new one is bounded as soon as its contract has it. Called by `serve`.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from astraflow.errors import InvalidArgumentError
+
+MAX_INTEGER = 2**53
+_MAX_SECONDS = 315_576_000_000
+"""Ten thousand years, of a Duration and a Timestamp alike."""
+_SECONDS = frozenset({"google.protobuf.Duration.seconds", "google.protobuf.Timestamp.seconds"})
+_ALL_BITS = frozenset({"incarnation", "holder_incarnation", "seed"})
+"""Fields that nobody computes with: they are kept as text, or handed on."""
+_WIDE = frozenset({FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64})
+
+
+def require_integers(message: Message, *, within: str = "") -> None:
+    """Raise InvalidArgumentError for an integer beyond its bound, naming field, value and bound."""
+    within = within or f"{message.DESCRIPTOR.name}."
+    for field, most in _fields(message.DESCRIPTOR):
+        for place, value in _values(message, field):
+            if most is None:
+                require_integers(value, within=f"{within}{place}.")
+            elif abs(value) > most:
+                raise InvalidArgumentError(f"{within}{place} is {value}, at most {most}")
+
+
+@cache
+def _fields(described: Descriptor) -> tuple[tuple[FieldDescriptor, int | None], ...]:
+    """The integers of a message with their bound, and without one the messages that hold some."""
+    return tuple(_search(described))
+
+
+def _search(described: Descriptor) -> Iterator[tuple[FieldDescriptor, int | None]]:
+    for field in described.fields:
+        held = field.message_type
+        valued = held.fields_by_name["value"] if held is not None and held.GetOptions().map_entry else field
+        if valued.cpp_type in _WIDE and field.name not in _ALL_BITS:
+            yield field, _MAX_SECONDS if field.full_name in _SECONDS else MAX_INTEGER
+        elif valued.message_type is not None and _holds_integers(valued.message_type, frozenset()):
+            yield field, None
+
+
+def _holds_integers(described: Descriptor, above: frozenset[str]) -> bool:
+    above |= {described.full_name}
+    inner = (field.message_type for field in described.fields if field.message_type is not None)
+    return any(field.cpp_type in _WIDE for field in described.fields) or any(
+        message.full_name not in above and _holds_integers(message, above) for message in inner
+    )
+
+
+def _values(message: Message, field: FieldDescriptor) -> Iterator[tuple[str, Any]]:
+    name = field.name
+    if not field.is_repeated:
+        if field.message_type is None or message.HasField(name):
+            yield name, getattr(message, name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for key, value in getattr(message, name).items():
+            yield f"{name}[{str(key)[:64]}]", value
+    else:
+        for index, value in enumerate(getattr(message, name)):
+            yield f"{name}[{index}]", value
