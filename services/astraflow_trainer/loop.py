@@ -25,7 +25,7 @@ from astraflow_trainer.batches.source import Claim, StepBatch
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
-from astraflow_trainer.step.step import Outcome, StepMetrics
+from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 
 log = get_logger(__name__)
 
@@ -277,6 +277,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),
+        "skipped_no_signal": float(metrics.skip_reason is SkipReason.NO_SIGNAL),
     }
     named |= metrics.of_roles
     loss = metrics.loss
