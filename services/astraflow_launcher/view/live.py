@@ -33,6 +33,7 @@ from astraflow_launcher.view.observation import Observation, StepPoint
 __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
+_DAMAGE_SHOWN_STEPS = 100
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -180,6 +181,8 @@ def _policy_panel(observation: Observation, policy: str) -> RenderableType:
             name, number_text(values[-1] if values else math.nan), Text(sparkline(values), style=style)
         )
     grid.add_row("weights", *_weight_cells(observation, policy))
+    for damage in filter(None, map(_damage, observation.steps_of(policy)[-_DAMAGE_SHOWN_STEPS:])):
+        grid.add_row("checkpoints", "", damage.strip())
     return Panel(grid, title=f"policy {policy}", title_align="left", border_style="dim")
 
 
@@ -235,8 +238,15 @@ def _step_line(point: StepPoint) -> str:
     return (
         f"{point.policy} step {point.step:4d}  reward {metrics.get('reward_mean', math.nan):.3f}  "
         f"staleness {metrics.get('staleness_mean', 0.0):.1f}  waited {metrics.get('wait_s', 0.0):.2f} s  "
-        f"trained {metrics.get('train_s', 0.0):.2f} s{skipped}"
+        f"trained {metrics.get('train_s', 0.0):.2f} s{skipped}{_damage(point)}"
     )
+
+
+def _damage(point: StepPoint) -> str:
+    num_damaged = round(point.metrics.get("damaged_checkpoints", 0))
+    if not num_damaged:
+        return ""
+    return f"  DAMAGED: {num_damaged} newer checkpoint(s) were put aside, see checkpoint.damaged in the trainer's log"
 
 
 def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:

@@ -77,6 +77,14 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_a_damaged_checkpoint_is_said_with_the_first_step_after_it() -> None:
+    view, output, observation = _lines()
+    observation.steps.append(StepPoint("solver", 2, 9.0, {"reward_mean": 0.5, "damaged_checkpoints": 1.0}))
+    view.show(observation, doing="running")
+    for text in (output.getvalue(), _text(observation)):
+        assert text.count("DAMAGED: 1 newer checkpoint(s) were put aside") == 1
+
+
 def test_each_kind_of_failure_is_told_once_with_its_place_and_so_is_the_stop() -> None:
     lines, stream, observation = _lines()
     assert observation.status is not None
