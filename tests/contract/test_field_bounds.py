@@ -205,6 +205,7 @@ MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
+    Row(create(), "run.recipe_yaml", [RECIPE.ljust(65536, "#")], [RECIPE.ljust(65537, "#")]),
     Row(create(code=ONE_FILE), "run.code.files.path", ["a.py", ".py"], ["a.txt", "a/b.py", "../a.py"], mend=created),
     Row(request_of(runs.ListRunsRequest), "page_size"),
     Row(request_of(runs.ListRunsRequest), "page_token", ["", "0", "17"], ["x", "-1"]),

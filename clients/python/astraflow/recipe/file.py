@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
 
 from astraflow.errors import RecipeError
 from astraflow.recipe import SCHEMA_VERSION, Recipe
 from astraflow.recipe.algorithm import REPLACED_KEYS
+from astraflow.recipe.document import read_document
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import kind_of
 from astraflow.recipe.shipped import find_shipped, shipped_recipes
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 MAX_CODE_BYTES = 1024 * 1024
+_MAX_ERRORS = 20
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] 
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(_describe(detail, document, source) for detail in error.errors())
-        ) from error
+        shown = [_describe(detail, document, source) for detail in error.errors()[:_MAX_ERRORS]]
+        more = [f"… and {left} more"] if (left := error.error_count() - len(shown)) else []
+        raise RecipeError("\n".join([*shown, *more])) from error
     return LoadedRecipe(recipe, _dump(recipe), (), None)
 
 
@@ -98,7 +99,7 @@ def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[s
 
     Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
     """
-    document = YAML(typ="rt").load(text)
+    document = read_document(text, source=source)
     for path, node in _nodes(document, ()):
         if _is_plugin(node, plugin):
             location = [*path, "with", *keys] if keys else path
@@ -139,11 +140,7 @@ def read_code(folder: Path) -> tuple[CodeFile, ...]:
 
 
 def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML document has no static type
-    try:
-        document = YAML(typ="rt").load(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise RecipeError(f"{source}:{line}: not valid YAML: {error.problem}") from error
+    document = read_document(text, source=source)
     if not isinstance(document, Mapping):
         raise RecipeError(
             f"{source}:1: a recipe is a mapping with the sections {', '.join(Recipe.model_fields)}"
