@@ -16,6 +16,7 @@ from astraflow.errors import AstraflowError, NotFoundError, PluginError
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Life, StoredEvaluation
 from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.failures import why_stopped
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
@@ -108,10 +109,23 @@ class RunLoop:
         if life is not Life.FINISHED:
             await self.snapshots.announce(self.context)
         if life is Life.ACTIVE:
+            life = await self._stop_failing()
+        if life is Life.ACTIVE:
             await self._feed_training()
         if life is not Life.FINISHED:
             await self._evaluate(life)
         self._idle = life is Life.FINISHED
+
+    async def _stop_failing(self) -> Life:
+        """End the run when every task fails in the same way; returns its life."""
+        failures = await self.store.admin.failures(self.context.run_id)
+        most = self.context.recipe.dataflow.max_identical_failures
+        reason = why_stopped(failures, most_in_a_row=most)
+        if not reason:
+            return Life.ACTIVE
+        log.error("run.stopped", run_id=self.context.run_id, reason=reason)
+        await self.store.runs.advance(self.context.run_id, Life.FINISHING, stopped_for=reason)
+        return Life.FINISHING
 
     async def _sweep(self) -> None:
         leases, groups = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)
@@ -146,9 +160,11 @@ class RunLoop:
 
     async def _evaluate(self, life: Life) -> None:
         newest, policies = self.context.newest_trained, self.context.trained_policies
+        if life is Life.FINISHING and await self.store.runs.stopped_for(self.context.run_id):
+            newest = {}  # what fails in every task would fail in the final evaluation, too
         evaluations = await self.store.evaluations.all(self.context.run_id)
         # One pass evaluates all policies, so each must have a version.
-        if len(newest) == len(policies) and await self._plan(newest, evaluations, life):
+        if newest and len(newest) == len(policies) and await self._plan(newest, evaluations, life):
             evaluations = await self.store.evaluations.all(self.context.run_id)
         self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)
         for item in evaluations:
@@ -218,7 +234,7 @@ class RunLoop:
         await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT)
         await self.settling.settle_left_behind(self.context, least_age_s=0.0)
         for item in evaluations:
-            if item.state == "open" and not item.final:
+            if item.state == "open" and not (item.final and newest):
                 await self.store.evaluations.give_up(run_id, item.evaluation_id, reason="run_finished")
         if not newest or evaluation.finals_complete(evaluations, newest=newest):
             log.info("run.finished", run_id=run_id)

@@ -130,6 +130,7 @@ _ENTRIES = (
         ("call",),
     ),
     # trainer
+    Metric("astraflow_trainer_damaged_checkpoints_total", Kind.COUNTER, "Checkpoints put aside at a start."),
     Metric("astraflow_trainer_publish_blocked_seconds", Kind.HISTOGRAM, "Training held, a step.", ("cause",)),
     # weights
     # engine

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 RECIPE_MODULE = "recipe"
+_MAX_MESSAGE = 500
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 P = TypeVar("P")
@@ -106,13 +107,29 @@ def resolve(
 
 
 def describe(error: BaseException) -> str:
-    """`Type: message (file:line in function)`: the last line of the traceback that is not a library's."""
-    text = f"{type(error).__name__}: {error}"
+    """`Type: message (file:line in function)`: the last line of the traceback that is not a library's.
+
+    A long message is cut, so that the place stays within what reports carry.
+    """
+    message = str(error)
+    text = (
+        f"{type(error).__name__}: {message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + '…'}"
+    )
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     for frame in (own or frames)[-1:]:
         return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
     return text
+
+
+def place_of_code(found: object) -> str:
+    """`file:line in function` of a function, or of what calling an object runs; empty for one without Python code."""
+    function = found.func if isinstance(found, partial) else found
+    function = function if inspect.isroutine(function) else type(function).__call__
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (
+        f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}" if code is not None else ""
+    )
 
 
 def _parameters(found: object, *, protocol: type) -> tuple[dict[str, inspect.Parameter], bool]:

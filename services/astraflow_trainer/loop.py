@@ -25,7 +25,7 @@ from astraflow_trainer.batches.source import Claim, StepBatch
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
-from astraflow_trainer.step.step import Outcome, StepMetrics
+from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 
 log = get_logger(__name__)
 
@@ -97,6 +97,8 @@ class LoopSettings:
     """Step to the newest version it has in the store. Of replayed steps only the newest of these publishes."""
     checkpoint_every_steps: int
     checkpoint_every_s: float
+    num_damaged: int = 0
+    """Damaged checkpoints that were put aside at the start; the first step's metrics say so."""
 
 
 class TrainingLoop:
@@ -121,6 +123,7 @@ class TrainingLoop:
         self._published: Mapping[int, int] = {}
         self._newest = 0
         self._blocked = _Blocked()
+        self._num_damaged = 0
         self._saved_s = 0.0
         """When the newest checkpoint was made, by the monotonic clock."""
 
@@ -140,6 +143,7 @@ class TrainingLoop:
         self._saved_s = time.monotonic()
         self._progress.resumed(durable_step=saved, learning_rate=self._learner.learning_rate)
         self._published = settings.published
+        self._num_damaged = settings.num_damaged
         self._newest = max(settings.version, *settings.published.values(), 0)
         known_step = max(*settings.published, self._claim.last_finished_step)
         # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
@@ -227,6 +231,7 @@ class TrainingLoop:
             metrics = self._learner.train(rows)
             skipped = self._source.finish(batch, skipped=metrics.outcome is Outcome.SKIPPED)
         version = None if skipped else self._publish(batch)
+        damaged, self._num_damaged = self._num_damaged, 0
         log.info(
             "step.finished",
             batch_id=batch.bound.batch_id,
@@ -240,7 +245,10 @@ class TrainingLoop:
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
-            metrics=_named(metrics, batch) | self._source.measured() | self._blocked.taken(),
+            metrics=_named(metrics, batch)
+            | {"damaged_checkpoints": float(damaged)}
+            | self._source.measured()
+            | self._blocked.taken(),
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
@@ -277,6 +285,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),
+        "skipped_no_signal": float(metrics.skip_reason is SkipReason.NO_SIGNAL),
     }
     named |= metrics.of_roles
     loss = metrics.loss

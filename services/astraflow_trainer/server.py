@@ -242,6 +242,10 @@ def _status_of(progress: Progress) -> StatusSource:
 
 
 def _observe(metrics: Metrics, record: StepRecord) -> None:
+    if record.metrics["damaged_checkpoints"]:
+        metrics.increment(
+            "astraflow_trainer_damaged_checkpoints_total", record.metrics["damaged_checkpoints"]
+        )
     for cause in ("copy", "wait"):
         blocked_s = record.metrics[f"publish_{cause}_s"]
         metrics.observe("astraflow_trainer_publish_blocked_seconds", blocked_s, cause=cause)

@@ -30,6 +30,7 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
+from astraflow_trainer.model.checkpoint import set_aside_damaged
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
@@ -78,6 +79,7 @@ class TrainingSession:
         self._group = group
         self._is_first = group.index == 0
         self._last_step = settings.steps or joined.policy.steps
+        self._num_damaged = 0
         self._source = BatchSource(
             client,
             run_id=joined.run_id,
@@ -93,6 +95,9 @@ class TrainingSession:
         keep_freed_memory()
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
+        if self._is_first:
+            # Before the claim, which begins what a checkpoint that cannot be read would end: the folder is ours alone.
+            self._num_damaged = set_aside_damaged(self._settings.work_dir / "checkpoints")
         claim = self._claim()
         with self._source.held(lease_s=claim.batch_lease_s) if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
@@ -164,6 +169,7 @@ class TrainingSession:
             peers=self._group.publishing,
             finished_step=claim.last_finished_step,
             durable_step=claim.last_durable_step,
+            num_damaged=self._num_damaged,
         )
         self._require_retained(claim, start.step)
         if start.went_back:
@@ -179,10 +185,9 @@ class TrainingSession:
     def _train_from(
         self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
     ) -> None:
-        policy, newest = self._joined.policy, publisher.newest
+        policy, newest, training = self._joined.policy, publisher.newest, self._joined.policy.trainer
         # A commit may have been the last thing an earlier process did, and Redis may have lost announcements.
-        announcer = self._announcer(claim)
-        if announcer is not None:
+        if (announcer := self._announcer(claim)) is not None:
             announcer.announce_missing(publisher)
         compactor = compacting(
             self._store,
@@ -198,7 +203,7 @@ class TrainingSession:
                 publisher,
                 announcer,
                 policy_id=self._joined.policy_id,
-                max_behind=policy.trainer.publish.max_behind,
+                max_behind=training.publish.max_behind,
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
         ):
@@ -222,8 +227,9 @@ class TrainingSession:
                     version=start.version,
                     last_step=self._last_step,
                     published=self._published_steps(publisher),
-                    checkpoint_every_steps=policy.trainer.checkpoint_every_steps,
-                    checkpoint_every_s=policy.trainer.checkpoint_every_s,
+                    checkpoint_every_steps=training.checkpoint_every_steps,
+                    checkpoint_every_s=training.checkpoint_every_s,
+                    num_damaged=self._num_damaged,
                 )
             )
 

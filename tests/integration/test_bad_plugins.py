@@ -57,9 +57,9 @@ ON_NODES: dict[str, tuple[dict[str, object], str, tuple[str, ...], int]] = {
     ),
     "reward is no number": (
         {"reward": '"support.broken_plugins:NotANumber"'},
-        "workflow_error",
-        ("nan_reward", "nan"),
-        1,
+        "reward_error",
+        ("the reward returned nan; return a finite number", "(broken_plugins.py:", "in __call__)"),
+        2,
     ),
     "workflow raises": (
         {"workflow": '"support.broken_plugins:Workflow"'},

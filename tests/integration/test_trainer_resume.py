@@ -15,6 +15,7 @@ import torch
 from astraflow_kit.failpoints import read_hits
 from support import store_census
 from support import trainer_process as trainers
+from support.damage import flip_a_byte
 from support.dataflow_world import World
 from support.ledger_audit import LedgerAudit, audit
 from support.trainer_process import KILLED, TrainerProcess, census_of, forking, valkey
@@ -36,8 +37,10 @@ class Ending:
     ledger: LedgerAudit
 
 
-async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", name: str = "run") -> Ending:
-    """Train all steps, in two lives when a failpoint kills the first."""
+async def run_to_the_end(
+    world: World, folder: Path, *, failpoints: str = "", name: str = "run", damage: str = ""
+) -> Ending:
+    """Train all steps, in two lives when a failpoint kills the first; `damage` names a checkpoint to break between."""
     run = await trainers.create_run(
         world,
         folder=folder,
@@ -51,7 +54,10 @@ async def run_to_the_end(world: World, folder: Path, *, failpoints: str = "", na
     async with trainers.recorded(world, trainer, steps=STEPS):
         if failpoints:
             await trainer.lives(failpoints=failpoints, status=KILLED)
+        if damage:
+            flip_a_byte(trainer.work_dir / "checkpoints" / damage / "__0_0.distcp")
         await trainer.lives()
+    assert ("checkpoint.damaged" in trainer.log) == bool(damage)
     step, checkpoint = trainers.newest_checkpoint(trainer.work_dir)
     assert step == STEPS
     await trainers.require_trained(world, steps=STEPS)
@@ -128,3 +134,39 @@ async def test_a_replay_with_other_bytes_publishes_them_under_the_next_number(
     policy = (await world.status()).policies[0]
     assert (policy.version.version, policy.version.step) == (4, 3)
     assert audit(trainer.ledger).last_step == 3
+
+
+@pytest.mark.timeout(240)
+async def test_a_flipped_byte_in_the_newest_checkpoint_costs_a_replay_where_the_batches_are_retained(
+    undisturbed: Ending, world: World, tmp_path: Path
+) -> None:
+    """Killed before it told the server of the checkpoint of step 4: that of step 2 and two steps again lead there."""
+    resumed = await run_to_the_end(
+        world, tmp_path, failpoints="trainer.checkpoint_written=kill@2", damage="step-000000000004"
+    )
+    ended, expected = resumed.checkpoint, undisturbed.checkpoint
+    assert [key for key in expected if not torch.equal(expected[key], ended[key])] == []
+    assert resumed.ledger.step_of == undisturbed.ledger.step_of
+    assert [path.name for path in damaged_in(tmp_path)] == ["damaged-1-step-000000000004"]
+
+
+@pytest.mark.timeout(240)
+async def test_where_the_batches_were_released_published_weights_make_up_for_a_damaged_checkpoint(
+    undisturbed: Ending, world: World, tmp_path: Path
+) -> None:
+    resumed = await run_to_the_end(
+        world, tmp_path, failpoints="trainer.step_acked=kill@5", damage="step-000000000004"
+    )
+    assert [path.name for path in damaged_in(tmp_path)] == ["damaged-1-step-000000000004"]
+    # No step is taken twice or left out, and the versions up to the damage stay what they were.
+    assert resumed.ledger.step_of == undisturbed.ledger.step_of
+    assert resumed.census.steps == list(range(STEPS + 1))
+    roots, wanted = (
+        [record.model_root for record in ending.census.records][:5] for ending in (resumed, undisturbed)
+    )
+    assert roots == wanted
+
+
+def damaged_in(folder: Path) -> list[Path]:
+    """Checkpoints that were put aside."""
+    return sorted((folder / "trainer" / "checkpoints").glob("damaged-*"))

@@ -15,6 +15,7 @@ from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
+from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
@@ -76,6 +77,8 @@ class Reporting:
             evaluations=[message for item in evaluations for message in evaluation_messages(item)],
             waits=waits,
             dead_letters=audit.dead_letters,
+            failures=await self._failures(context.run_id),
+            stopped_for=await self.store.runs.stopped_for(context.run_id),
         )
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
@@ -111,6 +114,9 @@ class Reporting:
             state=RUN_STATES[audit.life],
             waits=await self._waits(context, audit, nodes, evaluations),
             task=await self.trace(context, task_id) if task_id else None,
+            failures=await self._failures(context.run_id),
+            stopped_for=await self.store.runs.stopped_for(context.run_id),
+            dead_letters=audit.dead_letters,
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
@@ -125,6 +131,9 @@ class Reporting:
             versions = await self.store.versions.of_steps(context.run_id, policy_id, steps)
             note_published(trace, policy_id, versions)
         return trace
+
+    async def _failures(self, run_id: str) -> list[admin_service_pb2.TaskFailures]:
+        return [failures_message(item) for item in await self.store.admin.failures(run_id)]
 
     async def _waits(
         self,
@@ -191,6 +200,20 @@ class Reporting:
             self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
             self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
             self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
+
+
+def failures_message(failures: TaskFailures) -> admin_service_pb2.TaskFailures:
+    """Return the contract's form of failures that are alike."""
+    return admin_service_pb2.TaskFailures(
+        reason=failures.reason,
+        detail=failures.detail,
+        count=failures.count,
+        in_a_row=failures.in_a_row,
+        task_id=failures.task_id,
+        node_id=failures.node_id,
+        first_time=timestamp(failures.first_ms),
+        last_time=timestamp(failures.last_ms),
+    )
 
 
 def note_lags(nodes: Sequence[admin_service_pb2.NodeStatus], newest: Mapping[str, int]) -> None:

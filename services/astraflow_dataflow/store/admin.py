@@ -6,11 +6,12 @@ service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import Refused, StoredTrace, timestamp
+from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text, as_texts
@@ -62,6 +63,10 @@ class AdminStore:
         """Return how many letters there are."""
         return as_int(await self._connection.raw("XLEN", Keys(run_id).of("dead")))
 
+    async def failures(self, run_id: str) -> list[TaskFailures]:
+        """Return the failures of tasks by kind, those that last longest in a row first."""
+        return failures_of(as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("failures"))))
+
     async def requeue(self, run_id: str, letter_ids: Sequence[str]) -> pb.RequeueDeadLettersResponse:
         """Put dead tasks back into their lane; the oldest ones without ids. Raises PreconditionError when the run
         takes no tasks any more.
@@ -74,6 +79,31 @@ class AdminStore:
     async def purge(self, run_id: str, letter_ids: Sequence[str]) -> int:
         """Forget letters; all without ids. Returns how many."""
         return as_int(await self._connection.call(Keys(run_id), "purge", *letter_ids))
+
+
+def failures_of(fields: Mapping[str, bytes]) -> list[TaskFailures]:
+    """Read the hash that `note_failure` writes."""
+    found = [_failures(name.removeprefix("first "), fields) for name in fields if name.startswith("first ")]
+    return sorted(found, key=lambda item: (-item.in_a_row, -item.count))
+
+
+def _failures(kind: str, fields: Mapping[str, bytes]) -> TaskFailures:
+    first_ms, node_id, task_id, reason, detail = as_text(fields[f"first {kind}"]).split("\n", 4)
+    rows = [
+        as_int(fields.get(f"row {purpose} {kind}"))
+        for purpose in ("training", "evaluation")
+        if as_int(fields.get(f"after {purpose} {kind}")) == as_int(fields.get(f"completed {purpose}"))
+    ]
+    return TaskFailures(
+        reason=reason,
+        detail=detail,
+        count=as_int(fields[f"count {kind}"]),
+        in_a_row=max(rows, default=0),
+        task_id=task_id,
+        node_id=node_id,
+        first_ms=int(first_ms),
+        last_ms=as_int(fields[f"last {kind}"]),
+    )
 
 
 def _letter(key: str, entry: Reply, *, with_task: bool) -> pb.DeadLetter:

@@ -41,6 +41,7 @@ _SUFFIXES = {
     "outstanding": "outstanding:%s",
     "settling": "settling",
     "dead": "dead",
+    "failures": "failures",
     "poison": "poison",
     "trace": "trace:%s",
     "traced": "traced",

@@ -80,7 +80,7 @@ class RunStore:
 
     async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
-        names = ("recipe", "code", "store", "state", "create_ms")
+        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in _GONE:
             raise _no_run(run_id)
@@ -91,6 +91,7 @@ class RunStore:
             store_uri=as_text(reply[2]),
             state=RUN_STATES[Life(as_text(reply[3]))],
             create_time=timestamp(as_int(reply[4])),
+            stopped_for=as_text(reply[5]),
         )
 
     async def life(self, run_id: str) -> Life:
@@ -105,9 +106,16 @@ class RunStore:
         reply = await self._connection.raw("ZRANGE", RUNS_KEY, offset, offset + limit - 1)
         return as_texts(reply)
 
-    async def advance(self, run_id: str, life: Life) -> None:
-        """Move the run forward in its life. Raises PreconditionError for a move back."""
-        await self._connection.call(Keys(run_id), "advance", life.value)
+    async def stopped_for(self, run_id: str) -> str:
+        """Return why the server stopped the run; empty when it did not."""
+        return as_text(await self._connection.raw("HGET", Keys(run_id).of("run"), "stopped_for"))
+
+    async def advance(self, run_id: str, life: Life, *, stopped_for: str = "") -> None:
+        """Move the run forward in its life; `stopped_for` says why it ends early, and going on forgets it.
+
+        Raises PreconditionError for a move back.
+        """
+        await self._connection.call(Keys(run_id), "advance", life.value, stopped_for)
 
     async def begin_delete(self, run_id: str, *, force: bool) -> dict[str, int]:
         """End a run for everybody and return its last counters; the keys are still there.

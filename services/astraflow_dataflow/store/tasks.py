@@ -99,11 +99,14 @@ class TaskStore:
         return lost
 
     async def fail(
-        self, run_id: str, failure: LeaseFailure, *, node_id: str, free: bool, backoff_s: float
+        self, run_id: str, failure: LeaseFailure, *, node_id: str, free: bool, backoff_s: float, kind: str
     ) -> bool:
-        """Give a lease back; `free` costs no attempt. Returns whether the task will be leased again."""
+        """Give a lease back; `free` costs no attempt, and else it counts among failures of its `kind`.
+
+        Returns whether the task will be leased again.
+        """
         arguments = (failure.lease_id, failure.reason, failure.detail, flag(failure.retryable), flag(free))
-        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, _ms(backoff_s))
+        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, _ms(backoff_s), kind)
         return as_int(reply) == 1
 
     async def sweep(self, run_id: str, *, limit: int) -> tuple[int, int]:

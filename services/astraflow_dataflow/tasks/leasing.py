@@ -17,10 +17,11 @@ from astraflow.errors import FencedError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Offer
 from astraflow_dataflow.rules import evaluation
+from astraflow_dataflow.rules.failures import kind_of
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
-from astraflow_kit.log import get_logger
+from astraflow_kit.log import get_logger, without_secrets
 from astraflow_kit.metrics import Metrics
 
 log = get_logger(__name__)
@@ -93,13 +94,15 @@ class Leasing:
     ) -> bool:
         """Give a lease back; return whether the task will be leased again."""
         reason = failure.reason = failure.reason or "unspecified"
-        failure.detail = failure.detail[:_MAX_DETAIL]
+        failure.detail = without_secrets(failure.detail[:_MAX_DETAIL])[:_MAX_DETAIL]
+        task_id = failure.lease_id.rpartition("#")[0]
         requeued = await self.store.tasks.fail(
             context.run_id,
             failure,
             node_id=node_id,
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
+            kind=kind_of(reason, failure.detail, task_id=task_id),
         )
         log.info(
             "lease.given_back", node_id=node_id, lease_id=failure.lease_id, reason=reason, requeued=requeued

@@ -32,7 +32,7 @@ from astraflow_weights.store.probing import probe_create_only
 
 app = typer.Typer(add_completion=False)
 
-GOAL_MISSED = 1
+GOAL_MISSED = STOPPED = 1
 INTERRUPTED = int(ExitCode.HARD_STOP)
 
 Without = Annotated[
@@ -200,5 +200,10 @@ def _finish(summary: Summary, options: Options, console: Console, *, as_json_obj
     console.print(as_table(summary))
     if as_json_object:
         typer.echo(text)
+    if summary.stopped_for:
+        console.print(
+            f"the run was stopped: {summary.stopped_for}", style="bold red", markup=False, soft_wrap=True
+        )
+        raise typer.Exit(STOPPED)
     if summary.goal_met is False:
         raise typer.Exit(GOAL_MISSED)

@@ -16,7 +16,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from astraflow.commands.status import evaluation_details, node_parts, trajectory_parts, wait_parts
+from astraflow.commands.status import (
+    evaluation_details,
+    failure_parts,
+    failure_text,
+    node_parts,
+    stop_parts,
+    trajectory_parts,
+    wait_parts,
+)
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
@@ -25,6 +33,7 @@ from astraflow_launcher.view.observation import Observation, StepPoint
 __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
+_DAMAGE_SHOWN_STEPS = 100
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -53,7 +62,7 @@ class QuietView:
 
 
 class LineView(QuietView):
-    """One line per step, evaluation, long wait and change of what the launcher does."""
+    """One line per step, evaluation, kind of failure, long wait and change of what the launcher does."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,6 +71,8 @@ class LineView(QuietView):
         self._steps = 0
         self._evaluations: set[tuple[str, str]] = set()
         self._waits: set[tuple[str, str, str]] = set()
+        self._failures: set[tuple[str, str]] = set()
+        self._stopped = False
 
     def show(self, observation: Observation, *, doing: str) -> None:
         """Write what is new since the last call."""
@@ -79,7 +90,18 @@ class LineView(QuietView):
             if item.complete and key not in self._evaluations:
                 self._evaluations.add(key)
                 self._write(observation, _evaluation_line(item))
+        self._show_failures(observation)
         self._show_waits(observation)
+
+    def _show_failures(self, observation: Observation) -> None:
+        """Say each kind of failure when it first happens, and why the server stopped the run."""
+        for item in observation.status.failures if observation.status else ():
+            if (item.reason, item.detail) not in self._failures:
+                self._failures.add((item.reason, item.detail))
+                self._write(observation, f"FAILED {failure_text(item)}")
+        if observation.stopped_for and not self._stopped:
+            self._stopped = True
+            self._write(observation, f"STOPPED {observation.stopped_for}")
 
     def _show_waits(self, observation: Observation) -> None:
         """Say once what has been waited for longer than a moment; again when it comes back."""
@@ -159,6 +181,8 @@ def _policy_panel(observation: Observation, policy: str) -> RenderableType:
             name, number_text(values[-1] if values else math.nan), Text(sparkline(values), style=style)
         )
     grid.add_row("weights", *_weight_cells(observation, policy))
+    for damage in filter(None, map(_damage, observation.steps_of(policy)[-_DAMAGE_SHOWN_STEPS:])):
+        grid.add_row("checkpoints", "", damage.strip())
     return Panel(grid, title=f"policy {policy}", title_align="left", border_style="dim")
 
 
@@ -171,9 +195,14 @@ def _trainer_cells(observation: Observation, policy: str) -> tuple[str, str, str
     waits = f"waits for {trainer.waiting_for}" if trainer.waiting_for else ""
     return (
         "trainer",
-        f"step {trainer.step}",
+        f"step {trainer.step}{_skipped_text(observation, policy)}",
         f"{phase}{progress} {waits} · waited {trainer.wait_fraction:.0%}",
     )
+
+
+def _skipped_text(observation: Observation, policy: str) -> str:
+    skipped = sum(bool(point.skipped_for) for point in observation.steps_of(policy))
+    return f" ({skipped} skipped)" if skipped else ""
 
 
 def _weight_cells(observation: Observation, policy: str) -> tuple[str, str]:
@@ -196,16 +225,28 @@ def _run_parts(observation: Observation) -> list[RenderableType]:
     status = observation.status
     if status is None:
         return [Text("dataflow: starting", style="dim")]
-    return [*trajectory_parts(status), *node_parts(status), *wait_parts(status)]
+    failed = [
+        *stop_parts(status.stopped_for),
+        *failure_parts(status.failures, dead_letters=status.dead_letters),
+    ]
+    return [*failed, *trajectory_parts(status), *node_parts(status), *wait_parts(status)]
 
 
 def _step_line(point: StepPoint) -> str:
     metrics = point.metrics
+    skipped = f"  skipped: {point.skipped_for}" if point.skipped_for else ""
     return (
         f"{point.policy} step {point.step:4d}  reward {metrics.get('reward_mean', math.nan):.3f}  "
         f"staleness {metrics.get('staleness_mean', 0.0):.1f}  waited {metrics.get('wait_s', 0.0):.2f} s  "
-        f"trained {metrics.get('train_s', 0.0):.2f} s"
+        f"trained {metrics.get('train_s', 0.0):.2f} s{skipped}{_damage(point)}"
     )
+
+
+def _damage(point: StepPoint) -> str:
+    num_damaged = round(point.metrics.get("damaged_checkpoints", 0))
+    if not num_damaged:
+        return ""
+    return f"  DAMAGED: {num_damaged} newer checkpoint(s) were put aside, see checkpoint.damaged in the trainer's log"
 
 
 def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:

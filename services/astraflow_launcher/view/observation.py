@@ -21,6 +21,9 @@ from astraflow.trainer.v1 import trainer_service_pb2
 __all__ = ["Goal", "Observation", "StepPoint", "parse_goal"]
 
 
+_NO_SIGNAL = "no signal"
+
+
 @dataclass(frozen=True)
 class StepPoint:
     """One finished step of one policy."""
@@ -30,6 +33,13 @@ class StepPoint:
     seconds: float
     """Since the launcher started."""
     metrics: Mapping[str, float]
+
+    @property
+    def skipped_for(self) -> str:
+        """Why the step changed no weight; empty when it did."""
+        if not self.metrics.get("skipped", 0.0):
+            return ""
+        return _NO_SIGNAL if self.metrics.get("skipped_no_signal", 1.0) else "loss or gradient not finite"
 
 
 @dataclass
@@ -59,6 +69,30 @@ class Observation:
     def run_finished(self) -> bool:
         """Whether the final evaluation is complete."""
         return self.status is not None and self.status.state == run_pb2.RUN_STATE_FINISHED
+
+    @property
+    def stopped_for(self) -> str:
+        """Why the server stopped the run; empty when it did not."""
+        return self.status.stopped_for if self.status is not None else ""
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps of all policies that changed no weight."""
+        return sum(bool(point.skipped_for) for point in self.steps)
+
+    @property
+    def learned_nothing(self) -> str:
+        """One sentence when no step changed a weight, and why; empty when one did."""
+        if len(self.steps) > self.num_skipped or not self.trained:
+            return ""
+        if any(point.skipped_for != _NO_SIGNAL for point in self.steps):
+            return f"nothing was learned: all {len(self.steps)} steps were skipped, see `skipped` in metrics.jsonl"
+        if self.steps:
+            return (
+                f"nothing was learned: all {len(self.steps)} steps were skipped, as the answers to each task earned "
+                "the same reward; look at the reward, and at how hard the tasks are"
+            )
+        return "nothing was learned: no step was trained"
 
     def evaluations(self, policy: str) -> list[admin_service_pb2.Evaluation]:
         """Complete evaluations of a policy, oldest first."""

@@ -20,6 +20,9 @@ from astraflow_launcher.view.observation import Observation
 __all__ = ["NodeSummary", "PolicySummary", "Staleness", "Summary", "as_table", "summarize"]
 
 
+_MAX_FAILURES = 3
+
+
 @dataclass(frozen=True)
 class Staleness:
     """Versions between sampling and training."""
@@ -83,6 +86,14 @@ class Summary:
     delta_bytes_mean: float
     density_mean: float
     snapshots_fetched: int
+    steps_skipped: int
+    learned_nothing: str | None
+    """One sentence when no step changed a weight."""
+    failures: list[dict[str, Any]]
+    """Kinds of failures of tasks: the contract's TaskFailures."""
+    dead_letters: int
+    stopped_for: str | None
+    """Why the server stopped the run, and what to do."""
     nodes: tuple[NodeSummary, ...]
     restarts: dict[str, int]
     peak_pss_bytes: int
@@ -124,6 +135,11 @@ def summarize(
         snapshots_fetched=sum(
             policy.snapshots_fetched for node in observation.nodes.values() for policy in node.policies
         ),
+        steps_skipped=observation.num_skipped,
+        learned_nothing=observation.learned_nothing or None,
+        failures=[wording.as_json(item) for item in status.failures],
+        dead_letters=status.dead_letters,
+        stopped_for=status.stopped_for or None,
         nodes=tuple(_node(observation, node) for node in status.nodes),
         restarts=dict(observation.restarts),
         peak_pss_bytes=peak_pss_bytes,
@@ -171,7 +187,9 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
     counts = ", ".join(f"{account[name]} {name}" for name in ("ingested", "trained", "evaluated"))
     return [
+        *_troubles(summary),
         ("steps", f"{_steps(summary)} in {summary.wall_s:.0f} s"),
+        ("steps skipped", str(summary.steps_skipped)),
         ("first reward", f"after {_text(summary.first_reward_s)} s"),
         *_rewards(summary),
         ("trajectories", counts),
@@ -185,6 +203,19 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB at the peak, all processes"),
         ("folder", summary.data_dir),
     ]
+
+
+def _troubles(summary: Summary) -> list[tuple[str, str]]:
+    """What went wrong, before all figures; nothing when nothing did."""
+    rows = [("stopped", summary.stopped_for)] if summary.stopped_for else []
+    rows += [("learned", summary.learned_nothing)] if summary.learned_nothing else []
+    for item in summary.failures[:_MAX_FAILURES]:
+        rows.append(
+            ("failed", f"{item['count']} times, first {item['task_id']}: {item['reason']}: {item['detail']}")
+        )
+    if summary.dead_letters:
+        rows.append(("dead letters", f"{summary.dead_letters} tasks were given up"))
+    return rows
 
 
 def _steps(summary: Summary) -> str:

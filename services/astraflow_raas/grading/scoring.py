@@ -6,6 +6,7 @@ RewardFailed or a MissingCapability. Made by `recipe_code`; a `Service` of the n
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from astraflow.plugins import (
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.settings import RewardLimitSettings
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import RecipeSource, describe
+from astraflow_kit.plugins import RecipeSource, describe, place_of_code
 from astraflow_raas.grading.pool import WorkerPool
 from astraflow_raas.grading.process import WorkerOrder
 from astraflow_raas.grading.wire import score_of
@@ -46,9 +47,17 @@ class RewardScorer:
     async def __call__(
         self, task: TaskSpec, completion: str, *, policies: Mapping[str, Policy] | None = None
     ) -> Score:
+        score = await self._scored(task, completion, policies=policies or {})
+        if not math.isfinite(score.reward):
+            raise RewardFailed(
+                f"the reward returned {score.reward}; return a finite number ({place_of_code(self._reward)})"
+            )
+        return score
+
+    async def _scored(self, task: TaskSpec, completion: str, *, policies: Mapping[str, Policy]) -> Score:
         if self._pool is not None:
             return await self._pool.score(task, completion)
-        given = {"policies": policies or {}} if self._wants_policies else {}
+        given = {"policies": policies} if self._wants_policies else {}
         try:
             value = self._reward(task, completion, **given)
             if inspect.isawaitable(value):

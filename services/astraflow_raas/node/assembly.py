@@ -27,6 +27,7 @@ from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
+from astraflow_raas.node.hardware import require_gpus
 from astraflow_raas.node.joining import FoundRun
 from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.node.mirror_folders import MirrorFolders
@@ -199,6 +200,7 @@ def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, list[t
             f"--engine-gpus is for --engine {SGLANG_ENGINE}, which this node starts itself; the engine is "
             f"{settings.engine}"
         )
+    require_gpus(gpus)
     return share_gpus(gpus, settings.engines_of(policies), tp_size=settings.engine_tp_size)
 
 

@@ -1,14 +1,21 @@
-"""What machine a node runs on, in words, for the list of nodes. Reads the system; called once, before joining."""
+"""What machine a node runs on: in words, for the list of nodes, and whether the GPUs it is to use are there.
+
+Reads the system; called once, before joining.
+"""
 
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from astraflow.errors import InvalidArgumentError
 from astraflow_raas.settings import SGLANG_ENGINE, NodeSettings
 
 _LOOK_S = 10.0
 _MAX_CHARS = 256
+_DEVICES = Path("/dev")
+_OTHER_MAKERS = ("kfd", "dxg")  # AMD's driver; any GPU below WSL. They do not say how many there are.
 
 
 def describe_hardware(settings: NodeSettings) -> str:
@@ -17,6 +24,18 @@ def describe_hardware(settings: NodeSettings) -> str:
     if not found and settings.engine == SGLANG_ENGINE:
         found = _gpus(settings.engine_gpus)
     return (found or f"{len(os.sched_getaffinity(0))} × {_processor()}")[:_MAX_CHARS]
+
+
+def require_gpus(numbers: Sequence[int], *, devices: Path = _DEVICES) -> None:
+    """Raise InvalidArgumentError if the machine, or what a container sees of it, lacks a GPU of these numbers."""
+    if not numbers or any((devices / name).exists() for name in _OTHER_MAKERS):
+        return
+    found = len(list(devices.glob("nvidia[0-9]*")))
+    if max(numbers) >= found:
+        raise InvalidArgumentError(
+            f"--engine-gpus names GPU {max(numbers)}; this machine has {found or 'none'} of NVIDIA's "
+            f"({devices}/nvidia*): name those it has, counted from 0, or give the container its GPUs"
+        )
 
 
 def _gpus(chosen: str) -> str:

@@ -55,8 +55,12 @@ class Failure:
 
     @property
     def clipped_detail(self) -> str:
-        """`detail` within the contract's 2 KiB."""
-        return self.detail.encode()[:_MAX_DETAIL_BYTES].decode(errors="ignore")
+        """`detail` within the contract's 2 KiB; a long one loses its middle, as its end says where it was raised."""
+        text = self.detail.encode()
+        if len(text) <= _MAX_DETAIL_BYTES:
+            return self.detail
+        head, tail = text[: _MAX_DETAIL_BYTES * 3 // 4], text[-_MAX_DETAIL_BYTES // 5 :]
+        return f"{head.decode(errors='ignore')} … {tail.decode(errors='ignore')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,10 @@
 
 Saving has two halves: `stage` copies memory on the training thread, `write` makes the copy durable from any
 thread. Invariant: a directory named `step-…` is complete (everything in it was synced before the rename that
-named it) and restoring it continues bit for bit; anything else is a leftover and is ignored. Called by the
-loop.
+named it) and restoring it continues bit for bit; anything else is a leftover and is ignored. What storage changed since
+is found by `set_aside_damaged` before anything is read. Called by the loop.
 """
 
-import json
 import os
 import shutil
 import warnings
@@ -23,14 +22,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from astraflow_kit import failpoints
+from astraflow_kit.log import get_logger
+from astraflow_trainer.model.integrity import Damaged, digests_of, require_unchanged, sealed, unsealed
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
 _DOOMED = ".doomed-"
+_DAMAGED = "damaged-"
 _POSITION_FILE = "position.json"
+
+log = get_logger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -185,7 +189,8 @@ class CheckpointStore:
         self._ranks.sum(torch.tensor(0))
 
     def _commit(self, position: Position, *, partial: Path, final: Path) -> None:
-        (partial / _POSITION_FILE).write_text(_position_text(position))
+        files = digests_of([path for path in partial.iterdir() if path.is_file()])
+        (partial / _POSITION_FILE).write_text(_position_text(position, files))
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
@@ -247,28 +252,51 @@ def _check_layout(tensors: dict[str, torch.Tensor], path: Path) -> None:
         )
 
 
+def set_aside_damaged(directory: Path) -> int:
+    """Read every complete checkpoint of a folder in full and rename those that are not what was written.
+
+    Returns how many damaged ones, of this and earlier calls, are newer than all that are whole. Nothing is deleted.
+    Raises CheckpointError for one of another release.
+    """
+    for path in sorted(directory.glob(f"{_PREFIX}*")):
+        try:
+            require_unchanged(path, _read(path / _POSITION_FILE)[1])
+        except Damaged as fault:
+            number = len(list(directory.glob(f"{_DAMAGED}*"))) + 1
+            kept = path.rename(directory / f"{_DAMAGED}{number}-{path.name}")
+            _sync(directory)
+            log.error("checkpoint.damaged", fault=str(fault), kept_as=str(kept))
+    whole = max((path.name for path in directory.glob(f"{_PREFIX}*")), default="")
+    return sum(path.name.split("-", 2)[2] > whole for path in directory.glob(f"{_DAMAGED}*"))
+
+
 def _read_position(path: Path) -> Position:
-    content = json.loads(path.read_text())
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[Position, dict[str, str]]:
+    """Where a checkpoint stands, and the digests of its files. Raises CheckpointError, Damaged."""
+    content = unsealed(path)
     found = content.pop("schema_version", None)
     if found != SCHEMA_VERSION:
         raise CheckpointError(
             f"{path} has schema version {found}, this trainer reads {SCHEMA_VERSION}; "
             f"resume with the release that wrote it, or start in another data directory"
         )
-    return Position(**content)
+    return Position(**{key: value for key, value in content.items() if key != "files"}), content["files"]
 
 
-def _position_text(position: Position) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(position)})
+def _position_text(position: Position, files: Mapping[str, str]) -> str:
+    return sealed({"schema_version": SCHEMA_VERSION, **asdict(position), "files": dict(files)})
 
 
 def _update_learning_rate(path: Path, learning_rate: float | None) -> None:
     """Replace the position file by one with another learning rate; whole at every moment."""
-    position = _read_position(path / _POSITION_FILE)
+    position, files = _read(path / _POSITION_FILE)
     if position.learning_rate == learning_rate:
         return
     fresh = path / f"{_POSITION_FILE}.new"
-    fresh.write_text(_position_text(replace(position, learning_rate=learning_rate)))
+    fresh.write_text(_position_text(replace(position, learning_rate=learning_rate), files))
     _sync(fresh)
     fresh.rename(path / _POSITION_FILE)
     _sync(path)

@@ -1,4 +1,5 @@
-"""Where a trainer goes on: at its newest checkpoint, or from the weights that an operator went back to.
+"""Where a trainer goes on: at its newest checkpoint, from the weights that an operator went back to, or from published
+weights in place of a damaged checkpoint.
 
 Invariant: weights that a rollback gave up are never trained on or published again. The steps that were taken stay
 taken: the trainer goes on with the step after the last finished one, from the newest published weights, with the
@@ -20,7 +21,7 @@ from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 
-__all__ = ["Resumable", "Start", "pending_rollback", "take_up"]
+__all__ = ["PublishedStart", "Resumable", "Start", "in_place_of_damaged", "pending_rollback", "take_up"]
 
 log = get_logger(__name__)
 
@@ -57,12 +58,15 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PendingRollback:
-    """A rollback that no checkpoint knows of."""
+class PublishedStart:
+    """Published weights to go on from, where no checkpoint of them and their optimizer can be had."""
 
+    step: int
+    """Go on after this one."""
     version: int
     """Newest version, whose weights to take up."""
-    rollback_of: int
+    rollback_of: int | None
+    """The version that an operator went back to; None where a damaged checkpoint is made up for."""
     checkpoint: int | None
     """Step of the checkpoint that holds exactly these weights."""
     learning_rate: float | None
@@ -72,19 +76,33 @@ class PendingRollback:
 
 
 def take_up(
-    learner: Resumable, publisher: ShardPublisher, *, peers: Peers, finished_step: int, durable_step: int
+    learner: Resumable,
+    publisher: ShardPublisher,
+    *,
+    peers: Peers,
+    finished_step: int,
+    durable_step: int,
+    num_damaged: int = 0,
 ) -> Start:
-    """Load what to go on from; a collective. `finished_step` and `durable_step` are the server's."""
+    """Load what to go on from; a collective. `finished_step` and `durable_step` are the server's, `num_damaged` is how
+    many checkpoints the first rank put aside.
+    """
 
-    def decide() -> PendingRollback | None:
+    def decide() -> PublishedStart | None:
         positions = [position for position in learner.positions() if position.step <= finished_step]
-        return pending_rollback(publisher.committed_since(None), positions, durable_step=durable_step)
+        versions = publisher.committed_since(None)
+        back = pending_rollback(versions, positions, durable_step=durable_step, finished_step=finished_step)
+        if back is not None or not num_damaged:
+            return back
+        return in_place_of_damaged(
+            versions, positions, durable_step=durable_step, finished_step=finished_step
+        )
 
     back = on_first_rank(
         peers,
         decide,
         encode=lambda found: None if found is None else asdict(found),
-        decode=lambda content: None if content is None else PendingRollback(**content),
+        decode=lambda content: None if content is None else PublishedStart(**content),
     )
     if back is None:
         position = learner.restore(at_most=finished_step)
@@ -92,24 +110,28 @@ def take_up(
     assert publisher.kept.newest is not None
     learner.go_back(
         publisher.kept.newest.shards,
-        step=finished_step,
+        step=back.step,
         checkpoint=back.checkpoint,
         learning_rate=back.learning_rate,
         baselines=back.baselines,
     )
     log.warning(
-        "policy.went_back",
+        "policy.went_back" if back.rollback_of is not None else "checkpoint.made_up_for",
         version=back.version,
         rollback_of=back.rollback_of,
-        step=finished_step,
+        step=back.step,
         optimizer="fresh" if back.checkpoint is None else f"of the checkpoint of step {back.checkpoint}",
     )
-    return Start(step=finished_step, version=back.version, went_back=True)
+    return Start(step=back.step, version=back.version, went_back=True)
 
 
 def pending_rollback(
-    versions: Sequence[CommittedVersion], positions: Sequence[Position], *, durable_step: int
-) -> PendingRollback | None:
+    versions: Sequence[CommittedVersion],
+    positions: Sequence[Position],
+    *,
+    durable_step: int,
+    finished_step: int,
+) -> PublishedStart | None:
     """The newest rollback when it came after the newest checkpoint; None: go on from that. Pure.
 
     Where versions were trained from the rollback since, their checkpoint is missing: that is for the caller to
@@ -122,14 +144,48 @@ def pending_rollback(
     newest, back = versions[-1], rollbacks[-1]
     if newest is not back and step < durable_step:
         return None
+    return _start(versions, positions, step=finished_step, rollback_of=back.rollback_of)
+
+
+def in_place_of_damaged(
+    versions: Sequence[CommittedVersion],
+    positions: Sequence[Position],
+    *,
+    durable_step: int,
+    finished_step: int,
+) -> PublishedStart | None:
+    """The newest version where checkpoints are damaged and the batches since the newest good one were released; None
+    where that one will do, or where the newest version is not of a step that the server knows. Pure.
+
+    A checkpoint is made after the versions of all steps that it covers, so the store has the weights of each step that
+    was ever durable; what is lost is the optimizer's memory of the steps since the older checkpoint.
+    """
+    held = positions[-1].step if positions else 0
+    newest = versions[-1] if versions else None
+    if held >= durable_step or newest is None or newest.step > finished_step:
+        return None
+    # Steps without a version since (skipped ones) changed no weights.
+    return _start(versions, positions, step=max(newest.step, durable_step), rollback_of=None)
+
+
+def _start(
+    versions: Sequence[CommittedVersion],
+    positions: Sequence[Position],
+    *,
+    step: int,
+    rollback_of: int | None,
+) -> PublishedStart:
+    newest = versions[-1]
     roots = {item.version: item.model_root for item in versions}
     same = [at for at in positions if roots.get(at.version) == newest.model_root]
     held = same[-1:] or positions[-1:]
-    assert back.rollback_of is not None
-    return PendingRollback(
+    # Weights that were given up had moments of their own; where nothing was, older moments beat none.
+    fitting = same[-1:] if rollback_of is not None else held
+    return PublishedStart(
+        step=step,
         version=newest.version,
-        rollback_of=back.rollback_of,
-        checkpoint=same[-1].step if same else None,
+        rollback_of=rollback_of,
+        checkpoint=fitting[-1].step if fitting else None,
         learning_rate=positions[-1].learning_rate if positions else None,
         baselines=held[0].baselines if held else {},
     )

@@ -1,15 +1,19 @@
-"""Digests of tensors and tiles, by xxh3.
+"""Digests of tensors, tiles and files, by xxh3.
 
 Invariant: they are taken over the resulting bytes, whatever path led to them. xxh3 runs at memory speed, so
 every tensor of every version is checked in full; it guards against faults, not attackers: sha256 of the
-parts does that. Publisher, codec and mirror call it.
+parts does that. Publisher, codec, mirror and checkpoints call it.
 """
+
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from astraflow_weights.codec.digest import TensorDigest
 from astraflow_weights.codec.tensors import Array, Model, flat_unsigned, specs_of
+
+_BLOCK_BYTES = 8 << 20
 
 
 def tensor_digest(array: Array) -> bytes:
@@ -25,3 +29,17 @@ def tensor_digests(model: Model) -> tuple[TensorDigest, ...]:
 def tile_digest(body: bytes | memoryview) -> int:
     """xxh3-64 of a tile's encoded body."""
     return xxhash.xxh3_64_intdigest(body)
+
+
+def bytes_digest(data: bytes) -> str:
+    """xxh3-128 as hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a file's content as hex; reads block by block. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 
-__all__ = ["Bound", "Verdict", "find_bottleneck"]
+__all__ = ["Bound", "Verdict", "find_bottleneck", "find_failure"]
 
 _BLOCKING = {
     "trainer_silent": "a trainer is silent",
@@ -28,11 +28,14 @@ _BLOCKING = {
 """Waits that time alone does not end, in words."""
 _TELLING_SHARE = 0.2
 """A stage that waits less than this share of the time does not bound the run."""
+_TELLING_ROW = 3
+"""Fewer failures in a row are what retries are for."""
 
 
 class Bound(StrEnum):
     """What decides the speed of a run."""
 
+    FAILING = "failing"
     BLOCKED = "blocked"
     ROLLOUT = "rollout-bound"
     TRAINER = "trainer-bound"
@@ -55,6 +58,21 @@ class Verdict:
     def sentence(self) -> str:
         """One line for people."""
         return f"{self.bound.value}: {self.because}"
+
+
+def find_failure(failures: Sequence[pb.TaskFailures], *, stopped_for: str = "") -> Verdict | None:
+    """Return that the run was stopped, or that its tasks fail; None while tasks are completed. Blocked or not, nothing
+    comes of a run whose tasks fail.
+    """
+    if stopped_for:
+        return Verdict(
+            bound=Bound.FAILING, share=1.0, looks=1, because=f"the server stopped the run: {stopped_for}"
+        )
+    worst = next((item for item in failures if item.in_a_row >= _TELLING_ROW), None)
+    if worst is None:
+        return None
+    because = f"{worst.in_a_row} leases in a row failed alike: {worst.reason}: {worst.detail}"
+    return Verdict(bound=Bound.FAILING, share=1.0, looks=1, because=because)
 
 
 def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Verdict:

@@ -159,11 +159,14 @@ def _update(options: ServerOptions, run_id: str, state: run_pb2.RunState.ValueTy
 
 def _follow(client: Client, run_id: str) -> None:
     """Say how the run goes, at each change of its state and every 30 s, until it is finished."""
-    state, said_s = run_pb2.RUN_STATE_UNSPECIFIED, float("-inf")
+    state, said_s, stopped_for = run_pb2.RUN_STATE_UNSPECIFIED, float("-inf"), ""
     for status in follow(client, run_id=run_id):
+        stopped_for = status.stopped_for
         if status.state != state or time.monotonic() - said_s >= _SAY_EVERY_S:
             state, said_s = status.state, time.monotonic()
             typer.echo(_progress_text(status))
+    if stopped_for:
+        raise PreconditionError(f"run {run_id} was stopped: {stopped_for}")
     if state != run_pb2.RUN_STATE_FINISHED:
         raise PreconditionError(f"run {run_id} is followed no more, and was not finished yet")
 
@@ -190,7 +193,8 @@ def _state(run: run_pb2.Run) -> str:
 
 
 def _state_text(run: run_pb2.Run) -> str:
-    return f"run {run.run_id} is {_state(run)}"
+    stopped = f", stopped: {run.stopped_for}" if run.stopped_for else ""
+    return f"run {run.run_id} is {_state(run)}{stopped}"
 
 
 def _created_text(run: run_pb2.Run) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated
 
@@ -41,6 +41,7 @@ _PLACES = (
     ("evaluated", "evaluated"),
 )
 _MAX_EVALUATIONS = 6
+_MAX_FAILURES = 3
 
 WatchOption = Annotated[
     bool,
@@ -102,14 +103,23 @@ def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
 def status_page(status: pb.StatusResponse) -> RenderableType:
     """Return the page; parts that have nothing to say are left out."""
     parts: list[RenderableType] = [_title(status)]
+    parts += [
+        *stop_parts(status.stopped_for),
+        *failure_parts(status.failures, dead_letters=status.dead_letters),
+    ]
     parts += [*_policies(status), *trajectory_parts(status), *node_parts(status), *_evaluations(status)]
-    parts += [*wait_parts(status), *_dead_letters(status)]
+    parts += wait_parts(status)
     return Group(*parts)
 
 
 def _title(status: pb.StatusResponse) -> Text:
     state = enum_text(run_pb2.RunState.DESCRIPTOR, status.state)
     return Text.assemble(("run ", "bold"), (status.run_id, "bold"), f" is {state}")
+
+
+def stop_parts(stopped_for: str) -> list[RenderableType]:
+    """Return why the server stopped the run; nothing when it did not."""
+    return [Text(f"stopped: {stopped_for}", style="bold red")] if stopped_for else []
 
 
 def _policies(status: pb.StatusResponse) -> list[RenderableType]:
@@ -261,8 +271,23 @@ def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
     return [heading("waits"), shown, Text("  `astraflow why` says what would end them", "dim")]
 
 
-def _dead_letters(status: pb.StatusResponse) -> list[RenderableType]:
-    if not status.dead_letters:
-        return []
-    text = f"\n{status.dead_letters} tasks failed and will not be retried: `astraflow dead-letters list` shows why"
-    return [Text(text, style="yellow")]
+def failure_parts(failures: Sequence[pb.TaskFailures], *, dead_letters: int) -> list[RenderableType]:
+    """Return what made tasks fail, the most persistent first, and how many were given up; nothing when none failed."""
+    parts: list[RenderableType] = [heading("failures")] if failures else []
+    for item in failures[:_MAX_FAILURES]:
+        parts.append(Text(f"  {failure_text(item)}", style="red" if item.in_a_row else "yellow"))
+    if len(failures) > _MAX_FAILURES:
+        parts.append(Text(f"  and {len(failures) - _MAX_FAILURES} other kinds", style="dim"))
+    if dead_letters:
+        text = (
+            f"\n{dead_letters} tasks failed and will not be retried: `astraflow dead-letters list` shows why"
+        )
+        parts.append(Text(text, style="yellow"))
+    return parts
+
+
+def failure_text(item: pb.TaskFailures) -> str:
+    """Return one line: what the first one said, where, and how many are like it."""
+    row = f", {count_text(item.in_a_row)} in a row" if item.in_a_row else ""
+    first = f"first: task {item.task_id} on {item.node_id}"
+    return f"{item.reason}: {item.detail} · {count_text(item.count)} times{row}; {first}"

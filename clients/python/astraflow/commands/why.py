@@ -12,9 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from astraflow.client import Client
-from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck
+from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck, find_failure
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
+from astraflow.commands.status import failure_parts
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -37,7 +38,7 @@ _STAGES = {
     "activate": "activating versions",
     "evaluate": "evaluating",
 }
-_COLOURS = {Bound.BLOCKED: "red", Bound.BALANCED: "green", Bound.FINISHED: "green"}
+_COLOURS = {Bound.FAILING: "red", Bound.BLOCKED: "red", Bound.BALANCED: "green", Bound.FINISHED: "green"}
 
 SecondsOption = Annotated[
     float,
@@ -71,28 +72,32 @@ def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyRespons
     while True:
         answer = client.call(client.admin.Why, request)
         yield answer
-        certain = judge([answer], over_s=0.0).bound in (Bound.BLOCKED, Bound.FINISHED)
+        certain = judge([answer], over_s=0.0).bound in (Bound.FAILING, Bound.BLOCKED, Bound.FINISHED)
         if certain or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
             return
         time.sleep(1 / _LOOKS_PER_S)
 
 
 def judge(looks: list[pb.WhyResponse], *, over_s: float) -> Verdict:
-    """Return what bounds the run."""
+    """Return what bounds the run: failures before all else."""
+    failing = find_failure(looks[-1].failures, stopped_for=looks[-1].stopped_for)
+    if failing is not None:
+        return failing
     if looks[-1].state == run_pb2.RUN_STATE_FINISHED:
         return Verdict(bound=Bound.FINISHED, share=1.0, looks=len(looks), because="the run has ended")
     return find_bottleneck([look.waits for look in looks], over_s=over_s)
 
 
 def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
-    """Return the verdict and one block per wait, the longest first."""
+    """Return the verdict, what failed, and one block per wait, the longest first."""
     state = enum_text(run_pb2.RunState.DESCRIPTOR, answer.state)
     title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n")
     line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
     waits = sorted(answer.waits, key=lambda wait: -wait.waited_duration.ToNanoseconds())
+    failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)
     if not waits and verdict.bound is not Bound.FINISHED:
-        return Group(title, line, Text("\nnothing waits at this moment"))
-    return Group(title, line, *(block for wait in waits for block in _block(wait)))
+        return Group(title, line, *failed, Text("\nnothing waits at this moment"))
+    return Group(title, line, *failed, *(block for wait in waits for block in _block(wait)))
 
 
 def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:

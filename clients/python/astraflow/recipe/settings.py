@@ -259,6 +259,10 @@ class DataflowSettings(BatchSettings):
     """Time before an unrenewed lease is handed to another node."""
     max_attempts: int = Field(default=4, ge=1, le=100)
     """Leases of one task before it ends in the dead-letter stream."""
+    max_identical_failures: int = Field(default=100, ge=0, le=1_000_000)
+    """Leases that may fail alike (same exception, same line) in a row, without a task completed between them, before
+    the run is stopped as failed. 0 stops no run.
+    """
     min_members: int | None = Field(default=None, ge=1)
     """Smallest k with which a group whose members failed for good is closed and used; unset drops such
     groups."""

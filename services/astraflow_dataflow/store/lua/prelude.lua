@@ -7,6 +7,7 @@ local GROUP = 'raas'
 local TRAIN = 'train'
 local MAX_EVENTS = 10000
 local MAX_DEAD = 10000
+local MAX_FAILURE_KINDS = 32
 local MAX_POISON = 1000
 -- How long a task waits for a node that plays all of its roles before one gets it that plays some.
 local RELUCTANCE_MS = 2000

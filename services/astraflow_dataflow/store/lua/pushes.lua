@@ -67,6 +67,7 @@ local function complete_task(P, task, evaluation, failed, node)
     leave_lane(P, task)
     entomb(P, task, 86400000)
     call('HINCRBY', K.evaluation(P, evaluation), failed and 'failed' or 'done', 1)
+    if not failed then note_completed(P, 'evaluation') end
     finish_evaluation(P, evaluation)
     return {}
   end

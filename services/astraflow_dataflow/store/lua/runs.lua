@@ -28,8 +28,9 @@ end
 local LIFE = { active = 1, finishing = 2, finished = 3 }
 
 -- advance: state. Moves a run on in its life: forward, or back to active, which continues it. Only a run that is finishing becomes
--- finished, so that a server that saw it finishing cannot end one that was continued meanwhile. Returns the state it is in now.
-SIGNATURE.advance = { 'state' }
+-- finished, so that a server that saw it finishing cannot end one that was continued meanwhile. `stopped_for` is why the server ends it early,
+-- or ''. Returns the state it is in now.
+SIGNATURE.advance = { 'state', 'stopped_for' }
 local function advance(keys, a)
   local P = keys[1]
   local state = call('HGET', K.run(P), 'state')
@@ -40,7 +41,10 @@ local function advance(keys, a)
   end
   if a.state ~= state then
     call('HSET', K.run(P), 'state', a.state)
+    if a.stopped_for ~= '' then call('HSET', K.run(P), 'stopped_for', a.stopped_for) end
     if a.state == 'active' then
+      call('HDEL', K.run(P), 'stopped_for')
+      for _, purpose in ipairs({ 'training', 'evaluation' }) do note_completed(P, purpose) end
       -- Each policy's trainer says anew how far it goes, so that the first to get there does not end the others.
       for _, policy in ipairs(policies(P)) do call('HDEL', K.policy(P, policy), 'last_step') end
     end

@@ -46,7 +46,7 @@ SIGNATURE.settle = { 'task', 'tombstone_ms', each = { 'gid', 'policy', 'verdict'
 local function settle(keys, a)
   local P, task = keys[1], a.task
   if call('HGET', K.task(P, task), 'state') ~= 'complete' then return 0 end
-  local total = 0
+  local total, judged = 0, false
   for _, item in ipairs(a.each) do total = total + tonumber(item.n) end
   if total ~= call('HLEN', K.members(P, task)) then
     return refuse('DEFECT', 'task ' .. task .. ' holds other trajectories than are being settled')
@@ -56,6 +56,7 @@ local function settle(keys, a)
     note_group(P, gid, 'G', verdict)
     call('HINCRBY', K.policy(P, policy), 'settled', n)
     if item.judged == '1' then judge(P, policy, verdict == 'ready', item.reward_sum, n) end
+    judged = judged or item.judged == '1'
     if verdict == 'ready' then
       make_ready(P, task, gid, policy, n, item.oldest, item.items, item.ids)
     else
@@ -64,6 +65,7 @@ local function settle(keys, a)
       forget(P, split(item.ids))
     end
   end
+  if judged then note_completed(P, 'training') end
   count(P, 'assembling', -total)
   for _, role in ipairs(trained_roles(P)) do call('SREM', K.outstanding(P, role.policy), role.name .. ' ' .. task) end
   leave_lane(P, task)

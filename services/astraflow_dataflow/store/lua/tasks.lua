@@ -422,13 +422,39 @@ local function leave(keys, a)
   return given
 end
 
--- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms. Returns 1 when it will be leased again.
-SIGNATURE.fail = { 'node', 'lease', 'reason', 'detail', 'retryable', 'free', 'backoff' }
+-- What a task is for, as failures and completions are counted: those of an evaluation do not hide those of training.
+local function purpose_of(P, task)
+  return call('HGET', K.task(P, task), 'evaluation') ~= '' and 'evaluation' or 'training'
+end
+
+-- A task came to its end with all that it needs: failures after this one begin a new row.
+local function note_completed(P, purpose)
+  call('HINCRBY', K.failures(P), 'completed ' .. purpose, 1)
+end
+
+-- Counts a failure under what it has in common with others (`kind`), and keeps the first of each kind. In a row are those
+-- without a completed task of the same purpose between them.
+local function note_failure(P, task, node, kind, reason, detail, now)
+  local F, purpose = K.failures(P), purpose_of(P, task)
+  if call('HEXISTS', F, 'first ' .. kind) == 0 then
+    if call('HINCRBY', F, 'kinds', 1) > MAX_FAILURE_KINDS then kind = 'other' end
+    call('HSETNX', F, 'first ' .. kind, table.concat({ now, node, task, reason, detail }, '\n'))
+  end
+  local row, completed = ' ' .. purpose .. ' ' .. kind, call('HGET', F, 'completed ' .. purpose) or '0'
+  if call('HGET', F, 'after' .. row) ~= completed then call('HSET', F, 'after' .. row, completed, 'row' .. row, 0) end
+  if kind ~= 'other' then call('HINCRBY', F, 'row' .. row, 1) end
+  call('HINCRBY', F, 'count ' .. kind, 1)
+  call('HSET', F, 'last ' .. kind, now)
+end
+
+-- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms, kind. Returns 1 when it will be leased again.
+SIGNATURE.fail = { 'node', 'lease', 'reason', 'detail', 'retryable', 'free', 'backoff', 'kind' }
 local function fail(keys, a)
   local P, node, now = keys[1], a.node, now_ms()
   local task = holds(P, node, a.lease)
   if not task then return 0 end
   local T = K.task(P, task)
+  if a.free ~= '1' then note_failure(P, task, node, a.kind, a.reason, a.detail, now) end
   if a.free == '1' then
     call('HINCRBY', T, 'tries', -1)
     if a.reason == 'missing_capability' then

@@ -48,3 +48,44 @@ def test_a_run_in_which_all_flows_says_so() -> None:
 
 def test_a_finished_run_has_its_own_verdict() -> None:
     assert "finished: the run has ended" in text_of(answer(state=run_pb2.RUN_STATE_FINISHED))
+
+
+def failing(in_a_row: int) -> pb.WhyResponse:
+    """A run whose reward raises while its trainer waits."""
+    made = answer(wait("ready_groups", seconds=2))
+    told = {
+        "reason": "reward_error",
+        "detail": "KeyError: 'a' (recipe.py:9 in f)",
+        "task_id": "t1",
+        "node_id": "n1",
+    }
+    made.failures.add(count=1276, in_a_row=in_a_row, **told)  # type: ignore[arg-type]
+    made.dead_letters = 12
+    return made
+
+
+def test_failures_in_a_row_come_first_and_are_the_verdict() -> None:
+    lines = text_of(failing(1276)).splitlines()
+    assert (
+        lines[2]
+        == "failing: 1276 leases in a row failed alike: reward_error: KeyError: 'a' (recipe.py:9 in f)"
+    )
+    assert lines[5].startswith(
+        "  reward_error: KeyError: 'a' (recipe.py:9 in f) · 1,276 times, 1,276 in a row;"
+    )
+    assert "12 tasks failed and will not be retried" in lines[7]
+    assert "training solver has waited" in lines[9]
+
+
+def test_failures_between_completed_tasks_are_shown_beside_what_bounds_the_run() -> None:
+    lines = text_of(failing(0)).splitlines()
+    assert lines[2].startswith("rollout-bound")
+    assert lines[5].startswith(
+        "  reward_error: KeyError: 'a' (recipe.py:9 in f) · 1,276 times; first: task t1 on n1"
+    )
+
+
+def test_a_stopped_run_says_why() -> None:
+    made = answer(state=run_pb2.RUN_STATE_FINISHED)
+    made.stopped_for = "tasks failed alike 100 times in a row"
+    assert "failing: the server stopped the run: tasks failed alike 100 times in a row" in text_of(made)

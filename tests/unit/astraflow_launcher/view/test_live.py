@@ -77,6 +77,39 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_a_damaged_checkpoint_is_said_with_the_first_step_after_it() -> None:
+    view, output, observation = _lines()
+    observation.steps.append(StepPoint("solver", 2, 9.0, {"reward_mean": 0.5, "damaged_checkpoints": 1.0}))
+    view.show(observation, doing="running")
+    for text in (output.getvalue(), _text(observation)):
+        assert text.count("DAMAGED: 1 newer checkpoint(s) were put aside") == 1
+
+
+def test_each_kind_of_failure_is_told_once_with_its_place_and_so_is_the_stop() -> None:
+    lines, stream, observation = _lines()
+    assert observation.status is not None
+    told = {"reason": "reward_error", "detail": "KeyError: 'a' (recipe.py:9 in f)", "node_id": "node-1"}
+    failure = observation.status.failures.add(task_id="train-3", count=1, in_a_row=1, **told)  # type: ignore[arg-type]
+    lines.show(observation, doing="running")
+    failure.count = failure.in_a_row = 100
+    observation.status.stopped_for = "tasks failed alike"
+    lines.show(observation, doing="running")
+    lines.show(observation, doing="running")
+    said = stream.getvalue()
+    assert said.count("FAILED reward_error: KeyError: 'a' (recipe.py:9 in f)") == 1
+    assert said.count("STOPPED tasks failed alike") == 1
+    assert "stopped: tasks failed alike" in _text(observation)
+    assert "100 times, 100 in a row; first: task train-3 on node-1" in _text(observation)
+
+
+def test_a_skipped_step_is_marked_and_counted() -> None:
+    lines, stream, observation = _lines()
+    observation.steps.append(StepPoint("solver", 2, 2.0, {"skipped": 1.0, "skipped_no_signal": 1.0}))
+    lines.show(observation, doing="running")
+    assert stream.getvalue().count("skipped: no signal") == 1
+    assert "(1 skipped)" in _text(observation)
+
+
 def test_lines_leave_out_steps_of_before_a_resume() -> None:
     view, output, observation = _lines()
     observation.num_earlier_steps = len(observation.steps)

@@ -16,6 +16,7 @@ FIELDS = """
 steps steps_by_policy policies heldout_metrics reward_first reward_last heldout_first heldout_last heldout_n wall_s
 trajectories conservation_error staleness trainer_wait_fraction versions
 snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_bytes
+steps_skipped learned_nothing failures dead_letters stopped_for
 """
 
 
@@ -102,3 +103,37 @@ def test_the_table_names_the_folder_and_both_held_out_rewards() -> None:
     text = printed(as_table(_summary(_observation())))
     assert "0.25 → 0.75 (1024 samples)" in text
     assert "/data" in text
+
+
+def test_a_run_whose_tasks_failed_says_so_before_all_figures() -> None:
+    observation = _observation()
+    observation.steps, observation.status.dead_letters = [], 3
+    observation.status.stopped_for = "tasks failed alike 100 times in a row"
+    observation.status.failures.add(
+        reason="reward_error", detail="KeyError: 'a' (recipe.py:9 in f)", count=100
+    )
+    summary = _summary(observation)
+    assert summary.failures[0]["detail"] == "KeyError: 'a' (recipe.py:9 in f)"
+    assert (summary.dead_letters, summary.stopped_for) == (3, "tasks failed alike 100 times in a row")
+    page = printed(as_table(summary))
+    order = (
+        "tasks failed alike",
+        "nothing was learned: no step was trained",
+        "KeyError",
+        "3 tasks were given up",
+        "steps",
+    )
+    places = [page.index(text) for text in order]
+    assert places == sorted(places)
+
+
+def test_steps_without_signal_are_counted_and_a_run_of_nothing_else_learned_nothing() -> None:
+    observation = _observation()
+    skipped = {"reward_mean": 0.0, "skipped": 1.0, "skipped_no_signal": 1.0}
+    observation.steps[0] = StepPoint("solver", 1, 1.0, skipped)
+    assert (_summary(observation).steps_skipped, _summary(observation).learned_nothing) == (1, None)
+    observation.steps[1] = StepPoint("solver", 2, 1.0, skipped)
+    learned = _summary(observation).learned_nothing or ""
+    assert "all 2 steps were skipped, as the answers to each task earned the same reward" in learned
+    observation.steps[1] = StepPoint("solver", 2, 1.0, skipped | {"skipped_no_signal": 0.0})
+    assert "same reward" not in (_summary(observation).learned_nothing or "")

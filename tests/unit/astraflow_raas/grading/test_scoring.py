@@ -57,6 +57,7 @@ async def test_every_form_of_a_reward_gives_a_score(reward: Reward, score: Score
     [
         (of("7"), "reward_error", "returned '7' of type str"),
         (of(None), "reward_error", "of type NoneType"),
+        (of(float("nan")), "reward_error", r"returned nan; return a finite number \(test_scoring.py:\d+ in "),
         (lambda task, completion: task.data["gold"], "reward_error", r"KeyError: 'gold' \(test_scoring.py:"),
         (gives_up, "reward_error", "TimeoutError: the far side is slow"),
         (hangs, "reward_timeout", "did not return within timeout_s 0.05"),

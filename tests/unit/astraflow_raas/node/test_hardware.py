@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_raas.node.hardware import describe_hardware
+from astraflow.errors import InvalidArgumentError
+from astraflow_raas.node.hardware import describe_hardware, require_gpus
 from astraflow_raas.settings import NodeSettings
 
 
@@ -43,3 +44,21 @@ def test_a_machine_whose_gpus_nobody_can_name_is_its_processor(tool: Path) -> No
     cores = f"{len(os.sched_getaffinity(0))} × "
     assert described(engine="sglang").startswith(cores)
     assert described().startswith(cores)
+
+
+def test_a_gpu_that_the_machine_lacks_is_named_before_an_engine_is_started(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"names GPU 0; this machine has none .* give the container"
+    ):
+        require_gpus([0], devices=tmp_path)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    require_gpus([0, 1], devices=tmp_path)
+    with pytest.raises(InvalidArgumentError, match="names GPU 2; this machine has 2 of NVIDIA's"):
+        require_gpus([0, 2], devices=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["kfd", "dxg"])
+def test_gpus_that_cannot_be_counted_are_left_to_the_engine(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    require_gpus([7], devices=tmp_path)

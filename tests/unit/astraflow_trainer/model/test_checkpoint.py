@@ -1,6 +1,6 @@
 """Checkpoints resume bit for bit, appear whole or not at all, and refuse what does not fit."""
 
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +9,10 @@ import torch
 
 from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.model import model, optimizer
-from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position
+from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position, set_aside_damaged
+from astraflow_trainer.model.integrity import sealed, unsealed
 from astraflow_trainer.step.step import StepSettings, train_step
+from support.damage import flip_a_byte
 from support.tiny_training import MakePolicy, copies, make_rows, same_bits
 
 SETTINGS = OptimizerSettings(learning_rate=1e-2)
@@ -144,9 +146,10 @@ def test_another_model_or_schema_is_refused_with_a_remedy(trainee: Trainee, make
     wider = optimizer.MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
     with pytest.raises(CheckpointError, match=r"\(16, 32\), this model needs \(16, 48\); resume with"):
         trainee.store.restore(wider)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 99}))
-    with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 3"):
-        trainee.restore()
+    file.write_text(sealed({**unsealed(file), "schema_version": 99}))
+    for read in (trainee.restore, lambda: set_aside_damaged(trainee.folder)):
+        with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 4"):
+            read()
 
 
 def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
@@ -188,3 +191,38 @@ def test_a_chosen_step_is_restored_and_later_ones_stay(make_trainee: MakeTrainee
     assert (resumed.restore(step=2).step, resumed.store.steps()) == (2, [1, 2, 3])
     trainee.store.forget_after(1)
     assert trainee.store.steps() == [1]
+
+
+def test_what_storage_changed_in_any_file_is_put_aside_and_the_one_before_restored(
+    make_trainee: MakeTrainee,
+) -> None:
+    trainee = make_trainee(keep=9)
+    names = [path.name for path in trainee.save(1).iterdir()]
+    assert {".metadata", "position.json", "__0_0.distcp"} <= set(names)
+    good = trainee.state()
+    for step, name in enumerate(names, start=2):
+        trainee.train(step)
+        flip_a_byte(trainee.save(step) / name)
+    assert set_aside_damaged(trainee.folder) == len(names)
+    assert trainee.store.steps() == [1]
+    assert len(list(trainee.folder.glob("damaged-*-step-*"))) == len(names), "nothing is deleted"
+    resumed = make_trainee(seed=9)
+    assert resumed.restore().step == 1
+    assert same_bits(resumed.state(), good)
+    resumed.save(len(names) + 1)
+    assert set_aside_damaged(trainee.folder) == 0, "a newer whole one has made up for them"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "position.json"])
+def test_a_missing_or_cut_file_is_damage_too(trainee: Trainee, name: str) -> None:
+    (trainee.save(1) / name).unlink()
+    os.truncate(trainee.save(2) / name, 10)
+    assert set_aside_damaged(trainee.folder) == 2
+    assert trainee.store.steps() == []
+
+
+def test_a_rate_that_an_operator_set_keeps_the_seal_whole(trainee: Trainee) -> None:
+    trainee.save(1)
+    trainee.optimizer.set_learning_rate(0.125)
+    trainee.save(1)
+    assert set_aside_damaged(trainee.folder) == 0

@@ -650,12 +650,16 @@ class StatusResponse(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    STOPPED_FOR_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
     """Run id."""
     dead_letters: _builtins.int
     """Tasks in the dead-letter stream."""
+    stopped_for: _builtins.str
+    """Why the server stopped the run, and what to do; empty when it did not."""
     @_builtins.property
     def trajectories(self) -> _account_pb2.TrajectoryAccount:
         """Where the trajectories of all policies are."""
@@ -676,6 +680,10 @@ class StatusResponse(_message.Message):
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
         """What stages wait for now; empty when nothing waits."""
 
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
+        """Failures of leased tasks, those that last longest in a row first; at most 32 kinds."""
+
     def __init__(
         self,
         *,
@@ -687,14 +695,72 @@ class StatusResponse(_message.Message):
         evaluations: _abc.Iterable[Global___Evaluation] | None = ...,
         waits: _abc.Iterable[Global___Wait] | None = ...,
         dead_letters: _builtins.int = ...,
+        failures: _abc.Iterable[Global___TaskFailures] | None = ...,
+        stopped_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "nodes", b"nodes", "policies", b"policies", "run_id", b"run_id", "state", b"state", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class TaskFailures(_message.Message):
+    """Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
+    for its numbers. Failures that cost no attempt are not among them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    IN_A_ROW_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TIME_FIELD_NUMBER: _builtins.int
+    LAST_TIME_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Slug of the failure, for example `reward_error`."""
+    detail: _builtins.str
+    """What the first one said; an exception with type, message and `(file:line in function)`. At most 2 KiB."""
+    count: _builtins.int
+    """How many there were."""
+    in_a_row: _builtins.int
+    """How many since a task of the same purpose (training, evaluation) was completed; the larger of both."""
+    task_id: _builtins.str
+    """Task of the first one."""
+    node_id: _builtins.str
+    """Node of the first one."""
+    @_builtins.property
+    def first_time(self) -> _timestamp_pb2.Timestamp:
+        """When the first one happened, by the server's clock."""
+
+    @_builtins.property
+    def last_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last one happened."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        count: _builtins.int = ...,
+        in_a_row: _builtins.int = ...,
+        task_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        first_time: _timestamp_pb2.Timestamp | None = ...,
+        last_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_time", b"first_time", "last_time", b"last_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "detail", b"detail", "first_time", b"first_time", "in_a_row", b"in_a_row", "last_time", b"last_time", "node_id", b"node_id", "reason", b"reason", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskFailures: _TypeAlias = TaskFailures  # noqa: Y015
 
 @_typing.final
 class AdminServiceWatchRequest(_message.Message):
@@ -790,10 +856,17 @@ class WhyResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    STOPPED_FOR_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
+    stopped_for: _builtins.str
+    """Why the server stopped the run, and what to do; empty when it did not."""
+    dead_letters: _builtins.int
+    """Tasks in the dead-letter stream."""
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
         """What stages wait for now; empty when nothing waits."""
@@ -802,6 +875,10 @@ class WhyResponse(_message.Message):
     def task(self) -> _trace_pb2.TaskTrace:
         """The task asked for; unset when none was."""
 
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
+        """Failures of leased tasks, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -809,10 +886,13 @@ class WhyResponse(_message.Message):
         state: _run_pb2.RunState.ValueType = ...,
         waits: _abc.Iterable[Global___Wait] | None = ...,
         task: _trace_pb2.TaskTrace | None = ...,
+        failures: _abc.Iterable[Global___TaskFailures] | None = ...,
+        stopped_for: _builtins.str = ...,
+        dead_letters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "state", b"state", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

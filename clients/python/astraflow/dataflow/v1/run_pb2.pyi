@@ -114,6 +114,7 @@ class Run(_message.Message):
     STORE_URI_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    STOPPED_FOR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
@@ -122,6 +123,10 @@ class Run(_message.Message):
     """Root of the weight store, `file://…` or `s3://…`."""
     state: Global___RunState.ValueType
     """Life of the run."""
+    stopped_for: _builtins.str
+    """Why the server stopped the run before its steps were done, and what to do; empty when it did not. Forgotten when the
+    run is continued.
+    """
     @_builtins.property
     def code(self) -> Global___CodeBundle:
         """The recipe folder's code."""
@@ -139,10 +144,11 @@ class Run(_message.Message):
         store_uri: _builtins.str = ...,
         state: Global___RunState.ValueType = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        stopped_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "store_uri", b"store_uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/admin_service.proto.
  */
 export const file_astraflow_dataflow_v1_admin_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCL+AwoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZyJUCg5TbmFwc2hvdFJhdGluZxIUCgd2ZXJzaW9uGAEgASgESACIAQESDgoGcmF0aW5nGAIgASgBEhAKCGVwaXNvZGVzGAMgASgEQgoKCF92ZXJzaW9uIvgHCgpOb2RlU3RhdHVzEg8KB25vZGVfaWQYASABKAkSEAoIcmVzdGFydHMYAiABKA0SDgoGbGVhc2VzGAMgASgNEhAKCGVwaXNvZGVzGAQgASgEEhQKDHRyYWplY3RvcmllcxgFIAEoBBIOCgZ0b2tlbnMYBiABKAQSUAoQc2VydmluZ192ZXJzaW9ucxgHIAMoCzI2LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlNlcnZpbmdWZXJzaW9uc0VudHJ5EjIKDmxhc3Rfc2Vlbl90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgt3YWl0aW5nX2ZvchgJIAEoCRIRCgljb25uZWN0ZWQYCiABKAgSEwoLaW5jYXJuYXRpb24YCyABKAQSDgoGcmVnaW9uGAwgASgJEgwKBHBvb2wYDSABKAkSDwoHZW5naW5lcxgOIAMoCRIcChRtYXhfY29uY3VycmVudF90YXNrcxgPIAEoDRIXCg9lbmdpbmVfcmVzdGFydHMYECABKA0SFAoMZHJhaW5fcmVhc29uGBEgASgJEi0KCWpvaW5fdGltZRgSIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOQoNd2VpZ2h0X2ZhdWx0cxgTIAMoCzIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XZWlnaHRGYXVsdBIQCghoYXJkd2FyZRgUIAEoCRIbCg5wcmljZV9wZXJfaG91chgVIAEoAUgAiAEBEg8KB2NyZWRpdHMYFiABKA0SFAoMbWF4X2VwaXNvZGVzGBcgASgNEhIKCmJvdW5kZWRfYnkYGCABKAkSNgoMZW5naW5lX2xvYWRzGBkgAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZBIUCgx0b2tlbnNfcGVyX3MYGiABKAESSAoMdmVyc2lvbl9sYWdzGBsgAygLMjIuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMuVmVyc2lvbkxhZ3NFbnRyeRIZChFlbnZpcm9ubWVudF9mYXVsdBgcIAEoCRI6ChZlbnZpcm9ubWVudF9mYXVsdF90aW1lGB0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjIKEFZlcnNpb25MYWdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4AUIRCg9fcHJpY2VfcGVyX2hvdXIiRAoKUm9sZVJlc3VsdBIMCgRyb2xlGAEgASgJEhMKC251bV9zYW1wbGVzGAIgASgEEhMKC21lYW5fcmV3YXJkGAMgASgBIvEDCgpFdmFsdWF0aW9uEhEKCXBvbGljeV9pZBgBIAEoCRIPCgd2ZXJzaW9uGAIgASgEEhMKC251bV9zYW1wbGVzGAMgASgEEhMKC251bV9wbGFubmVkGAQgASgEEhMKC21lYW5fcmV3YXJkGAUgASgBEhAKCGNvbXBsZXRlGAYgASgIEg0KBWZpbmFsGAcgASgIEjEKDWNvbXBsZXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhUKDWV2YWx1YXRpb25faWQYCSABKAkSQQoIdmVyc2lvbnMYCiADKAsyLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5WZXJzaW9uc0VudHJ5EjAKBXJvbGVzGAsgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJvbGVSZXN1bHQSPwoHbWV0cmljcxgMIAMoCzIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLk1ldHJpY3NFbnRyeRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEiwQEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJIvMCCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQicQoYQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJFChFpbnRlcnZhbF9kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIP+vMYCwmamZmZmZm5P1ABImMKGUFkbWluU2VydmljZVdhdGNoUmVzcG9uc2USNQoGc3RhdHVzGAEgASgLMiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlEg8KB2NoYW5nZWQYAiADKAkiLQoKV2h5UmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHdGFza19pZBgCIAEoCSKpAQoLV2h5UmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEi4KBXN0YXRlGAIgASgOMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJ1blN0YXRlEioKBXdhaXRzGAMgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSLgoEdGFzaxgEIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrVHJhY2UiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSKZAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESNAoKcGFnZV90b2tlbhgDIAEoCUIg+vMYHEoaKFswLTldezEsMjB9LVswLTldezEsMjB9KT8SFQoNaW5jbHVkZV90YXNrcxgEIAEoCCJ6ChdMaXN0RGVhZExldHRlcnNSZXNwb25zZRI3CgxkZWFkX2xldHRlcnMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRGVhZExldHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQiZgoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOQoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQiD68xgcQPQDShdbMC05XXsxLDIwfS1bMC05XXsxLDIwfSJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0iZAoXUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkiSQoIUG9vbExvYWQSDAoEcG9vbBgBIAEoCRINCgVub2RlcxgCIAEoDRIQCghjYXBhY2l0eRgDIAEoDRIOCgZsZWFzZXMYBCABKA0iXAoSUG9vbFJlcG9ydFJlc3BvbnNlEi4KBXBvb2xzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xMb2FkEhYKDmxlYXNhYmxlX3Rhc2tzGAIgASgNImUKDFJldm9rZWRUb2tlbhIkCgh0b2tlbl9pZBgBIAEoCUIS+vMYDkoMWyEtfl17MSwxMjh9Ei8KC2V4cGlyZV90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJIChJSZXZva2VUb2tlblJlcXVlc3QSMgoFdG9rZW4YASABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlZFRva2VuIioKE1Jldm9rZVRva2VuUmVzcG9uc2USEwoLd2FzX3Jldm9rZWQYASABKAgiGgoYTGlzdFJldm9rZWRUb2tlbnNSZXF1ZXN0IlAKGUxpc3RSZXZva2VkVG9rZW5zUmVzcG9uc2USMwoGdG9rZW5zGAEgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZWRUb2tlbjLNCwoMQWRtaW5TZXJ2aWNlEnUKDUdldFNlcnZlckluZm8SKy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaLC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESYwoGU3RhdHVzEiQuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1JlcXVlc3QaJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2UiDMrzGAQDBAIB0PMYARJ4CgVXYXRjaBIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QaMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZSIKyvMYAgME0PMYATABElgKA1doeRIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXF1ZXN0GiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldoeVJlc3BvbnNlIgrK8xgCAwTQ8xgBEmsKCUxpc3ROb2RlcxInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3ROb2Rlc1Jlc3BvbnNlIgvK8xgDAgME0PMYARJpCglEcmFpbk5vZGUSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCL+AwoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZyJUCg5TbmFwc2hvdFJhdGluZxIUCgd2ZXJzaW9uGAEgASgESACIAQESDgoGcmF0aW5nGAIgASgBEhAKCGVwaXNvZGVzGAMgASgEQgoKCF92ZXJzaW9uIvgHCgpOb2RlU3RhdHVzEg8KB25vZGVfaWQYASABKAkSEAoIcmVzdGFydHMYAiABKA0SDgoGbGVhc2VzGAMgASgNEhAKCGVwaXNvZGVzGAQgASgEEhQKDHRyYWplY3RvcmllcxgFIAEoBBIOCgZ0b2tlbnMYBiABKAQSUAoQc2VydmluZ192ZXJzaW9ucxgHIAMoCzI2LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlNlcnZpbmdWZXJzaW9uc0VudHJ5EjIKDmxhc3Rfc2Vlbl90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgt3YWl0aW5nX2ZvchgJIAEoCRIRCgljb25uZWN0ZWQYCiABKAgSEwoLaW5jYXJuYXRpb24YCyABKAQSDgoGcmVnaW9uGAwgASgJEgwKBHBvb2wYDSABKAkSDwoHZW5naW5lcxgOIAMoCRIcChRtYXhfY29uY3VycmVudF90YXNrcxgPIAEoDRIXCg9lbmdpbmVfcmVzdGFydHMYECABKA0SFAoMZHJhaW5fcmVhc29uGBEgASgJEi0KCWpvaW5fdGltZRgSIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOQoNd2VpZ2h0X2ZhdWx0cxgTIAMoCzIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XZWlnaHRGYXVsdBIQCghoYXJkd2FyZRgUIAEoCRIbCg5wcmljZV9wZXJfaG91chgVIAEoAUgAiAEBEg8KB2NyZWRpdHMYFiABKA0SFAoMbWF4X2VwaXNvZGVzGBcgASgNEhIKCmJvdW5kZWRfYnkYGCABKAkSNgoMZW5naW5lX2xvYWRzGBkgAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZBIUCgx0b2tlbnNfcGVyX3MYGiABKAESSAoMdmVyc2lvbl9sYWdzGBsgAygLMjIuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMuVmVyc2lvbkxhZ3NFbnRyeRIZChFlbnZpcm9ubWVudF9mYXVsdBgcIAEoCRI6ChZlbnZpcm9ubWVudF9mYXVsdF90aW1lGB0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGjIKEFZlcnNpb25MYWdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4AUIRCg9fcHJpY2VfcGVyX2hvdXIiRAoKUm9sZVJlc3VsdBIMCgRyb2xlGAEgASgJEhMKC251bV9zYW1wbGVzGAIgASgEEhMKC21lYW5fcmV3YXJkGAMgASgBIvEDCgpFdmFsdWF0aW9uEhEKCXBvbGljeV9pZBgBIAEoCRIPCgd2ZXJzaW9uGAIgASgEEhMKC251bV9zYW1wbGVzGAMgASgEEhMKC251bV9wbGFubmVkGAQgASgEEhMKC21lYW5fcmV3YXJkGAUgASgBEhAKCGNvbXBsZXRlGAYgASgIEg0KBWZpbmFsGAcgASgIEjEKDWNvbXBsZXRlX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhUKDWV2YWx1YXRpb25faWQYCSABKAkSQQoIdmVyc2lvbnMYCiADKAsyLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5WZXJzaW9uc0VudHJ5EjAKBXJvbGVzGAsgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJvbGVSZXN1bHQSPwoHbWV0cmljcxgMIAMoCzIuLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLk1ldHJpY3NFbnRyeRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEiwQEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJIr8DCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQSNQoIZmFpbHVyZXMYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza0ZhaWx1cmVzEhMKC3N0b3BwZWRfZm9yGAogASgJItABCgxUYXNrRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg4KBmRldGFpbBgCIAEoCRINCgVjb3VudBgDIAEoBBIQCghpbl9hX3JvdxgEIAEoBBIPCgd0YXNrX2lkGAUgASgJEg8KB25vZGVfaWQYBiABKAkSLgoKZmlyc3RfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLQoJbGFzdF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJxChhBZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEkUKEWludGVydmFsX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQg/68xgLCZqZmZmZmbk/UAEiYwoZQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZRI1CgZzdGF0dXMYASABKAsyJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2USDwoHY2hhbmdlZBgCIAMoCSItCgpXaHlSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgd0YXNrX2lkGAIgASgJIosCCgtXaHlSZXNwb25zZRIOCgZydW5faWQYASABKAkSLgoFc3RhdGUYAiABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSKgoFd2FpdHMYAyADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIuCgR0YXNrGAQgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tUcmFjZRI1CghmYWlsdXJlcxgFIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrRmFpbHVyZXMSEwoLc3RvcHBlZF9mb3IYBiABKAkSFAoMZGVhZF9sZXR0ZXJzGAcgASgEIloKEExpc3ROb2Rlc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEiIKCXBhZ2Vfc2l6ZRgCIAEoDUIP+vMYCxEAAAAAAECPQFABEhIKCnBhZ2VfdG9rZW4YAyABKAkiXgoRTGlzdE5vZGVzUmVzcG9uc2USMAoFbm9kZXMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cxIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiWgoQRHJhaW5Ob2RlUmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHbm9kZV9pZBgCIAEoCRIlCgZyZWFzb24YAyABKAlCFfrzGBFKD1thLXowLTlfXXswLDY0fSI2ChFEcmFpbk5vZGVSZXNwb25zZRIOCgZsZWFzZXMYASABKA0SEQoJY29ubmVjdGVkGAIgASgIIv4BCgpEZWFkTGV0dGVyEhYKDmRlYWRfbGV0dGVyX2lkGAEgASgJEg8KB3Rhc2tfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJEg4KBmRldGFpbBgEIAEoCRIPCgdhdHRlbXB0GAUgASgNEg8KB25vZGVfaWQYBiABKAkSLwoLY3JlYXRlX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEigKBHRhc2sYCCABKAsyGi5hc3RyYWZsb3cucm9sbG91dC52MS5UYXNrEhMKC3BheWxvYWRfcmVmGAkgASgJEhUKDWV2YWx1YXRpb25faWQYCiABKAkimQEKFkxpc3REZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEiIKCXBhZ2Vfc2l6ZRgCIAEoDUIP+vMYCxEAAAAAAEB/QFABEjQKCnBhZ2VfdG9rZW4YAyABKAlCIPrzGBxKGihbMC05XXsxLDIwfS1bMC05XXsxLDIwfSk/EhUKDWluY2x1ZGVfdGFza3MYBCABKAgiegoXTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2USNwoMZGVhZF9sZXR0ZXJzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRlYWRMZXR0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgEImYKGVJlcXVldWVEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iTQoaUmVxdWV1ZURlYWRMZXR0ZXJzUmVzcG9uc2USEAoIcmVxdWV1ZWQYASABKA0SDwoHdW5rbm93bhgCIAEoDRIMCgRrZXB0GAMgASgNImQKF1B1cmdlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRI5Cg9kZWFkX2xldHRlcl9pZHMYAiADKAlCIPrzGBxA9ANKF1swLTldezEsMjB9LVswLTldezEsMjB9IioKGFB1cmdlRGVhZExldHRlcnNSZXNwb25zZRIOCgZwdXJnZWQYASABKAQiIwoRUG9vbFJlcG9ydFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJIkkKCFBvb2xMb2FkEgwKBHBvb2wYASABKAkSDQoFbm9kZXMYAiABKA0SEAoIY2FwYWNpdHkYAyABKA0SDgoGbGVhc2VzGAQgASgNIlwKElBvb2xSZXBvcnRSZXNwb25zZRIuCgVwb29scxgBIAMoCzIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sTG9hZBIWCg5sZWFzYWJsZV90YXNrcxgCIAEoDSJlCgxSZXZva2VkVG9rZW4SJAoIdG9rZW5faWQYASABKAlCEvrzGA5KDFshLX5dezEsMTI4fRIvCgtleHBpcmVfdGltZRgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiSAoSUmV2b2tlVG9rZW5SZXF1ZXN0EjIKBXRva2VuGAEgASgLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZWRUb2tlbiIqChNSZXZva2VUb2tlblJlc3BvbnNlEhMKC3dhc19yZXZva2VkGAEgASgIIhoKGExpc3RSZXZva2VkVG9rZW5zUmVxdWVzdCJQChlMaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlEjMKBnRva2VucxgBIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW4yzQsKDEFkbWluU2VydmljZRJ1Cg1HZXRTZXJ2ZXJJbmZvEisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIJyvMYAQbQ8xgBEmMKBlN0YXR1cxIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXF1ZXN0GiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlIgzK8xgEAwQCAdDzGAESeAoFV2F0Y2gSLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0GjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVzcG9uc2UiCsrzGAIDBNDzGAEwARJYCgNXaHkSIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVxdWVzdBoiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXNwb25zZSIKyvMYAgME0PMYARJrCglMaXN0Tm9kZXMSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXNwb25zZSILyvMYAwIDBNDzGAESaQoJRHJhaW5Ob2RlEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVzcG9uc2UiCcrzGAED0PMYAhJ8Cg9MaXN0RGVhZExldHRlcnMSLS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBouLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXNwb25zZSIKyvMYAgME0PMYARKEAQoSUmVxdWV1ZURlYWRMZXR0ZXJzEjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlcXVldWVEZWFkTGV0dGVyc1JlcXVlc3QaMS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVzcG9uc2UiCcrzGAED0PMYAhJ+ChBQdXJnZURlYWRMZXR0ZXJzEi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1cmdlRGVhZExldHRlcnNSZXF1ZXN0Gi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1cmdlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEm0KClBvb2xSZXBvcnQSKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbFJlcG9ydFJlcXVlc3QaKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbFJlcG9ydFJlc3BvbnNlIgrK8xgCAwTQ8xgBEnMKC1Jldm9rZVRva2VuEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VUb2tlblJlc3BvbnNlIg3K8xgBA9DzGAKA9BgDEoYBChFMaXN0UmV2b2tlZFRva2VucxIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1JlcXVlc3QaMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdFJldm9rZWRUb2tlbnNSZXNwb25zZSIOyvMYAgME0PMYAYD0GAMaQ+rzGD8KCU5PVF9GT1VORAoTRkFJTEVEX1BSRUNPTkRJVElPTgoOSU5WQUxJRF9SRUNJUEUKDVBMVUdJTl9GQUlMRURCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -768,6 +768,20 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
    * @generated from field: uint64 dead_letters = 8;
    */
   deadLetters: bigint;
+
+  /**
+   * Failures of leased tasks, those that last longest in a row first; at most 32 kinds.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.TaskFailures failures = 9;
+   */
+  failures: TaskFailures[];
+
+  /**
+   * Why the server stopped the run, and what to do; empty when it did not.
+   *
+   * @generated from field: string stopped_for = 10;
+   */
+  stoppedFor: string;
 };
 
 /**
@@ -776,6 +790,77 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_admin_service, 10);
+
+/**
+ * Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
+ * for its numbers. Failures that cost no attempt are not among them.
+ *
+ * @generated from message astraflow.dataflow.v1.TaskFailures
+ */
+export type TaskFailures = Message<"astraflow.dataflow.v1.TaskFailures"> & {
+  /**
+   * Slug of the failure, for example `reward_error`.
+   *
+   * @generated from field: string reason = 1;
+   */
+  reason: string;
+
+  /**
+   * What the first one said; an exception with type, message and `(file:line in function)`. At most 2 KiB.
+   *
+   * @generated from field: string detail = 2;
+   */
+  detail: string;
+
+  /**
+   * How many there were.
+   *
+   * @generated from field: uint64 count = 3;
+   */
+  count: bigint;
+
+  /**
+   * How many since a task of the same purpose (training, evaluation) was completed; the larger of both.
+   *
+   * @generated from field: uint64 in_a_row = 4;
+   */
+  inARow: bigint;
+
+  /**
+   * Task of the first one.
+   *
+   * @generated from field: string task_id = 5;
+   */
+  taskId: string;
+
+  /**
+   * Node of the first one.
+   *
+   * @generated from field: string node_id = 6;
+   */
+  nodeId: string;
+
+  /**
+   * When the first one happened, by the server's clock.
+   *
+   * @generated from field: google.protobuf.Timestamp first_time = 7;
+   */
+  firstTime?: Timestamp | undefined;
+
+  /**
+   * When the last one happened.
+   *
+   * @generated from field: google.protobuf.Timestamp last_time = 8;
+   */
+  lastTime?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.TaskFailures.
+ * Use `create(TaskFailuresSchema)` to create a new message.
+ */
+export const TaskFailuresSchema: GenMessage<TaskFailures> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
 
 /**
  * Request of Watch.
@@ -803,7 +888,7 @@ export type AdminServiceWatchRequest = Message<"astraflow.dataflow.v1.AdminServi
  * Use `create(AdminServiceWatchRequestSchema)` to create a new message.
  */
 export const AdminServiceWatchRequestSchema: GenMessage<AdminServiceWatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
 
 /**
  * One change.
@@ -831,7 +916,7 @@ export type AdminServiceWatchResponse = Message<"astraflow.dataflow.v1.AdminServ
  * Use `create(AdminServiceWatchResponseSchema)` to create a new message.
  */
 export const AdminServiceWatchResponseSchema: GenMessage<AdminServiceWatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
 
 /**
  * Request of Why.
@@ -859,7 +944,7 @@ export type WhyRequest = Message<"astraflow.dataflow.v1.WhyRequest"> & {
  * Use `create(WhyRequestSchema)` to create a new message.
  */
 export const WhyRequestSchema: GenMessage<WhyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
 
 /**
  * Response of Why.
@@ -894,6 +979,27 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
    * @generated from field: astraflow.dataflow.v1.TaskTrace task = 4;
    */
   task?: TaskTrace | undefined;
+
+  /**
+   * Failures of leased tasks, as in StatusResponse.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.TaskFailures failures = 5;
+   */
+  failures: TaskFailures[];
+
+  /**
+   * Why the server stopped the run, and what to do; empty when it did not.
+   *
+   * @generated from field: string stopped_for = 6;
+   */
+  stoppedFor: string;
+
+  /**
+   * Tasks in the dead-letter stream.
+   *
+   * @generated from field: uint64 dead_letters = 7;
+   */
+  deadLetters: bigint;
 };
 
 /**
@@ -901,7 +1007,7 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
  * Use `create(WhyResponseSchema)` to create a new message.
  */
 export const WhyResponseSchema: GenMessage<WhyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
 
 /**
  * Request of ListNodes.
@@ -936,7 +1042,7 @@ export type ListNodesRequest = Message<"astraflow.dataflow.v1.ListNodesRequest">
  * Use `create(ListNodesRequestSchema)` to create a new message.
  */
 export const ListNodesRequestSchema: GenMessage<ListNodesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
 
 /**
  * Response of ListNodes.
@@ -964,7 +1070,7 @@ export type ListNodesResponse = Message<"astraflow.dataflow.v1.ListNodesResponse
  * Use `create(ListNodesResponseSchema)` to create a new message.
  */
 export const ListNodesResponseSchema: GenMessage<ListNodesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
 
 /**
  * Request of DrainNode.
@@ -999,7 +1105,7 @@ export type DrainNodeRequest = Message<"astraflow.dataflow.v1.DrainNodeRequest">
  * Use `create(DrainNodeRequestSchema)` to create a new message.
  */
 export const DrainNodeRequestSchema: GenMessage<DrainNodeRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
 
 /**
  * Response of DrainNode.
@@ -1027,7 +1133,7 @@ export type DrainNodeResponse = Message<"astraflow.dataflow.v1.DrainNodeResponse
  * Use `create(DrainNodeResponseSchema)` to create a new message.
  */
 export const DrainNodeResponseSchema: GenMessage<DrainNodeResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
 
 /**
  * A task that is not retried any more.
@@ -1112,7 +1218,7 @@ export type DeadLetter = Message<"astraflow.dataflow.v1.DeadLetter"> & {
  * Use `create(DeadLetterSchema)` to create a new message.
  */
 export const DeadLetterSchema: GenMessage<DeadLetter> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
 
 /**
  * Request of ListDeadLetters.
@@ -1154,7 +1260,7 @@ export type ListDeadLettersRequest = Message<"astraflow.dataflow.v1.ListDeadLett
  * Use `create(ListDeadLettersRequestSchema)` to create a new message.
  */
 export const ListDeadLettersRequestSchema: GenMessage<ListDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
 
 /**
  * Response of ListDeadLetters.
@@ -1189,7 +1295,7 @@ export type ListDeadLettersResponse = Message<"astraflow.dataflow.v1.ListDeadLet
  * Use `create(ListDeadLettersResponseSchema)` to create a new message.
  */
 export const ListDeadLettersResponseSchema: GenMessage<ListDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
 
 /**
  * Request of RequeueDeadLetters.
@@ -1217,7 +1323,7 @@ export type RequeueDeadLettersRequest = Message<"astraflow.dataflow.v1.RequeueDe
  * Use `create(RequeueDeadLettersRequestSchema)` to create a new message.
  */
 export const RequeueDeadLettersRequestSchema: GenMessage<RequeueDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
 
 /**
  * Response of RequeueDeadLetters.
@@ -1252,7 +1358,7 @@ export type RequeueDeadLettersResponse = Message<"astraflow.dataflow.v1.RequeueD
  * Use `create(RequeueDeadLettersResponseSchema)` to create a new message.
  */
 export const RequeueDeadLettersResponseSchema: GenMessage<RequeueDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
 
 /**
  * Request of PurgeDeadLetters.
@@ -1280,7 +1386,7 @@ export type PurgeDeadLettersRequest = Message<"astraflow.dataflow.v1.PurgeDeadLe
  * Use `create(PurgeDeadLettersRequestSchema)` to create a new message.
  */
 export const PurgeDeadLettersRequestSchema: GenMessage<PurgeDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
 
 /**
  * Response of PurgeDeadLetters.
@@ -1301,7 +1407,7 @@ export type PurgeDeadLettersResponse = Message<"astraflow.dataflow.v1.PurgeDeadL
  * Use `create(PurgeDeadLettersResponseSchema)` to create a new message.
  */
 export const PurgeDeadLettersResponseSchema: GenMessage<PurgeDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
 
 /**
  * Request of PoolReport.
@@ -1322,7 +1428,7 @@ export type PoolReportRequest = Message<"astraflow.dataflow.v1.PoolReportRequest
  * Use `create(PoolReportRequestSchema)` to create a new message.
  */
 export const PoolReportRequestSchema: GenMessage<PoolReportRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
 
 /**
  * One pool of nodes.
@@ -1364,7 +1470,7 @@ export type PoolLoad = Message<"astraflow.dataflow.v1.PoolLoad"> & {
  * Use `create(PoolLoadSchema)` to create a new message.
  */
 export const PoolLoadSchema: GenMessage<PoolLoad> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
 
 /**
  * Response of PoolReport.
@@ -1393,7 +1499,7 @@ export type PoolReportResponse = Message<"astraflow.dataflow.v1.PoolReportRespon
  * Use `create(PoolReportResponseSchema)` to create a new message.
  */
 export const PoolReportResponseSchema: GenMessage<PoolReportResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
 
 /**
  * A token that is refused although it has not expired.
@@ -1421,7 +1527,7 @@ export type RevokedToken = Message<"astraflow.dataflow.v1.RevokedToken"> & {
  * Use `create(RevokedTokenSchema)` to create a new message.
  */
 export const RevokedTokenSchema: GenMessage<RevokedToken> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
 
 /**
  * Request of RevokeToken.
@@ -1442,7 +1548,7 @@ export type RevokeTokenRequest = Message<"astraflow.dataflow.v1.RevokeTokenReque
  * Use `create(RevokeTokenRequestSchema)` to create a new message.
  */
 export const RevokeTokenRequestSchema: GenMessage<RevokeTokenRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
 
 /**
  * Response of RevokeToken.
@@ -1463,7 +1569,7 @@ export type RevokeTokenResponse = Message<"astraflow.dataflow.v1.RevokeTokenResp
  * Use `create(RevokeTokenResponseSchema)` to create a new message.
  */
 export const RevokeTokenResponseSchema: GenMessage<RevokeTokenResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
 
 /**
  * Request of ListRevokedTokens.
@@ -1478,7 +1584,7 @@ export type ListRevokedTokensRequest = Message<"astraflow.dataflow.v1.ListRevoke
  * Use `create(ListRevokedTokensRequestSchema)` to create a new message.
  */
 export const ListRevokedTokensRequestSchema: GenMessage<ListRevokedTokensRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
 
 /**
  * Response of ListRevokedTokens.
@@ -1499,7 +1605,7 @@ export type ListRevokedTokensResponse = Message<"astraflow.dataflow.v1.ListRevok
  * Use `create(ListRevokedTokensResponseSchema)` to create a new message.
  */
 export const ListRevokedTokensResponseSchema: GenMessage<ListRevokedTokensResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
 
 /**
  * Status and operations, for people and tools.
