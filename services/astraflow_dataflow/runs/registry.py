@@ -7,11 +7,13 @@ Redis. Any server process can serve any run. Used by every servicer.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from astraflow._contract import bounds_of
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
@@ -29,6 +31,7 @@ from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
 log = get_logger(__name__)
+_CODE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 
 
 @dataclass(eq=False)
@@ -244,10 +247,12 @@ def trained_roles(recipe: Recipe) -> dict[str, str]:
 
 
 def check_code(code: run_pb2.CodeBundle) -> None:
-    """Raise RecipeError unless the bundle is what its digest says and every path is a plain file name."""
+    """Raise RecipeError unless the bundle is what its digest says and every path is a plain relative one."""
     for file in code.files:
-        if Path(file.path).name != file.path or not file.path.endswith(".py"):
-            raise RecipeError(f"code file {file.path!r} must be a plain `name.py` beside recipe.yaml")
+        if not _CODE_PATH.fullmatch(file.path):
+            raise RecipeError(
+                f"code file {file.path!r} must be a plain relative path below the recipe's folder"
+            )
     if (
         code.files
         and bundle_digest([CodeFile(file.path, file.content) for file in code.files]) != code.sha256

@@ -57,9 +57,9 @@ class CodeFile(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Path relative to the recipe folder, for example `recipe.py`."""
+    """Path relative to the recipe folder, for example `recipe.py` or `data/words.txt`."""
     content: _builtins.bytes
-    """UTF-8 source; all files together at most 1 MiB."""
+    """Content; all files together at most 1 MiB."""
     def __init__(
         self,
         *,
