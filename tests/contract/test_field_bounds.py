@@ -206,6 +206,7 @@ CODE_PATHS = ["a.py", "data/a b.txt", "a" * 100], ["", ".py", "../a.py", "a/../b
 READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
+    Row(create(), "run.recipe_yaml", [RECIPE.ljust(65536, "#")], [RECIPE.ljust(65537, "#")]),
     Row(create(code=ONE_FILE), "run.code.files.path", *CODE_PATHS, mend=created),
     Row(request_of(runs.ListRunsRequest), "page_size"),
     Row(request_of(runs.ListRunsRequest), "page_token", ["", "0", "17"], ["x", "-1"]),

@@ -105,10 +105,11 @@ class RunRegistry:
         self.on_forgotten: Callable[[str], None] = lambda _: None
         """Called with each run that was deleted."""
         self._lock = asyncio.Lock()
+        self._parsing = asyncio.Lock()
 
     async def create(self, run: run_pb2.Run) -> run_pb2.Run:
         """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
-        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
+        recipe = await self._parsed(run)
         check_code(run.code)
         self._plugins(run, recipe)
         stored = await self._store.runs.create(
@@ -175,7 +176,7 @@ class RunRegistry:
     async def _load(self, run_id: str) -> RunContext:
         with reading(run_id):
             run = await self._store.runs.get(run_id)
-        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run_id}").recipe
+        recipe = await self._parsed(run)
         plugins = self._plugins(run, recipe)
         rules = plugins.rules(min_members=recipe.dataflow.min_members)
         context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
@@ -202,6 +203,14 @@ class RunRegistry:
         await self.refresh_versions(context)
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
+
+    async def _parsed(self, run: run_pb2.Run) -> Recipe:
+        """The recipe of a run, read beside the event loop, which a large one would hold up; one after the other."""
+        async with self._parsing:
+            read = await asyncio.to_thread(
+                parse_recipe, run.recipe_yaml, source=f"recipe of run {run.run_id}"
+            )
+        return read.recipe
 
     def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
         folder = install_code(run.code, into=self._code_dir, allowed=self._allow_code)

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe import SCHEMA_VERSION, Recipe
 from astraflow.recipe.algorithm import REPLACED_KEYS
+from astraflow.recipe.document import read_document
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import kind_of
 from astraflow.recipe.shipped import find_shipped, shipped_recipes
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 MAX_CODE_BYTES = 1024 * 1024
+_MAX_ERRORS = 20
 """Of all files of a recipe's code together."""
 MAX_CODE_FILES = 500
 _SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
@@ -116,9 +118,9 @@ def parse_recipe(
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(_describe(detail, document, source, given) for detail in error.errors())
-        ) from error
+        shown = [_describe(detail, document, source, given) for detail in error.errors()[:_MAX_ERRORS]]
+        more = [f"… and {left} more"] if (left := error.error_count() - len(shown)) else []
+        raise RecipeError("\n".join([*shown, *more])) from error
     return LoadedRecipe(recipe, _dump(recipe), (), None)
 
 
@@ -127,7 +129,7 @@ def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[s
 
     Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
     """
-    document = YAML(typ="rt").load(text)
+    document = read_document(text, source=source)
     for path, node in _nodes(document, ()):
         if _is_plugin(node, plugin):
             location = [*path, "with", *keys] if keys else path
@@ -197,11 +199,7 @@ def _stays(path: Path) -> bool:
 
 
 def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML document has no static type
-    try:
-        document = YAML(typ="rt").load(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise RecipeError(f"{source}:{line}: not valid YAML: {error.problem}") from error
+    document = read_document(text, source=source)
     if not isinstance(document, Mapping):
         raise RecipeError(
             f"{source}:1: a recipe is a mapping with the sections {', '.join(Recipe.model_fields)}"

@@ -305,3 +305,11 @@ def test_every_key_is_documented() -> None:
         if "description" not in described and "const" not in described  # `kind` is the name of its class
     ]
     assert undocumented == []
+
+
+def test_of_many_errors_the_first_are_told() -> None:
+    text = GOOD + "".join(f"unknown_{number}: 1\n" for number in range(50))
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(text)
+    *_, last = lines = refused.value.message.splitlines()
+    assert (len(lines), last) == (21, "… and 30 more")

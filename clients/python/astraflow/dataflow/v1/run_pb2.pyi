@@ -118,7 +118,7 @@ class Run(_message.Message):
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
-    """The validated recipe, overrides applied, as YAML."""
+    """The validated recipe, overrides applied, as YAML: nested at most 32 deep, with at most 20,000 values."""
     store_uri: _builtins.str
     """Root of the weight store, `file://…` or `s3://…`."""
     state: Global___RunState.ValueType
