@@ -216,7 +216,7 @@ class TrainingLoop:
         started = time.monotonic()
         self._progress.waiting("publish")
         with self._blocked.waiting():
-            self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
+            self._publisher.wait_for_room(waiting=lambda: self._progress.waiting(self._publisher.waits_for))
         self._progress.waiting("batch")
         batch = self._source.acquire(
             step, base_version=self._newest, waiting=self._waiting, controls=self._controls
