@@ -285,7 +285,10 @@ def _import_recipe(spec: str, *, recipe_dir: Path | None) -> ModuleType:
     unique_name = f"astraflow_recipe_{digest}"
     if unique_name in sys.modules:
         return sys.modules[unique_name]
-    source = importlib.util.spec_from_file_location(unique_name, path)
+    # A package, so that it may import the modules beside it: `from .grading import check`.
+    source = importlib.util.spec_from_file_location(
+        unique_name, path, submodule_search_locations=[str(path.parent)]
+    )
     if source is None or source.loader is None:
         raise PluginError(f"plug-in {spec!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(source)

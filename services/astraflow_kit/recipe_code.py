@@ -11,12 +11,13 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe.file import CodeFile, bundle_digest, read_code
 from astraflow.recipe.shipped import shipped_recipes
 
-_SAFE_PATH = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.py")
+_SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 
 
 def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Path | None:
@@ -36,9 +37,7 @@ def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Pa
         )
     for file in files:
         if not _SAFE_PATH.fullmatch(file.path):
-            raise RecipeError(
-                f"the recipe's code holds {file.path!r}; only plain relative paths to .py files are allowed"
-            )
+            raise RecipeError(f"the recipe's code holds {file.path!r}; only plain relative paths are allowed")
     folder = into / digest.hex()
     if not folder.is_dir():
         _write(files, folder=folder)

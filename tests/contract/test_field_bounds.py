@@ -202,10 +202,12 @@ TOKENS = [b"\0" * MOST_IDS], [b"", b"\0" * (MOST_IDS + 4)]
 URIS = [BLOBS + "a" * (1024 - len(BLOBS))], [BLOBS + "a" * (1025 - len(BLOBS))]
 MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 
+CODE_PATHS = ["a.py", "data/a b.txt", "a" * 100], ["", ".py", "../a.py", "a/../b", "/a", "a//b", "a" * 101]
 READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
-    Row(create(code=ONE_FILE), "run.code.files.path", ["a.py", ".py"], ["a.txt", "a/b.py", "../a.py"], mend=created),
+    Row(create(), "run.recipe_yaml", [RECIPE.ljust(65536, "#")], [RECIPE.ljust(65537, "#")]),
+    Row(create(code=ONE_FILE), "run.code.files.path", *CODE_PATHS, mend=created),
     Row(request_of(runs.ListRunsRequest), "page_size"),
     Row(request_of(runs.ListRunsRequest), "page_token", ["", "0", "17"], ["x", "-1"]),
     Row(request_of(runs.DeleteRunRequest), "run_id", ["gone"], ["", "Gone", "a" * 65]),

@@ -1,6 +1,8 @@
 """What a hostile or mistaken caller sends: refused at once, and no run, nor the server, is the worse for it."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -10,8 +12,10 @@ from astraflow.dataflow.v1 import run_pb2, version_pb2, version_service_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
-from astraflow.errors import InvalidArgumentError, PreconditionError
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.errors import InvalidArgumentError, PreconditionError, RecipeError
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow_dataflow.runs import registry
+from astraflow_dataflow.servicers import task_servicer
 from support.any_rpc import answer, request_of
 from support.dataflow_world import World, recipe_text, served
 from support.redis_content import redis_content
@@ -60,6 +64,28 @@ async def test_a_page_token_is_a_number_that_redis_takes(world: World) -> None:
     for token in ("9" * 5000, "²", str(BEYOND)):
         with pytest.raises(InvalidArgumentError, match="page_token"):
             await world.ask(runs.ListRunsResponse, page_token=token)
+
+
+async def test_hostile_recipes_and_data_are_read_beside_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    for module, name in ((registry, "parse_recipe"), (task_servicer, "task_problem")):
+        function = getattr(module, name)
+
+        def noted(*given: object, function: Any = function, name: str = name, **named: object) -> object:
+            threads.add(f"{name} {threading.current_thread() is threading.main_thread()}")
+            return function(*given, **named)
+
+        monkeypatch.setattr(module, name, noted)
+    run = run_pb2.Run(run_id="hostile", recipe_yaml="[" * 20_000)
+    with pytest.raises(RecipeError, match="nested deeper than 32"):
+        await world.ask(runs.CreateRunResponse, run=run)
+    await world.create_run()
+    task = task_pb2.Task(task_id="t", data_json=b"[" * 60_000)
+    with pytest.raises(InvalidArgumentError, match="recursion limit"):
+        await world.ask(tasks.SubmitTasksResponse, tasks=[task])
+    assert threads == {"parse_recipe False", "task_problem False"}
 
 
 async def spoilt(world: World, run_id: str, key: str, field: str, value: str) -> None:

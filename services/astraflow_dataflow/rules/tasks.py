@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from pydantic_core import from_json
+
 from astraflow._contract import bounds_of
 from astraflow.chat import message_from_proto
 from astraflow.plugins import TaskSpec
@@ -80,7 +82,10 @@ def _content_problem(task: task_pb2.Task) -> str | None:
     if not task.data_json:
         return None
     try:
-        data = json.loads(task.data_json)
+        data = from_json(
+            task.data_json, allow_inf_nan=False
+        )  # refuses more than 200 levels before it builds them
+        json.dumps(data, allow_nan=False)  # a number may be too large for a double
     except ValueError as error:
-        return f"task {task.task_id}: data_json is not JSON: {error}"
+        return f"task {task.task_id}: data_json is not JSON with finite numbers: {error}"
     return None if isinstance(data, dict) else f"task {task.task_id}: data_json must be a JSON object"

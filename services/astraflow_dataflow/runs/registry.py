@@ -7,11 +7,13 @@ Redis. Any server process can serve any run. Used by every servicer.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from astraflow._contract import bounds_of
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError, RecipeError
@@ -29,6 +31,7 @@ from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
 log = get_logger(__name__)
+_CODE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 
 
 @dataclass(eq=False)
@@ -102,10 +105,11 @@ class RunRegistry:
         self.on_forgotten: Callable[[str], None] = lambda _: None
         """Called with each run that was deleted."""
         self._lock = asyncio.Lock()
+        self._parsing = asyncio.Lock()
 
     async def create(self, run: run_pb2.Run) -> run_pb2.Run:
         """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
-        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
+        recipe = await self._parsed(run)
         check_code(run.code)
         self._plugins(run, recipe)
         stored = await self._store.runs.create(
@@ -172,7 +176,7 @@ class RunRegistry:
     async def _load(self, run_id: str) -> RunContext:
         with reading(run_id):
             run = await self._store.runs.get(run_id)
-        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run_id}").recipe
+        recipe = await self._parsed(run)
         plugins = self._plugins(run, recipe)
         rules = plugins.rules(min_members=recipe.dataflow.min_members)
         context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
@@ -199,6 +203,14 @@ class RunRegistry:
         await self.refresh_versions(context)
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
+
+    async def _parsed(self, run: run_pb2.Run) -> Recipe:
+        """The recipe of a run, read beside the event loop, which a large one would hold up; one after the other."""
+        async with self._parsing:
+            read = await asyncio.to_thread(
+                parse_recipe, run.recipe_yaml, source=f"recipe of run {run.run_id}"
+            )
+        return read.recipe
 
     def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
         folder = install_code(run.code, into=self._code_dir, allowed=self._allow_code)
@@ -235,10 +247,12 @@ def trained_roles(recipe: Recipe) -> dict[str, str]:
 
 
 def check_code(code: run_pb2.CodeBundle) -> None:
-    """Raise RecipeError unless the bundle is what its digest says and every path is a plain file name."""
+    """Raise RecipeError unless the bundle is what its digest says and every path is a plain relative one."""
     for file in code.files:
-        if Path(file.path).name != file.path or not file.path.endswith(".py"):
-            raise RecipeError(f"code file {file.path!r} must be a plain `name.py` beside recipe.yaml")
+        if not _CODE_PATH.fullmatch(file.path):
+            raise RecipeError(
+                f"code file {file.path!r} must be a plain relative path below the recipe's folder"
+            )
     if (
         code.files
         and bundle_digest([CodeFile(file.path, file.content) for file in code.files]) != code.sha256

@@ -41,7 +41,8 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         run = await self.registry.get(request.run_id)
-        tasks = new_tasks(request, default_group_size=run.recipe.dataflow.group_size)
+        # Beside the event loop, which a thousand tasks with all the data they may have would hold up.
+        tasks = await asyncio.to_thread(new_tasks, request, default_group_size=run.recipe.dataflow.group_size)
         submitted = await self.store.tasks.submit(run.run_id, tasks)
         await self.durability.barrier()
         return pb.SubmitTasksResponse(submitted=submitted, duplicates=len(tasks) - submitted)

@@ -184,7 +184,7 @@ def _name_of(source: Callable[[int], TaskSpec | None]) -> str:
 
 def _json(spec: TaskSpec) -> bytes:
     try:
-        return json.dumps(dict(spec.data), separators=(",", ":")).encode()
+        return json.dumps(dict(spec.data), separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise PluginError(
             f"the data of task {spec.task_id!r} is not JSON: {error}; use plain numbers, strings, lists and mappings"

@@ -1,13 +1,16 @@
 """Recipe code reaches the disk only with leave, only as pinned, and only inside its folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
+from astraflow.plugins import Reward
 from astraflow.recipe.file import CodeFile, bundle_digest, load_recipe
+from astraflow_kit.plugins import load
 from astraflow_kit.recipe_code import install_code
 
 CODE = "class Half: ..."
@@ -46,7 +49,7 @@ def test_code_that_differs_from_its_pin_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../evil.py", "/etc/evil.py", "a/../../evil.py", "run.sh", "a//b.py", ".hidden.py"]
+    "path", ["../evil.py", "/etc/evil.py", "a/../../evil.py", "data/", "a//b.py", ".hidden.py"]
 )
 def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(RecipeError, match="relative paths"):
@@ -66,3 +69,17 @@ def test_code_that_only_claims_the_digest_of_a_recipe_of_this_release_is_refused
     with pytest.raises(RecipeError, match="digest"):
         install_code(code, into=tmp_path, allowed=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_installed_code_imports_the_modules_beside_it_and_reads_its_data(tmp_path: Path) -> None:
+    code = bundle(
+        {
+            "data/words.txt": "nine",
+            "grading/words.py": "from pathlib import Path\nWORDS = Path(__file__).parents[1] / 'data' / 'words.txt'",
+            "recipe.py": "from .grading.words import WORDS\n\ndef known(task, completion):\n"
+            "    return float(completion in WORDS.read_text())\n",
+        }
+    )
+    folder = install_code(code, into=tmp_path, allowed=True)
+    reward = cast("Callable[[object, str], float]", load("recipe:known", protocol=Reward, recipe_dir=folder))
+    assert (reward(None, "nine"), reward(None, "ten")) == (1.0, 0.0)

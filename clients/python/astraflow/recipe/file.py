@@ -12,18 +12,24 @@ import difflib
 import hashlib
 import io
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.error import YAMLError
 
+from astraflow._contract import bounds_of
+from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe import SCHEMA_VERSION, Recipe
 from astraflow.recipe.algorithm import REPLACED_KEYS
+from astraflow.recipe.document import read_document
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import kind_of
 from astraflow.recipe.shipped import find_shipped, shipped_recipes
@@ -42,6 +48,12 @@ __all__ = [
 ]
 
 MAX_CODE_BYTES = 1024 * 1024
+_MAX_ERRORS = 20
+"""Of all files of a recipe's code together."""
+MAX_CODE_FILES = 500
+_SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
+_Given: TypeAlias = dict[tuple[str, ...], str]
+"""Options by the keys that they brought."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +79,42 @@ class LoadedRecipe:
         return bundle_digest(self.code)
 
 
-def load_recipe(folder: Path, *, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    folder: Path, *, overrides: Sequence[str] = (), options: Mapping[str, str] = MappingProxyType({})
+) -> LoadedRecipe:
     """Read and validate `folder/recipe.yaml` with `key.path=value` overrides applied.
 
-    `folder` may also be the path of a YAML file, or the name of a recipe that comes with this release.
+    `folder` may also be the path of a YAML file, or the name of a recipe that comes with this release. `options` are
+    those that stand for a key: errors name them, as they name `--set` for the others.
 
-    Raises RecipeError naming file, line, nearest key and remedy.
+    Raises RecipeError naming file and line, or option, nearest key and remedy.
     """
     path = _recipe_path(folder)
-    loaded = parse_recipe(path.read_text(encoding="utf-8"), source=str(path), overrides=overrides)
+    text = path.read_text(encoding="utf-8")
+    loaded = parse_recipe(text, source=str(path), overrides=overrides, options=options)
     return LoadedRecipe(loaded.recipe, loaded.yaml_text, read_code(path.parent), path.parent)
 
 
-def parse_recipe(text: str, *, source: str = "recipe", overrides: Sequence[str] = ()) -> LoadedRecipe:
+def parse_recipe(
+    text: str,
+    *,
+    source: str = "recipe",
+    overrides: Sequence[str] = (),
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> LoadedRecipe:
     """Validate recipe text (no code bundle). Raises RecipeError."""
     document = _parse_yaml(text, source)
+    given: _Given = {}
     for override in overrides:
-        _apply_override(document, override)
+        key, _, value = override.partition("=")
+        option = f"{options[key]} {value}" if key in options else f"--set {override}"
+        given[_apply_override(document, override, option=option)] = option
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(_describe(detail, document, source) for detail in error.errors())
-        ) from error
+        shown = [_describe(detail, document, source, given) for detail in error.errors()[:_MAX_ERRORS]]
+        more = [f"… and {left} more"] if (left := error.error_count() - len(shown)) else []
+        raise RecipeError("\n".join([*shown, *more])) from error
     return LoadedRecipe(recipe, _dump(recipe), (), None)
 
 
@@ -98,7 +123,7 @@ def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[s
 
     Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
     """
-    document = YAML(typ="rt").load(text)
+    document = read_document(text, source=source)
     for path, node in _nodes(document, ()):
         if _is_plugin(node, plugin):
             location = [*path, "with", *keys] if keys else path
@@ -127,23 +152,48 @@ def _recipe_path(given: Path) -> Path:
 
 
 def read_code(folder: Path) -> tuple[CodeFile, ...]:
-    """The Python files of a recipe's folder, by name. Raises RecipeError for more than may travel with a run."""
-    files = tuple(CodeFile(path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
-    size = sum(len(file.content) for file in files)
-    if size > MAX_CODE_BYTES:
-        raise RecipeError(
-            f"{folder}: the recipe's Python files hold {size} bytes; the limit is {MAX_CODE_BYTES}. "
-            "Install large code as a package"
-        )
-    return files
+    """recipe.py and the files beside and below it, by path; nothing without a recipe.py.
+
+    Hidden files, `__pycache__`, YAML files and READMEs beside recipe.py do not travel. Raises RecipeError naming the
+    file with which they are more than may travel with a run.
+    """
+    if not (folder / "recipe.py").is_file():
+        return ()
+    files: list[CodeFile] = []
+    size = 0
+    for path in _travelling(folder):
+        name = path.relative_to(folder).as_posix()
+        size += path.stat().st_size  # before it is read: it may be anything
+        if size > MAX_CODE_BYTES or len(files) == MAX_CODE_FILES:
+            raise RecipeError(
+                f"{path}: with this file of {path.stat().st_size:,} bytes the recipe has {len(files) + 1} files of "
+                f"{size:,} bytes to send with the run; the limits are {MAX_CODE_FILES} files and {MAX_CODE_BYTES:,} "
+                "bytes. Keep large data where every machine reads it; a file with a leading dot is left out"
+            )
+        if not _SAFE_PATH.fullmatch(name):
+            raise RecipeError(
+                f"{path}: its name cannot travel with the run; use letters, digits, space and `_.-` only"
+            )
+        files.append(CodeFile(name, path.read_bytes()))
+    return tuple(files)
+
+
+def _travelling(folder: Path) -> Iterator[Path]:
+    """Python files first, so that what breaks the bound is rather data."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        paths = [Path(parent, name) for name in names if not name.startswith(".")]
+        found += [path for path in paths if path.parent != folder or not _stays(path)]
+    yield from sorted(found, key=lambda path: (path.suffix != ".py", path))
+
+
+def _stays(path: Path) -> bool:
+    return path.suffix in {".yaml", ".yml"} or path.stem == "README"
 
 
 def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML document has no static type
-    try:
-        document = YAML(typ="rt").load(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise RecipeError(f"{source}:{line}: not valid YAML: {error.problem}") from error
+    document = read_document(text, source=source)
     if not isinstance(document, Mapping):
         raise RecipeError(
             f"{source}:1: a recipe is a mapping with the sections {', '.join(Recipe.model_fields)}"
@@ -151,27 +201,43 @@ def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML documen
     return document
 
 
-def _apply_override(document: Any, override: str) -> None:  # noqa: ANN401 - YAML is dynamic
+def _apply_override(document: Any, override: str, *, option: str) -> tuple[str, ...]:  # noqa: ANN401 - YAML is dynamic
+    """Set the key; returns the first of the keys on its path that is not the file's, or all of them."""
     path, separator, value = override.partition("=")
     if not separator or not path:
-        raise RecipeError(
-            f"override {override!r} is not of the form key.path=value, for example run.steps=20"
-        )
+        raise RecipeError(f"{option}: not of the form key.path=value, for example run.steps=20")
     *parents, last = path.split(".")
-    node = document
-    for key in parents:
+    node, own = document, 0
+    for number, key in enumerate(parents, start=1):
+        own = own or (number if key not in node else 0)
         node = node.setdefault(key, {})
         if not isinstance(node, Mapping):
-            raise RecipeError(f"override {override!r}: {key!r} is a value, not a section")
-    node[last] = YAML(typ="safe").load(value)
+            raise RecipeError(f"{option}: {'.'.join(parents[:number])} is a value, not a section")
+    try:
+        node[last] = YAML(typ="safe").load(value)
+    except YAMLError as error:
+        raise RecipeError(f"{option}: not valid YAML; quote text that YAML would read otherwise") from error
+    return (*parents, last)[: own or None]
 
 
-def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa: ANN401
+def _where(location: Sequence[str | int], document: Any, source: str, given: _Given) -> str:  # noqa: ANN401
+    """The option that brought the key, or file and line; with the options that changed what lies below it."""
+    keys = tuple(map(str, location))
+    name = ".".join(keys) or "recipe"
+    for path, option in given.items():
+        if keys[: len(path)] == path:
+            return f"{option}: {name}"
+    below = [option for path, option in given.items() if path[: len(keys)] == keys]
+    with_options = f" (with {' '.join(below)})" if below else ""
+    return f"{source}:{_line_of(document, location)}: {name}{with_options}"
+
+
+def _describe(detail: ErrorDetails, document: Any, source: str, given: _Given) -> str:  # noqa: ANN401
     location, tagged = _location(detail, document)
     message = detail["msg"].removeprefix("Value error, ")
     if not location:
         location, message = _named_place(message)
-    where = f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location)) or 'recipe'}"
+    where = _where(location, document, source, given)
     if detail["type"] == "extra_forbidden":
         return f"{where}: unknown key; {_about_unknown(location, tagged)}"
     if detail["type"] == "missing":
@@ -181,8 +247,8 @@ def _describe(detail: ErrorDetails, document: Any, source: str) -> str:  # noqa:
             f"{where}: the recipe has schema version {detail['input']!r}, this release reads {SCHEMA_VERSION}; use the "
             "release it was written for"
         )
-    given = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
-    return f"{where}: {message}{given}"
+    got = "" if isinstance(detail["input"], Mapping | list) else f" (got {detail['input']!r})"
+    return f"{where}: {message}{got}"
 
 
 def _named_place(message: str) -> tuple[list[str | int], str]:

@@ -1,5 +1,6 @@
 """Wrong recipes are refused with line, nearest key and arithmetic; good ones survive a round trip."""
 
+import re
 from math import inf
 from pathlib import Path
 
@@ -206,10 +207,38 @@ def test_overrides_win_and_create_sections() -> None:
     assert (recipe.run.steps, recipe.trainer.optimizer.learning_rate, recipe.run.name) == (7, 0.0, "other")
 
 
-@pytest.mark.parametrize("override", ["run.steps", "=3", "run.name.first=x"])
-def test_a_malformed_override_is_refused(override: str) -> None:
-    with pytest.raises(RecipeError, match="override"):
-        parse_recipe(GOOD, overrides=[override])
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("run.steps", "not of the form key.path=value"),
+        ("=3", "not of the form key.path=value"),
+        ("run.name.first=x", "run.name is a value, not a section"),
+        ("run.steps=[", "not valid YAML"),
+        ("run.stepz=3", r"run.stepz: unknown key; did you mean `steps`\?"),
+        ("run.steps=many", "run.steps: Input should be a valid integer"),
+        ("trainr.algorithm.loss=ppo", r"trainr: unknown key; did you mean `trainer`\?"),
+        ("dataflow.group_size=0", "dataflow.group_size: Input should be greater"),
+    ],
+)
+def test_a_mistaken_override_is_named_as_it_was_typed(override: str, complaint: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{re.escape(f'--set {override}')}: {complaint}"):
+        parse_recipe(GOOD, source="recipe.yaml", overrides=[override])
+
+
+def test_an_option_that_stands_for_a_key_is_named_instead() -> None:
+    with pytest.raises(RecipeError, match=r"^--seed -1: run\.seed: "):
+        parse_recipe(GOOD, overrides=["run.seed=-1"], options={"run.seed": "--seed"})
+
+
+def test_what_the_file_and_an_override_say_together_names_both() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^recipe.yaml:\d+: dataflow \(with --set dataflow.min_members=900\): "
+    ):
+        parse_recipe(
+            f"{GOOD}\ndataflow: {{group_size: 4}}\n",
+            source="recipe.yaml",
+            overrides=["dataflow.min_members=900"],
+        )
 
 
 def test_a_folder_brings_its_code_and_a_missing_one_is_named(tmp_path: Path) -> None:
@@ -220,6 +249,42 @@ def test_a_folder_brings_its_code_and_a_missing_one_is_named(tmp_path: Path) -> 
     loaded = load_recipe(tmp_path)
     assert [file.path for file in loaded.code] == ["recipe.py"]
     assert loaded.code_sha256 == bundle_digest(loaded.code)
+
+
+def test_data_and_folders_beside_recipe_py_travel_and_other_files_do_not(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    for name in (
+        "recipe.py",
+        "grading/__init__.py",
+        "data/words 1.txt",
+        "README.md",
+        ".env",
+        ".git/config",
+        "x.yaml",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "grading" / "__pycache__").mkdir()
+    (tmp_path / "grading" / "__pycache__" / "a.pyc").write_text("")
+    sent = {file.path: file.content.decode() for file in load_recipe(tmp_path).code}
+    assert sent == {name: name for name in ("recipe.py", "grading/__init__.py", "data/words 1.txt")}
+
+
+def test_the_file_that_is_too_much_is_named_with_its_size_and_so_is_one_with_a_strange_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    (tmp_path / "z.jsonl").write_bytes(bytes(2**20))
+    assert load_recipe(tmp_path).code == (), "without recipe.py nothing travels"
+    (tmp_path / "recipe.py").write_text("#")
+    with pytest.raises(
+        RecipeError, match=r"z.jsonl: with this file of 1,048,576 bytes .* limits are 500 files"
+    ):
+        load_recipe(tmp_path)
+    (tmp_path / "z.jsonl").rename(tmp_path / ".z.jsonl")
+    (tmp_path / "ä.txt").write_text("")
+    with pytest.raises(RecipeError, match="its name cannot travel"):
+        load_recipe(tmp_path)
 
 
 def test_the_code_digest_depends_on_names_and_content_but_not_on_order() -> None:
@@ -240,3 +305,11 @@ def test_every_key_is_documented() -> None:
         if "description" not in described and "const" not in described  # `kind` is the name of its class
     ]
     assert undocumented == []
+
+
+def test_of_many_errors_the_first_are_told() -> None:
+    text = GOOD + "".join(f"unknown_{number}: 1\n" for number in range(50))
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(text)
+    *_, last = lines = refused.value.message.splitlines()
+    assert (len(lines), last) == (21, "… and 30 more")

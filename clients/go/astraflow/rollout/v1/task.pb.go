@@ -239,7 +239,7 @@ type Task struct {
 	TaskId string `protobuf:"bytes,1,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
 	// The prompt; may be empty for tasks that start an environment.
 	Messages []*Message `protobuf:"bytes,2,rep,name=messages,proto3" json:"messages,omitempty"`
-	// JSON object for the workflow and the reward (the gold answer, say).
+	// JSON object for the workflow and the reward (the gold answer, say): finite numbers, nested at most 200 deep.
 	DataJson []byte `protobuf:"bytes,3,opt,name=data_json,json=dataJson,proto3" json:"data_json,omitempty"`
 	// Why the task is run.
 	Purpose Purpose `protobuf:"varint,4,opt,name=purpose,proto3,enum=astraflow.rollout.v1.Purpose" json:"purpose,omitempty"`

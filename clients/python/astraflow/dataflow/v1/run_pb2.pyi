@@ -57,9 +57,9 @@ class CodeFile(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Path relative to the recipe folder, for example `recipe.py`."""
+    """Path relative to the recipe folder, for example `recipe.py` or `data/words.txt`."""
     content: _builtins.bytes
-    """UTF-8 source; all files together at most 1 MiB."""
+    """Content; all files together at most 1 MiB."""
     def __init__(
         self,
         *,
@@ -118,7 +118,7 @@ class Run(_message.Message):
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
-    """The validated recipe, overrides applied, as YAML."""
+    """The validated recipe, overrides applied, as YAML: nested at most 32 deep, with at most 20,000 values."""
     store_uri: _builtins.str
     """Root of the weight store, `file://…` or `s3://…`."""
     state: Global___RunState.ValueType

@@ -129,7 +129,7 @@ class Task(_message.Message):
     task_id: _builtins.str
     """Unique in its run. Submitting the same id twice is harmless."""
     data_json: _builtins.bytes
-    """JSON object for the workflow and the reward (the gold answer, say)."""
+    """JSON object for the workflow and the reward (the gold answer, say): finite numbers, nested at most 200 deep."""
     purpose: Global___Purpose.ValueType
     """Why the task is run."""
     group_size: _builtins.int

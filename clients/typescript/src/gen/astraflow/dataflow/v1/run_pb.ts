@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/run.proto.
  */
 export const file_astraflow_dataflow_v1_run: GenFile = /*@__PURE__*/
-  fileDesc("Ch9hc3RyYWZsb3cvZGF0YWZsb3cvdjEvcnVuLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEiRAoIQ29kZUZpbGUSHQoEcGF0aBgBIAEoCUIP+vMYC0oJW14vXSpcLnB5EhkKB2NvbnRlbnQYAiABKAxCCPrzGAQwgIBAIkwKCkNvZGVCdW5kbGUSLgoFZmlsZXMYASADKAsyHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ29kZUZpbGUSDgoGc2hhMjU2GAIgASgMIoMCCgNSdW4SLQoGcnVuX2lkGAEgASgJQh368xgZShdbYS16MC05XVthLXowLTktXXswLDYzfRITCgtyZWNpcGVfeWFtbBgCIAEoCRIvCgRjb2RlGAMgASgLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkNvZGVCdW5kbGUSEQoJc3RvcmVfdXJpGAQgASgJEi4KBXN0YXRlGAUgASgOMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJ1blN0YXRlEi8KC2NyZWF0ZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtzdG9wcGVkX2ZvchgHIAEoCSpsCghSdW5TdGF0ZRIZChVSVU5fU1RBVEVfVU5TUEVDSUZJRUQQABIUChBSVU5fU1RBVEVfQUNUSVZFEAESFwoTUlVOX1NUQVRFX0ZJTklTSElORxACEhYKElJVTl9TVEFURV9GSU5JU0hFRBADQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
+  fileDesc("Ch9hc3RyYWZsb3cvZGF0YWZsb3cvdjEvcnVuLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEihgEKCENvZGVGaWxlEl8KBHBhdGgYASABKAlCUfrzGE1KSyhbQS1aYS16MC05X11bQS1aYS16MC05Xy4gLV17MCw5OX0vKXswLDE1fVtBLVphLXowLTlfXVtBLVphLXowLTlfLiAtXXswLDk5fRIZCgdjb250ZW50GAIgASgMQgj68xgEMICAQCJMCgpDb2RlQnVuZGxlEi4KBWZpbGVzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkNvZGVGaWxlEg4KBnNoYTI1NhgCIAEoDCKNAgoDUnVuEi0KBnJ1bl9pZBgBIAEoCUId+vMYGUoXW2EtejAtOV1bYS16MC05LV17MCw2M30SHQoLcmVjaXBlX3lhbWwYAiABKAlCCPrzGAQwgIAEEi8KBGNvZGUYAyABKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ29kZUJ1bmRsZRIRCglzdG9yZV91cmkYBCABKAkSLgoFc3RhdGUYBSABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSLwoLY3JlYXRlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3N0b3BwZWRfZm9yGAcgASgJKmwKCFJ1blN0YXRlEhkKFVJVTl9TVEFURV9VTlNQRUNJRklFRBAAEhQKEFJVTl9TVEFURV9BQ1RJVkUQARIXChNSVU5fU1RBVEVfRklOSVNISU5HEAISFgoSUlVOX1NUQVRFX0ZJTklTSEVEEANCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
 
 /**
  * One file of a recipe's code.
@@ -24,14 +24,14 @@ export const file_astraflow_dataflow_v1_run: GenFile = /*@__PURE__*/
  */
 export type CodeFile = Message<"astraflow.dataflow.v1.CodeFile"> & {
   /**
-   * Path relative to the recipe folder, for example `recipe.py`.
+   * Path relative to the recipe folder, for example `recipe.py` or `data/words.txt`.
    *
    * @generated from field: string path = 1;
    */
   path: string;
 
   /**
-   * UTF-8 source; all files together at most 1 MiB.
+   * Content; all files together at most 1 MiB.
    *
    * @generated from field: bytes content = 2;
    */
@@ -87,7 +87,7 @@ export type Run = Message<"astraflow.dataflow.v1.Run"> & {
   runId: string;
 
   /**
-   * The validated recipe, overrides applied, as YAML.
+   * The validated recipe, overrides applied, as YAML: nested at most 32 deep, with at most 20,000 values.
    *
    * @generated from field: string recipe_yaml = 2;
    */

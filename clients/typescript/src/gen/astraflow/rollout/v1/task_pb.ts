@@ -122,7 +122,7 @@ export type Task = Message$1<"astraflow.rollout.v1.Task"> & {
   messages: Message[];
 
   /**
-   * JSON object for the workflow and the reward (the gold answer, say).
+   * JSON object for the workflow and the reward (the gold answer, say): finite numbers, nested at most 200 deep.
    *
    * @generated from field: bytes data_json = 3;
    */
