@@ -31,8 +31,10 @@ from astraflow_weights.versions.probe import Probe
 
 log = get_logger(__name__)
 
-__all__ = ["Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
+__all__ = ["PUBLISH", "Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
 
+PUBLISH = "publish"
+"""What training waits for while versions are made and uploaded, as a slug."""
 _STORE_RETRY_S = 600.0
 _POLL_S = 0.2
 
@@ -90,7 +92,7 @@ class PublishWorker:
         self._idle = threading.Condition()
         self._unfinished = 0
         self._failure: BaseException | None = None
-        self.waits_for = "publish"
+        self.waits_for = PUBLISH
         """What versions wait for, as a slug: their own making, or a store that fails or is not there."""
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
 
@@ -116,9 +118,9 @@ class PublishWorker:
         """
         self._wait_until(lambda: self._unfinished <= self._max_behind, waiting=waiting)
 
-    def wait_until_done(self) -> None:
-        """Return once everything submitted is announced. Raises the worker's failure."""
-        self._wait_until(lambda: self._unfinished == 0, waiting=lambda: None)
+    def wait_until_done(self, *, waiting: Callable[[], None] = lambda: None) -> None:
+        """Return once everything submitted is announced; `waiting` is called meanwhile. Raises the worker's failure."""
+        self._wait_until(lambda: self._unfinished == 0, waiting=waiting)
 
     def _wait_until(self, satisfied: Callable[[], bool], *, waiting: Callable[[], None]) -> None:
         with self._idle:
@@ -169,7 +171,7 @@ class PublishWorker:
             self.waits_for = "store_missing" if isinstance(error, StoreMissing) else "store"
             log.warning("version.not_published", waiting_for=self.waits_for, message=error.message)
             raise
-        self.waits_for = "publish"
+        self.waits_for = PUBLISH
 
     def _announce(self) -> None:
         if self._announcer is None:
