@@ -25,6 +25,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
+from astraflow_kit.plugins import describe
 
 log = get_logger(__name__)
 
@@ -150,7 +151,7 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
             if specs:  # they are good work; the next draw begins at the fault
                 return specs, False
             raise PluginError(
-                f"the data set's {_name_of(source)} raised at index {index}: {type(error).__name__}: {error}; mend it, "
+                f"the data set's {_name_of(source)} raised at index {index}: {describe(error)}; mend it, "
                 "it is asked again at each sweep"
             ) from error
         if spec is None:

@@ -41,7 +41,8 @@ class RewardScorer:
         self._reward = reward
         self._timeout_s = timeout_s
         self._pool = pool
-        self._wants_policies = "policies" in inspect.signature(reward).parameters
+        self.wants_policies = "policies" in inspect.signature(reward).parameters
+        """Whether it may ask the workflow's policies."""
         self._stopped = asyncio.Event()
 
     async def __call__(
@@ -57,7 +58,7 @@ class RewardScorer:
     async def _scored(self, task: TaskSpec, completion: str, *, policies: Mapping[str, Policy]) -> Score:
         if self._pool is not None:
             return await self._pool.score(task, completion)
-        given = {"policies": policies} if self._wants_policies else {}
+        given = {"policies": policies} if self.wants_policies else {}
         try:
             value = self._reward(task, completion, **given)
             if inspect.isawaitable(value):

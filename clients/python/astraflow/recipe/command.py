@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from astraflow.errors import PluginError, RecipeError
-from astraflow.plugins import Reward, Workflow
-from astraflow.recipe import declared_roles, json_schema, workflow_roles
+from astraflow.recipe import json_schema
 from astraflow.recipe.file import LoadedRecipe, load_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
@@ -25,13 +22,22 @@ SetOption = Annotated[
 
 
 @app.command()
-def check(recipe: RecipeArgument, overrides: SetOption = None) -> None:
+def check(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    code: Annotated[
+        bool, typer.Option("--code/--no-code", help="Try its plug-ins too: one task, one grade, one prompt.")
+    ] = True,
+) -> None:
     """Validate RECIPE and print it with every default and override resolved.
 
-    Where its workflow can be imported here, the roles that its class declares are held against the recipe's.
+    Its code is run as daemons run it: plug-ins are made with their settings, the roles of the workflow are held against
+    the recipe's, one task of the data set goes through the reward, and its prompt through each tokenizer. What was
+    tried is told on stderr. Nothing is downloaded; --no-code runs nothing of the recipe.
     """
     loaded = load_recipe(recipe, overrides=overrides or ())
-    _check_roles(loaded)
+    if code:
+        _try(loaded)
     typer.echo(loaded.yaml_text)
 
 
@@ -41,23 +47,18 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-def _check_roles(loaded: LoadedRecipe) -> None:
-    """Raise RecipeError when the workflow plays other roles. What an instance declares is checked by nodes."""
-    recipe, use = loaded.recipe, loaded.recipe.raas.workflow.use
+def _try(loaded: LoadedRecipe) -> None:
+    """Tell what was tried. Raises PluginError and RecipeError for what a run would fail on."""
     try:
-        plugins = importlib.import_module("astraflow_kit.plugins")
-        found = plugins.load(use, protocol=Workflow, recipe_dir=loaded.folder)
-    except (ModuleNotFoundError, PluginError) as error:
-        typer.echo(f"the roles of the workflow are not checked: {error}", err=True)
+        trial = importlib.import_module("astraflow_launcher.support.recipe_trial")
+    except ModuleNotFoundError as error:
+        typer.echo(
+            f"the recipe's code is not tried: the package {error.name!r} is not installed; run: "
+            "pip install 'astraflow[dev]'",
+            err=True,
+        )
         return
-    reward = None
-    if recipe.raas.reward is not None:
-        with suppress(PluginError):  # a node says what is wrong with it
-            reward = plugins.load(recipe.raas.reward.use, protocol=Reward, recipe_dir=loaded.folder)
-    declared = declared_roles(found, reward)
-    if isinstance(declared, property):
-        return
-    try:
-        workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"raas.workflow: {use}: {error}") from error
+    path = loaded.file
+    assert path is not None, "it was read from a file"
+    for line in trial.try_recipe(loaded, text=path.read_text(encoding="utf-8"), source=str(path)):
+        typer.echo(line, err=True)

@@ -71,7 +71,13 @@ class LoadedRecipe:
     recipe: Recipe
     yaml_text: str
     code: tuple[CodeFile, ...]
-    folder: Path | None
+    file: Path | None
+    """The YAML file; None for text."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the file and its code lie."""
+        return self.file.parent if self.file is not None else None
 
     @property
     def code_sha256(self) -> bytes:
@@ -92,7 +98,7 @@ def load_recipe(
     path = _recipe_path(folder)
     text = path.read_text(encoding="utf-8")
     loaded = parse_recipe(text, source=str(path), overrides=overrides, options=options)
-    return LoadedRecipe(loaded.recipe, loaded.yaml_text, read_code(path.parent), path.parent)
+    return LoadedRecipe(loaded.recipe, loaded.yaml_text, read_code(path.parent), path)
 
 
 def parse_recipe(
