@@ -141,7 +141,7 @@ class Dataflow:
     def registrations(self) -> list[Registration]:
         """The six services with their servicers."""
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
-        runs = RunServicer(store, registry, versions, durability, self.grants)
+        runs = RunServicer(store, registry, versions, durability, self.grants, self.settings.batch_lease_s)
         tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
         ingest = Ingest(
             store=store,

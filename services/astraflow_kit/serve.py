@@ -33,7 +33,7 @@ from astraflow.errors import (
     RetryableError,
     UnauthenticatedError,
 )
-from astraflow_kit.bounds import require_integers
+from astraflow_kit.bounds import require_bounds
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
@@ -259,7 +259,7 @@ class _Guard(grpc.aio.ServerInterceptor):
             decoded = _decoded(request, handler, rpc=rpc)
             self._gate.narrow(rpc, decoded)
             if isinstance(decoded, Message):
-                require_integers(decoded)
+                require_bounds(decoded)
             return decoded
 
         if not handler.request_streaming:

@@ -74,6 +74,17 @@ async def test_a_batch_that_a_trainer_holds_is_work(world: World) -> None:
         await delete(world)
 
 
+async def test_a_trainer_between_two_steps_is_at_work_until_it_releases_its_policy(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    with pytest.raises(PreconditionError, match=r"trainer test of solver called \d s ago; .*force"):
+        await delete(world)
+    assert (await world.status()).run_id == "run"
+    await trainer.release()
+    await delete(world)
+    assert await keys(world) <= SERVERS_OWN
+
+
 async def test_everything_about_a_deleted_run_is_not_found_at_once(world: World) -> None:
     await lived(world)
     node = await world.node()

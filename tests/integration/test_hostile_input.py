@@ -60,6 +60,19 @@ async def test_a_clock_of_nanoseconds_is_an_incarnation(world: World) -> None:
     assert (await world.status()).nodes[0].incarnation == 2**64 - 1
 
 
+@pytest.mark.parametrize("node_id", ["n\n1", "n\t1"])
+async def test_an_episode_of_a_node_with_a_line_break_in_its_name_leaves_the_trace_readable(
+    world: World, node_id: str
+) -> None:
+    _, node = await world.started("t1")
+    (lease,) = await node.lease()
+    episode = node.episode(lease, 0)
+    episode.node_id = node_id
+    with pytest.raises(InvalidArgumentError, match=r"episode.node_id is 'n\\[nt]1'"):
+        await node.push(episode)
+    assert (await world.why("t1")).task.task_id == "t1"
+
+
 async def test_a_page_token_is_a_number_that_redis_takes(world: World) -> None:
     for token in ("9" * 5000, "²", str(BEYOND)):
         with pytest.raises(InvalidArgumentError, match="page_token"):

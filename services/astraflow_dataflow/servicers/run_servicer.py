@@ -42,6 +42,8 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     versions: Versions
     durability: Durability
     grants: StoreGrants
+    trainer_lease_s: float
+    """Time after its last call for which a trainer counts as at work."""
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if not _RUN_ID.fullmatch(request.run.run_id):
@@ -112,7 +114,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             raise InvalidArgumentError(
                 f"run_id {request.run_id!r} names no run; a run to delete must be named"
             )
-        counters = await self.store.runs.begin_delete(request.run_id, force=request.force)
+        counters = await self.store.runs.begin_delete(
+            request.run_id, force=request.force, lease_s=self.trainer_lease_s
+        )
         failpoints.hit("dataflow.deleted")
         await self.registry.forget(request.run_id)
         deleted = await self.store.runs.delete_keys(request.run_id)

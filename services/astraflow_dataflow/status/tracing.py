@@ -83,6 +83,8 @@ class _History:
             lease.end_time.CopyFrom(timestamp(ms))
 
     def _pushed(self, ms: int, fields: list[str], items: list[str]) -> None:
+        if len(fields) != 7:
+            return  # an id within it held a separator, which other releases took
         member, attempt, node_id, episode_id, outcome, failed, reason = fields
         self.episodes.append(
             trace_pb2.EpisodeTrace(

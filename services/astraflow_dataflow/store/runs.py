@@ -117,12 +117,15 @@ class RunStore:
         """
         await self._connection.call(Keys(run_id), "advance", life.value, stopped_for)
 
-    async def begin_delete(self, run_id: str, *, force: bool) -> dict[str, int]:
+    async def begin_delete(self, run_id: str, *, force: bool, lease_s: float) -> dict[str, int]:
         """End a run for everybody and return its last counters; the keys are still there.
 
-        Raises NotFoundError, and without `force` PreconditionError naming who works on it.
+        A trainer works on it that called within `lease_s` and did not release its policy. Raises NotFoundError, and
+        without `force` PreconditionError naming who works on it.
         """
-        reply = await self._connection.call(Keys(run_id), "begin_delete", run_id, flag(force))
+        reply = await self._connection.call(
+            Keys(run_id), "begin_delete", run_id, flag(force), int(lease_s * 1000)
+        )
         # Also of a run that cannot be read, whose counters may be anything.
         return {name: int(value) for name, value in as_mapping(reply).items() if value.isdigit()}
 

@@ -143,14 +143,7 @@ def _daemons(recipe: Recipe, choices: Choices, *, root: Path) -> list[PlannedPro
                     else "publishes its weights and ends"
                 )
                 folder = str(root / "work" / f"trainer-{name}")
-                found.append(
-                    PlannedProcess(
-                        f"trainer-{name}",
-                        _port(None),
-                        folder,
-                        f"{does}, in {ranks} process{'es' if ranks > 1 else ''}",
-                    )
-                )
+                found.append(PlannedProcess(f"trainer-{name}", _port(None), folder, does))
     if Part.RAAS not in choices.without:
         engines = ", ".join(f"{number} of {name}" for name, number in choices.engines.items())
         for number in range(1, choices.num_nodes + 1):

@@ -174,8 +174,8 @@ local function save_states(keys, a)
   return 1
 end
 
--- Who works on a run now, or nil.
-local function at_work(P)
+-- Who works on a run now, or nil. A trainer does until it releases its policy or has not called for a lease time.
+local function at_work(P, lease_ms)
   local now = now_ms()
   for _, node in ipairs(call('SMEMBERS', K.nodes(P))) do
     if tonumber(call('HGET', K.node(P, node), 'connected_until') or 0) > now then return 'node ' .. node .. ' is connected' end
@@ -186,17 +186,24 @@ local function at_work(P)
     if waiting > now then return 'the trainer of ' .. policy .. ' waits for a batch' end
   end
   if call('ZCOUNT', K.batch_leases(P), now, '+inf') > 0 then return 'a trainer holds a batch' end
+  for _, policy in ipairs(policies(P)) do
+    local f = call('HMGET', K.policy(P, policy), 'trainer', 'heard_ms')
+    local heard = tonumber(f[2] or '')
+    if heard and heard + lease_ms > now then
+      return 'trainer ' .. f[1] .. ' of ' .. policy .. ' called ' .. math.floor((now - heard) / 1000) .. ' s ago'
+    end
+  end
   return nil
 end
 
--- begin_delete: run id, '1' force. Ends the run for everybody; its keys are removed afterwards, then end_delete. Returns the counters.
-SIGNATURE.begin_delete = { 'run', 'force' }
+-- begin_delete: run id, '1' force, lease ms of a trainer. Ends the run for everybody; its keys are removed afterwards, then end_delete. Returns the counters.
+SIGNATURE.begin_delete = { 'run', 'force', 'lease_ms' }
 local function begin_delete(keys, a)
   local P = keys[1]
   local state = call('HGET', K.run(P), 'state')
   if not state then return refuse('NOTFOUND', 'no run ' .. a.run .. ' on this server; ListRuns shows those it has') end
   if state ~= 'deleting' then
-    local busy = a.force ~= '1' and state ~= 'finished' and at_work(P)
+    local busy = a.force ~= '1' and state ~= 'finished' and at_work(P, tonumber(a.lease_ms))
     if busy then
       return refuse('PRECONDITION', 'run ' .. a.run .. ' is ' .. state .. ' and ' .. busy .. '; finish it first, or delete it with force')
     end
