@@ -125,7 +125,6 @@ def dev(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
-<<<<<<< HEAD
     if dry_run:
         choices = Choices(
             num_nodes=nodes,
@@ -142,13 +141,9 @@ def dev(
         )
         _show_plan(loaded, choices, data_dir=data_dir, as_json_object=as_json_)
         return
-    if store:
-        # Refused here rather than by the trainer, after servers were started and a model was warmed up.
-=======
     if store and not (data_dir and (data_dir / "run.json").exists()):
         # Refused here rather than by the trainer, after servers were started and a model was warmed up. One that the
         # run has used before is for its trainers to wait for.
->>>>>>> house
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = _own_folder(loaded, data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
