@@ -142,8 +142,7 @@ def dev(
         _show_plan(loaded, choices, data_dir=data_dir, as_json_object=as_json_)
         return
     if store and not (data_dir and (data_dir / "run.json").exists()):
-        # Refused here rather than by the trainer, after servers were started and a model was warmed up. One that the
-        # run has used before is for its trainers to wait for.
+        # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = _own_folder(loaded, data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
