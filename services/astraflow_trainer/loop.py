@@ -24,7 +24,7 @@ from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import Claim, StepBatch
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
-from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
+from astraflow_trainer.publish.publishing import PUBLISH, ModelBytes, PublishWorker
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 
 log = get_logger(__name__)
@@ -168,7 +168,7 @@ class TrainingLoop:
             self._checkpoint(step, version=version)
         # Nobody else would announce the last version again to a server that forgot it.
         self._publisher.announce_again()
-        self._publisher.wait_until_done()
+        self._publisher.wait_until_done(waiting=self._say_what_fails)
         self._controls.checkpointed(step)
         self._progress.ended(Phase.FINISHED)
         return step
@@ -201,10 +201,15 @@ class TrainingLoop:
         # Equal bytes have their number already; others (a GPU's rounding, other groups after Redis lost the
         # batch) get the next one.
         with self._blocked.waiting():
-            self._publisher.wait_until_done()
+            self._publisher.wait_until_done(waiting=self._say_what_fails)
         number = self._progress.state.version or 0
         self._newest = max(self._newest, number)
         return number
+
+    def _say_what_fails(self) -> None:
+        """Called while a checkpoint waits for versions: the trainer counts as working unless the store fails."""
+        if self._publisher.waits_for != PUBLISH:
+            self._progress.waiting(self._publisher.waits_for)
 
     def _waiting(self, reason: str) -> None:
         """Called after each empty poll. An announcement that Redis lost could be what the nodes wait for."""
@@ -214,9 +219,9 @@ class TrainingLoop:
     def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         started = time.monotonic()
-        self._progress.waiting("publish")
+        self._progress.waiting(PUBLISH)
         with self._blocked.waiting():
-            self._publisher.wait_for_room(waiting=lambda: self._progress.waiting("publish"))
+            self._publisher.wait_for_room(waiting=lambda: self._progress.waiting(self._publisher.waits_for))
         self._progress.waiting("batch")
         batch = self._source.acquire(
             step, base_version=self._newest, waiting=self._waiting, controls=self._controls
@@ -258,7 +263,7 @@ class TrainingLoop:
         again from a checkpoint of a later step.
         """
         with self._blocked.waiting():
-            self._publisher.wait_until_done()
+            self._publisher.wait_until_done(waiting=self._say_what_fails)
         self._learner.save(step=step, version=version)
         failpoints.hit("trainer.checkpoint_written")
         self._source.mark_durable(step)

@@ -9,6 +9,7 @@ step in progress; an error of the training thread ends the process with the exit
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import stamina
 
 from astraflow.client import Client
 from astraflow.dataflow.v1 import run_pb2
@@ -26,7 +29,7 @@ from astraflow_kit import lifecycle
 from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
-from astraflow_kit.log import bind
+from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
@@ -39,6 +42,7 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_weights.errors import StoreMissing
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
@@ -46,6 +50,9 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
+_STORE_RETRY_S, _STORE_POLL_S = 600.0, 5.0
+
+log = get_logger(__name__)
 _CHECK_PATIENCE_S = 5.0
 
 
@@ -87,7 +94,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         joined = await _join(client, settings, folder=settings.work_dir, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
-        store = await asyncio.to_thread(_usable_store, settings, joined)
+        store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
         group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
         session = TrainingSession(
             settings,
@@ -228,9 +235,26 @@ def _joined(run: run_pb2.Run, settings: TrainerSettings, *, folder: Path) -> Joi
 
 def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: bool = True) -> ObjectStore:
     """The run's store, proven to be writable and to honour create-only PUT."""
-    store = open_store(joined.store_uri, settings=settings.store)
+    place = hashlib.sha256(f"{joined.run_id} {joined.store_uri}".encode()).hexdigest()[:16]
+    known = settings.work_dir / f"store-{place}" if remember else None
+    store = open_store(joined.store_uri, settings=settings.store, known=known)
     probe_create_only(store, remember=remember)
     return store
+
+
+def _store_when_there(settings: TrainerSettings, joined: JoinedRun, progress: Progress) -> ObjectStore:
+    """As `_usable_store`; waits for one that this trainer used before and that is not mounted."""
+    for attempt in stamina.retry_context(
+        on=StoreMissing, attempts=None, timeout=_STORE_RETRY_S, wait_max=_STORE_POLL_S
+    ):
+        with attempt:
+            try:
+                return _usable_store(settings, joined)
+            except StoreMissing as error:
+                progress.starting("store_missing")
+                log.warning("store.missing", message=error.message)
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _status_of(progress: Progress) -> StatusSource:

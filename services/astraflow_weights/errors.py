@@ -1,6 +1,7 @@
 """What can go wrong on the weight path, as kinds of the one error tree in `astraflow.errors`.
 
     RetryableError    Unavailable        the store cannot answer now
+                      StoreMissing       its folder is not there, or another store is in its place
     RequestError      ObjectNotFound     no object under that key
                       StoreRefused       the store cannot hold weight versions, or its settings are wrong
                       ModelMismatch      two models differ in names, dtypes or shapes: a new policy
@@ -33,6 +34,12 @@ class Unavailable(UnavailableError):
     """The store did not answer, or answered with a passing fault, until the operation's retries were used up.
 
     The operation may or may not have happened. Every operation of a store may be repeated.
+    """
+
+
+class StoreMissing(Unavailable):
+    """The folder of a store that was used before is not there, or holds another store: it is not mounted. Nothing was
+    written.
     """
 
 

@@ -121,8 +121,9 @@ def dev(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
-    if store:
-        # Refused here rather than by the trainer, after servers were started and a model was warmed up.
+    if store and not (data_dir and (data_dir / "run.json").exists()):
+        # Refused here rather than by the trainer, after servers were started and a model was warmed up. One that the
+        # run has used before is for its trainers to wait for.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = _own_folder(loaded, data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))

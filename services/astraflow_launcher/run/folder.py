@@ -61,8 +61,8 @@ class RunFolder:
 
     @property
     def store(self) -> Path:
-        """The `file://` weight store."""
-        return self._folder("store")
+        """The `file://` weight store; its first writer makes it, and nobody makes it again."""
+        return self.root / "store"
 
     @property
     def addresses(self) -> Path:

@@ -34,6 +34,10 @@ __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
 _DAMAGE_SHOWN_STEPS = 100
+_STORE_WAITS = {
+    "store_missing": "the folder of its weight store is not mounted, moved or deleted; it goes on when that is back",
+    "store": "its weight store fails; what was to be written is tried again",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -71,6 +75,7 @@ class LineView(QuietView):
         self._steps = 0
         self._evaluations: set[tuple[str, str]] = set()
         self._waits: set[tuple[str, str, str]] = set()
+        self._without_store: set[str] = set()
         self._failures: set[tuple[str, str]] = set()
         self._stopped = False
 
@@ -92,6 +97,7 @@ class LineView(QuietView):
                 self._write(observation, _evaluation_line(item))
         self._show_failures(observation)
         self._show_waits(observation)
+        self._show_stores(observation)
 
     def _show_failures(self, observation: Observation) -> None:
         """Say each kind of failure when it first happens, and why the server stopped the run."""
@@ -118,6 +124,18 @@ class LineView(QuietView):
                     f"{wait.policy_id} {wait.stage} waits: {wait.reason} — {wait.detail}".strip(),
                 )
         self._waits = set(long)
+
+    def _show_stores(self, observation: Observation) -> None:
+        """Say once that a trainer's store fails or is not there; again when it does so again."""
+        failing = {
+            policy for policy, trainer in observation.trainers.items() if trainer.waiting_for in _STORE_WAITS
+        }
+        for policy in sorted(failing - self._without_store):
+            reason = observation.trainers[policy].waiting_for
+            self._write(
+                observation, f"{policy} publish waits: {reason} — {_STORE_WAITS[reason]}, see its log"
+            )
+        self._without_store = failing
 
     def _write(self, observation: Observation, text: str) -> None:
         self._console.print(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,14 +24,17 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.errors import StoreMissing
 from astraflow_weights.publish.announcing import Announcer, Committed
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.versions.probe import Probe
 
 log = get_logger(__name__)
 
-__all__ = ["Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
+__all__ = ["PUBLISH", "Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
 
+PUBLISH = "publish"
+"""What training waits for while versions are made and uploaded, as a slug."""
 _STORE_RETRY_S = 600.0
 _POLL_S = 0.2
 
@@ -88,6 +92,8 @@ class PublishWorker:
         self._idle = threading.Condition()
         self._unfinished = 0
         self._failure: BaseException | None = None
+        self.waits_for = PUBLISH
+        """What versions wait for, as a slug: their own making, or a store that fails or is not there."""
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
 
     def submit(self, step: int, model: ModelBytes, *, learning_rate: float | None = None) -> None:
@@ -112,9 +118,9 @@ class PublishWorker:
         """
         self._wait_until(lambda: self._unfinished <= self._max_behind, waiting=waiting)
 
-    def wait_until_done(self) -> None:
-        """Return once everything submitted is announced. Raises the worker's failure."""
-        self._wait_until(lambda: self._unfinished == 0, waiting=lambda: None)
+    def wait_until_done(self, *, waiting: Callable[[], None] = lambda: None) -> None:
+        """Return once everything submitted is announced; `waiting` is called meanwhile. Raises the worker's failure."""
+        self._wait_until(lambda: self._unfinished == 0, waiting=waiting)
 
     def _wait_until(self, satisfied: Callable[[], bool], *, waiting: Callable[[], None]) -> None:
         with self._idle:
@@ -146,7 +152,7 @@ class PublishWorker:
             failpoints.hit("trainer.before_publish")
             shards = model.open()
             for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
-                with attempt:
+                with attempt, self._store_may_fail():
                     committed = self._publisher.publish(
                         shards, step=step, learning_rate=learning_rate, probe=model.probe
                     )
@@ -156,6 +162,16 @@ class PublishWorker:
             failpoints.hit("trainer.announced")
             self._published(committed)
             _log_published(committed)
+
+    @contextmanager
+    def _store_may_fail(self) -> Iterator[None]:
+        try:
+            yield
+        except RetryableError as error:
+            self.waits_for = "store_missing" if isinstance(error, StoreMissing) else "store"
+            log.warning("version.not_published", waiting_for=self.waits_for, message=error.message)
+            raise
+        self.waits_for = PUBLISH
 
     def _announce(self) -> None:
         if self._announcer is None:

@@ -8,6 +8,7 @@ live in `store.file` and `store.s3`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -68,9 +69,10 @@ class ObjectStore(Protocol):
         """Remove the object; a missing one is success."""
 
 
-def open_store(uri: str, *, settings: StoreSettings | None = None) -> ObjectStore:
+def open_store(uri: str, *, settings: StoreSettings | None = None, known: Path | None = None) -> ObjectStore:
     """Open `file:///path` or `s3://bucket/prefix`. Makes no bucket, a folder at the first PUT; sends no request.
 
+    `known` is a file in which whoever writes remembers a folder between processes, so that none makes it again.
     Raises StoreRefused for an address that cannot be understood.
     """
     # The adapters are imported when asked for: boto3 is slow to import and not installed everywhere.
@@ -78,7 +80,7 @@ def open_store(uri: str, *, settings: StoreSettings | None = None) -> ObjectStor
     if address.scheme == "file" and address.path and address.netloc in ("", "localhost"):
         from astraflow_weights.store.file import FileStore
 
-        return FileStore.at_uri(uri)
+        return FileStore.at_uri(uri, known=known)
     if address.scheme == "s3" and address.netloc:
         from astraflow_weights.store.s3 import S3Store
 

@@ -225,9 +225,9 @@ def test_a_stalled_store_holds_training_up_only_when_max_behind_wait(bench: Benc
 def test_waits_before_a_checkpoint_count_for_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until_done = PublishWorker.wait_until_done
 
-    def slowly(worker: PublishWorker) -> None:
+    def slowly(worker: PublishWorker, **options: Any) -> None:
         time.sleep(0.05)
-        wait_until_done(worker)
+        wait_until_done(worker, **options)
 
     monkeypatch.setattr(PublishWorker, "wait_until_done", slowly)
     bench.run(last_step=2, checkpoint_every_steps=1)

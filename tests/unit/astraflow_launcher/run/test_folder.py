@@ -73,5 +73,6 @@ def test_runs_without_a_folder_get_one_each_and_share_the_cache(
 
 def test_paths_below_the_folder_exist(tmp_path: Path) -> None:
     folder = opened(data_dir=tmp_path)
-    assert all(path.is_dir() for path in (folder.redis, folder.store, folder.addresses, folder.cache))
+    assert all(path.is_dir() for path in (folder.redis, folder.addresses, folder.cache))
+    assert not folder.store.exists(), "a store is made by whoever first writes into it, and never again"
     assert folder.log("node-1").parent.is_dir()

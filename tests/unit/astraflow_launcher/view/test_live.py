@@ -110,6 +110,17 @@ def test_a_skipped_step_is_marked_and_counted() -> None:
     assert "(1 skipped)" in _text(observation)
 
 
+def test_a_store_that_is_gone_is_told_once_each_time() -> None:
+    view, output, observation = _lines()
+    for waiting_for in ("store_missing", "store_missing", "", "store_missing"):
+        observation.trainers["solver"] = trainers.StatusResponse(waiting_for=waiting_for)
+        view.show(observation, doing="running")
+    assert (
+        output.getvalue().count("solver publish waits: store_missing — the folder of its weight store") == 2
+    )
+    assert "waits for store_missing" in _text(observation)
+
+
 def test_lines_leave_out_steps_of_before_a_resume() -> None:
     view, output, observation = _lines()
     observation.num_earlier_steps = len(observation.steps)

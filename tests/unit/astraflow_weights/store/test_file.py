@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable
+from astraflow_weights.errors import ObjectNotFound, StoreMissing, StoreRefused, Unavailable
 from astraflow_weights.store import PutResult, file
 
 
@@ -85,3 +85,86 @@ def test_faults_of_the_file_system_say_what_to_do(
         store.put_if_absent("k", b"1")
     monkeypatch.undo()
     assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("mount_point", [False, True], ids=["gone", "empty mount point"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_store_that_was_used_is_never_made_again(
+    tmp_path: Path, *, mount_point: bool, restarted: bool
+) -> None:
+    root, away, known = tmp_path / "mount" / "store", tmp_path / "away", tmp_path / "known"
+    store = file.FileStore(root, known=known)
+    store.put_if_absent("a/b", b"1")
+    root.rename(away)
+    if mount_point:
+        root.mkdir()
+    if restarted:
+        store = file.FileStore(root, known=known)
+    for call in (
+        *(lambda: store.put_if_absent("k", b"2"), lambda: store.put("k", b"2")),
+        *(lambda: store.get("a/b"), lambda: store.head("a/b"), lambda: list(store.list(""))),
+    ):
+        with pytest.raises(
+            StoreMissing, match=r"there is no store: it is not mounted.* delete .*/known to begin"
+        ):
+            call()
+    assert root.exists() == mount_point
+    assert not mount_point or list(root.iterdir()) == []
+    if mount_point:
+        root.rmdir()
+    away.rename(root)
+    assert store.put_if_absent("a/b", b"2") is PutResult.EXISTS
+    assert [item.key for item in store.list("")] == ["a/b"]
+
+
+def test_another_store_in_its_place_is_not_written_to(tmp_path: Path) -> None:
+    store, other = file.FileStore(tmp_path / "store"), file.FileStore(tmp_path / "other")
+    store.put("k", b"1")
+    other.put("k", b"2")
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "other").rename(tmp_path / "store")
+    with pytest.raises(StoreMissing, match="another store is there"):
+        store.put("k", b"3")
+    assert (tmp_path / "store" / "k").read_bytes() == b"2"
+
+
+def test_a_store_that_goes_between_the_check_and_the_write_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = file.FileStore(tmp_path / "store")
+    store.put("k", b"1")
+    written = file.write_synced
+
+    def unmounted(path: Path, *chunks: bytes) -> None:
+        (tmp_path / "store").rename(tmp_path / "away")
+        (tmp_path / "store").mkdir()
+        written(path, *chunks)
+
+    monkeypatch.setattr(file, "write_synced", unmounted)
+    with pytest.raises(StoreMissing):
+        store.put_if_absent("run/policy/k", b"2")
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_folder_of_objects_from_before_identities_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    store = file.FileStore(tmp_path)
+    assert store.put_if_absent("a", b"2") is PutResult.EXISTS
+    assert store.get("a") == b"1"
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_store_that_has_worked_is_waited_for_when_it_turns_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = file.FileStore(tmp_path)
+    store.put("k", b"1")
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(Unavailable, match="owner, mode"):
+        store.put_if_absent("l", b"1")
+    monkeypatch.undo()
+    assert store.put_if_absent("l", b"1") is PutResult.CREATED
