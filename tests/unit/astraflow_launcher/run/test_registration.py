@@ -29,9 +29,11 @@ async def client(script: ScriptedServer) -> AsyncIterator[AsyncClient]:
         yield connected
 
 
-async def _register(client: AsyncClient, folder: Path, *overrides: str) -> None:
+async def _register(client: AsyncClient, data_dir: Path, *overrides: str) -> None:
     loaded = tiny_recipe(STEPS, *overrides)
-    await register_run(client, folder=open_run_folder(loaded, data_dir=folder), loaded=loaded, store_uri=None)
+    opened = open_run_folder(loaded, data_dir=data_dir)
+    await register_run(client, folder=opened, loaded=loaded, store_uri=None)
+    opened.lock.release()
 
 
 async def test_a_new_run_is_created_with_its_store_and_left_active(
