@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from astraflow.commands import wording
 from astraflow.errors import InvalidArgumentError, StateError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe, load_recipe
@@ -20,12 +21,13 @@ from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
-from astraflow_launcher.run.folder import RunFolder, open_run_folder
+from astraflow_launcher.run.folder import RunFolder, open_run_folder, planned_folder
+from astraflow_launcher.run.plan import Choices, as_tables, plan_run
 from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
-from astraflow_raas.settings import NodeSettings
+from astraflow_raas.settings import EMBEDDED_ENGINE, NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
 from astraflow_weights.store.probing import probe_create_only
@@ -105,25 +107,42 @@ def dev(
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would be started, where and with what; start nothing."),
+    ] = False,
 ) -> None:
     """Run RECIPE on this machine: Redis, dataflow server, nodes with engines, one trainer per policy.
 
     Everything binds to loopback and ends with this command. Not for production.
     """
-    named = {"run.steps": steps, "run.seed": seed}
-    given = [f"{key}={value}" for key, value in named.items() if value is not None]
-    loaded = load_recipe(recipe, overrides=[*(overrides or []), *given])
+    loaded = _load(recipe, overrides or [], steps=steps, seed=seed)
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError(
             "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
         )
-    node_options = _node_options(
+    node_options, engines = _node_options(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
+    if dry_run:
+        choices = Choices(
+            num_nodes=nodes,
+            engine=engine or EMBEDDED_ENGINE,
+            engines=engines,
+            trainer_ranks=trainer_ranks,
+            redis_url=redis,
+            store_uri=store,
+            grpc_port=port,
+            http_port=http_port,
+            until=until,
+            timeout_s=timeout,
+            without=frozenset(without or ()),
+        )
+        _show_plan(loaded, choices, data_dir=data_dir, as_json_object=as_json_)
+        return
     if store and not (data_dir and (data_dir / "run.json").exists()):
-        # Refused here rather than by the trainer, after servers were started and a model was warmed up. One that the
-        # run has used before is for its trainers to wait for.
+        # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = _own_folder(loaded, data_dir)
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
@@ -142,8 +161,14 @@ def dev(
         without=frozenset(without or ()),
         max_restarts=max_restarts,
     )
+    _conduct(options, quiet=quiet, as_json_object=as_json_)
+
+
+def _conduct(options: Options, *, quiet: bool, as_json_object: bool) -> None:
+    """Run to the end, shown on stderr, and leave with the status of the run."""
+    folder = options.folder
     console = Console(stderr=True)
-    view = _choose_view(console, quiet=quiet, title=f"{loaded.recipe.run.name} · {folder.root}")
+    view = _choose_view(console, quiet=quiet, title=f"{options.loaded.recipe.run.name} · {folder.root}")
     with folder.lock:
         try:
             with view:
@@ -153,7 +178,27 @@ def dev(
                 f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
             )
             raise typer.Exit(INTERRUPTED) from None
-        _finish(summary, options, console, as_json_object=as_json_)
+        _finish(summary, options, console, as_json_object=as_json_object)
+
+
+def _load(recipe: Path, overrides: Sequence[str], *, steps: int | None, seed: int | None) -> LoadedRecipe:
+    """The recipe with all overrides; the options that stand for a key win, and errors name them."""
+    values = {"run.steps": steps, "run.seed": seed}
+    given = [f"{key}={value}" for key, value in values.items() if value is not None]
+    options = {key: f"--{key.removeprefix('run.')}" for key, value in values.items() if value is not None}
+    return load_recipe(recipe, overrides=[*overrides, *given], options=options)
+
+
+def _show_plan(
+    loaded: LoadedRecipe, choices: Choices, *, data_dir: Path | None, as_json_object: bool
+) -> None:
+    root, continues = planned_folder(loaded, data_dir=data_dir)
+    plan = plan_run(loaded.recipe, choices, source=loaded.file or Path(), root=root, continues=continues)
+    if as_json_object:
+        typer.echo(to_json(asdict(plan)))
+        return
+    for table in as_tables(plan):
+        wording.console().print(table)
 
 
 def _own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
@@ -185,14 +230,17 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
 
 def _node_options(
     recipe: Recipe, *, serve: str, engine: str, engine_python: Path | None, environments: Sequence[str]
-) -> tuple[str, ...]:
-    """Options of each node. Refused here rather than by the first node: nothing has been started yet."""
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Options of each node, and its engines of each policy. Refused here and not by the first node: nothing has been
+    started yet.
+    """
     named = {"serve": serve, "engine": engine, "engine_python": str(engine_python) if engine_python else ""}
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
-    load(NodeSettings, {"join": "127.0.0.1:1", **given, **many}).engines_of(recipe.served_policies)
+    settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
+    engines = settings.engines_of(recipe.served_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return (*options, *(part for each in environments for part in ("--environment", each)))
+    return (*options, *(part for each in environments for part in ("--environment", each))), engines
 
 
 def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:

@@ -21,7 +21,7 @@ from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentEr
 from astraflow.recipe.file import LoadedRecipe
 from astraflow_kit.folder_lock import FolderLock, lock_folder
 
-__all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder"]
+__all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder", "planned_folder"]
 
 DEFAULT_ROOT = Path(".astraflow")
 _RECIPE = "recipe.yaml"
@@ -111,6 +111,16 @@ def open_run_folder(loaded: LoadedRecipe, *, data_dir: Path | None, now: datetim
             f"{error.filename or data_dir} cannot be used for the run: {error.strerror or error}; give a --data-dir "
             "that can be written"
         ) from error
+
+
+def planned_folder(loaded: LoadedRecipe, *, data_dir: Path | None) -> tuple[Path, bool]:
+    """Return where a run would be, and whether it is there; writes nothing. Raises as `open_run_folder` does."""
+    if data_dir is None:
+        return (DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-TIME").absolute(), False
+    is_there = (data_dir / "run.json").exists()
+    if is_there:
+        _stored_record(data_dir, recipe_digest(loaded))
+    return data_dir.absolute(), is_there
 
 
 def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunFolder:

