@@ -157,6 +157,8 @@ class PolicyState:
     """Who claimed it last."""
     heard_ms: int
     """When that trainer last called; 0 when nobody holds the policy."""
+    doubt: str = ""
+    """Why its last trainer did not go on from what is here; empty when it did."""
     turn: str = ""
     """The policy whose turn it is to train; empty where all do."""
     turn_ends_step: int = 0

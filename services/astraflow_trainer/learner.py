@@ -43,8 +43,9 @@ class PolicyLearner:
         checkpoint_dir: Path,
         group: RankGroup,
         snapshot: Where = "device",
+        identity: str = "",
     ) -> None:
-        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see.
+        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU.
         """
@@ -68,6 +69,7 @@ class PolicyLearner:
             keep=training.keep_checkpoints,
             ranks=group.saving,
             group=group.saving_group,
+            identity=identity,
         )
 
     def restore(self, *, at_most: int | None = None) -> Position | None:
@@ -93,9 +95,9 @@ class PolicyLearner:
 
         With the optimizer of the checkpoint of step `checkpoint`, else with a fresh one; `learning_rate` is the peak
         that an operator had set, `baselines` are the running baselines to go on with. Checkpoints after `step` are
-        dropped: the server forgot those steps.
+        put aside: the server forgot those steps.
         """
-        self._checkpoints.forget_after(step)
+        self._checkpoints.supersede_after(step)
         if checkpoint is not None:
             self._checkpoints.restore(self._optimizer, step=checkpoint)
         self._baselines = dict(baselines)

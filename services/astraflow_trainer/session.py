@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 from astraflow.client import Client
+from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
+from astraflow_trainer.agreement import Comparison
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
@@ -39,7 +41,7 @@ from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
-from astraflow_weights.errors import Fenced
+from astraflow_weights.errors import Fenced, StateInDoubt
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
@@ -79,6 +81,7 @@ class TrainingSession:
         self._group = group
         self._is_first = group.index == 0
         self._last_step = settings.steps or joined.policy.steps
+        self._checkpoints = settings.work_dir / "checkpoints"
         self._num_damaged = 0
         self._source = BatchSource(
             client,
@@ -97,7 +100,7 @@ class TrainingSession:
         model_dir = self._starting_model()
         if self._is_first:
             # Before the claim, which begins what a checkpoint that cannot be read would end: the folder is ours alone.
-            self._num_damaged = set_aside_damaged(self._settings.work_dir / "checkpoints")
+            self._num_damaged = set_aside_damaged(self._checkpoints)
         claim = self._claim()
         with self._source.held(lease_s=claim.batch_lease_s) if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
@@ -113,7 +116,9 @@ class TrainingSession:
         """Claim on the first rank; the claim, on every rank."""
         claim = on_first_rank(
             self._group.publishing,
-            lambda: self._source.claim(known_epoch=self._epoch_in_store(), last_step=self._last_step),
+            lambda: self._agreed(
+                self._source.claim(known_epoch=self._epoch_in_store(), last_step=self._last_step)
+            ),
             encode=asdict,
             decode=lambda content: Claim(**content),
         )
@@ -134,9 +139,29 @@ class TrainingSession:
         if again.data_incarnation == claim.data_incarnation:
             raise error
         log.warning("trainer.redis_lost_data", message=error.message, epoch=again.epoch)
+        agreed = self._agreed(again)
         if self._group.size > 1:
             raise UnavailableError(f"Redis lost data, all ranks start again: {error.message}") from error
-        return again
+        return agreed
+
+    def _agreed(self, claim: Claim) -> Claim:
+        """The claim to go on with: `claim`, where store and checkpoints agree with it, or one of an accepted loss.
+
+        Raises StateInDoubt, which the server then shows, too.
+        """
+        self._log.refresh_entries()  # after the claim: nobody of before it can announce any more
+        comparison = Comparison(self._store, self._log, checkpoints=self._checkpoints)
+        doubt = comparison.doubt(claim)
+        if doubt is None:
+            comparison.remember(claim.identity)
+            return claim
+        if not self._settings.accept_data_loss or doubt.step is None:
+            message = f"policy {self._joined.policy_id!r}: {doubt.message}"
+            self._source.release(doubt=message)
+            raise StateInDoubt(message)
+        log.warning("policy.data_loss_accepted", step=doubt.step, message=doubt.message)
+        loss = batch_service_pb2.AcceptedLoss(identity=comparison.identity or claim.identity, step=doubt.step)
+        return self._source.claim(known_epoch=claim.epoch, last_step=self._last_step, accepted_loss=loss)
 
     def _epoch_in_store(self) -> int:
         self._log.refresh_entries()
@@ -149,9 +174,10 @@ class TrainingSession:
             self._joined.policy,
             plugins=self._plugins,
             model_dir=model_dir,
-            checkpoint_dir=self._settings.work_dir / "checkpoints",
+            checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
+            identity=claim.identity,
         )
         publisher = open_publisher(
             self._store,
@@ -257,10 +283,9 @@ class TrainingSession:
 
     def _require_retained(self, claim: Claim, step: int) -> None:
         if step < claim.last_durable_step:
-            folder = self._settings.work_dir / "checkpoints"
             raise InvalidArgumentError(
-                f"{folder} resumes after step {step}, but the batches up to step {claim.last_durable_step} of "
-                f"policy {self._joined.policy_id!r} were released when a checkpoint covered them; start with the "
+                f"{self._checkpoints} resumes after step {step}, but the batches up to step {claim.last_durable_step} "
+                f"of policy {self._joined.policy_id!r} were released when a checkpoint covered them; start with the "
                 "--work-dir of the trainer that wrote that checkpoint"
             )
 

@@ -29,6 +29,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
     """Policy to train; unset means the only one."""
     steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Last step to take, to continue a run beyond its recipe or to end early; 0 takes the recipe's run.steps."""
+    accept_data_loss: bool = False
+    """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
+    Redis had is given up. Take it away again once it has trained on."""
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/trainer")
     """Folder for checkpoints, the ledger and the recipe's code."""
     cache_dir: Path | None = None

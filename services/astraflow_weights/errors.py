@@ -10,6 +10,7 @@
                       NoPath             nothing in the log leads to that version
                       MirrorBusy         another process is changing this mirror
                       MirrorMismatch     the folder mirrors another run or policy
+                      StateInDoubt       server, store and checkpoints contradict each other
     AstraflowError    CorruptPart        bytes that are not the part they claim to be; nothing was changed
                       CorruptManifest    a log entry that is damaged or contradicts the log
                       VerificationFailed a version could not be reproduced bit by bit; the old one is intact
@@ -24,6 +25,7 @@ from astraflow.errors import (
     AstraflowError,
     FencedError,
     NotFoundError,
+    PreconditionError,
     RequestError,
     StateError,
     UnavailableError,
@@ -85,6 +87,13 @@ class MirrorMismatch(StateError):
     """The mirror's folder holds versions of another run or policy."""
 
     reason, code = "MIRROR_MISMATCH", "FAILED_PRECONDITION"
+
+
+class StateInDoubt(PreconditionError):
+    """Dataflow server, store and checkpoints of a policy do not tell of one past: nobody goes on.
+
+    The message has both values and the remedies. A person decides.
+    """
 
 
 class CorruptPart(AstraflowError):

@@ -263,6 +263,8 @@ ROWS = [
     Row(request_of(batches.NackBatchRequest), "step"),
     Row(request_of(batches.NackBatchRequest, step=1), "reason"),
     Row(request_of(batches.RenewBatchRequest), "step"),
+    Row(request_of(batches.ClaimPolicyRequest), "accepted_loss.identity", ["a" * 32], ["a" * 33, "A" * 32]),
+    Row(request_of(batches.ReleasePolicyRequest), "doubt"),
     Row(request_of(batches.VoidBatchRequest, action=batches.VOID_ACTION_RETURN), "step"),
     Row(request_of(batches.VoidBatchRequest, action=batches.VOID_ACTION_RETURN, step=1), "reason"),
     Row(publish(), "version.version", mend=of_a_later_step),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.errors import FencedError, NotFoundError, PolicyHeldError
+from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.errors import FencedError, InvalidArgumentError, NotFoundError, PolicyHeldError
 from support.dataflow_world import Trainer, World, served, until
 
 
@@ -91,3 +92,21 @@ async def test_a_trainer_that_was_killed_holds_for_a_lease_time(redis_url: str, 
 
         assert not await is_free()
         await until(is_free)
+
+
+async def test_a_loss_that_was_accepted_goes_on_after_its_step_and_its_batch_is_voided(world: World) -> None:
+    trainer, node, batch = await world.bound(groups=2)
+    loss = batches.AcceptedLoss(identity="a" * 32, step=6)
+    claim = await trainer.claim(accepted_loss=loss)
+    assert (claim.identity, claim.last_finished_step, claim.last_durable_step) == (loss.identity, 6, 6)
+    await world.has_account(dropped={"voided": len(batch.items)}, in_batch=0)
+    assert (await trainer.claim(accepted_loss=loss)).last_finished_step == 6
+    await node.make_ready(2)
+    assert (await trainer.train(7, base_version=0)).step == 7
+    assert (await trainer.claim(accepted_loss=loss)).last_finished_step == 7
+
+
+async def test_a_loss_is_accepted_for_an_identity_only(world: World) -> None:
+    trainer, _ = await world.started()
+    with pytest.raises(InvalidArgumentError, match="'' is not 32 hex digits"):
+        await trainer.claim(accepted_loss=batches.AcceptedLoss(step=6))

@@ -209,3 +209,12 @@ async def test_a_full_window_and_what_is_sampled_into_it_are_named_while_the_oth
         assert wait.detail.startswith("2 of its 4 trajectories (50%)")
         await verifier.train(1, base_version=0)
         await gone(world, "lease/staleness_window")
+
+
+async def test_a_trainer_that_does_not_trust_the_server(world: World) -> None:
+    trainer, _ = await world.started()
+    await trainer.release(doubt="Redis is older")
+    found = await seen(world, "batch/state_in_doubt", released_by="--accept-data-loss")
+    assert found.detail == "Redis is older"
+    await trainer.claim()
+    await gone(world, "batch/state_in_doubt")

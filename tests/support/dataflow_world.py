@@ -386,9 +386,9 @@ class Trainer:
         """Say that this trainer lives."""
         await self._ask(batches.HoldPolicyResponse)
 
-    async def release(self) -> None:
-        """Say that this trainer ends."""
-        await self._ask(batches.ReleasePolicyResponse)
+    async def release(self, *, doubt: str = "") -> None:
+        """Say that this trainer ends, and what it doubts."""
+        await self._ask(batches.ReleasePolicyResponse, doubt=doubt)
 
     async def acquire(
         self, step: int, *, base_version: int = 0, wait_s: float = 5.0

@@ -49,6 +49,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     before_listing: Callable[[], None] = lambda: None
     on_update: Callable[[], None] = lambda: None
     created: list[run_pb2.Run] = field(default_factory=list)
+    identity: str = ""
+    """Of its run."""
     finished_step: int = 0
     """Last step the trainer is said to have finished."""
     updates: list[run_pb2.RunState.ValueType] = field(default_factory=list)
@@ -93,8 +95,12 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Keep the run."""
         self.created.append(request.run)
         answer = runs.CreateRunResponse(run=request.run)
-        answer.run.state = self.status.state
+        answer.run.state, answer.run.identity = self.status.state, self.identity
         return answer
+
+    async def GetRun(self, request: Any, context: Any) -> runs.GetRunResponse:
+        """The run, as far as it is scripted."""
+        return runs.GetRunResponse(run=run_pb2.Run(run_id=request.run_id, identity=self.identity))
 
     async def UpdateRun(self, request: Any, context: Any) -> runs.UpdateRunResponse:
         """Keep the asked state; `on_update` decides what follows."""

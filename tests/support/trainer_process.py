@@ -85,19 +85,23 @@ class TrainerProcess:
         addresses = read_address_file(self._address_file)
         return addresses.grpc if addresses is not None else None
 
-    def start(self, *, failpoints: str = "") -> None:
-        """Start another life with these failpoints armed; returns at once."""
+    def start(self, *, failpoints: str = "", **options: object) -> None:
+        """Start another life with these failpoints armed, and these settings; returns at once."""
         self._address_file.unlink(missing_ok=True)
-        options = self._options | {
-            "work_dir": str(self.work_dir),
-            "failpoints": failpoints,
-            "failpoints_log": str(self.failpoints_log),
-            "log_format": "json",
-            "address_file": str(self._address_file),
-        }
+        given = (
+            self._options
+            | options
+            | {
+                "work_dir": str(self.work_dir),
+                "failpoints": failpoints,
+                "failpoints_log": str(self.failpoints_log),
+                "log_format": "json",
+                "address_file": str(self._address_file),
+            }
+        )
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "astraflow_trainer.server"])
-        self._process = context.Process(target=_live, args=(options, str(self._log)))
+        self._process = context.Process(target=_live, args=(given, str(self._log)))
         self._process.start()
 
     async def exits_with(self, status: int) -> None:
@@ -107,9 +111,9 @@ class TrainerProcess:
         await asyncio.to_thread(process.join, 150.0)
         assert process.exitcode == status, f"{process.exitcode} is not {status}: {self.log}"
 
-    async def lives(self, *, failpoints: str = "", status: int = 0) -> None:
-        """Start another life and wait for its end."""
-        self.start(failpoints=failpoints)
+    async def lives(self, *, failpoints: str = "", status: int = 0, **options: object) -> None:
+        """Start another life, with these settings, and wait for its end."""
+        self.start(failpoints=failpoints, **options)
         await self.exits_with(status)
 
     async def frozen(self) -> None:
@@ -159,7 +163,7 @@ def forking() -> Iterator[None]:
     server._stop()
 
 
-def _live(options: dict[str, str], log_path: str) -> None:
+def _live(options: dict[str, object], log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

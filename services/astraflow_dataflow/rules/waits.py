@@ -303,7 +303,15 @@ def _turn_wait(policy: PolicyState) -> Wait:
 
 
 def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterator[Wait]:
-    if policy.wait == "turn" and policy.wait_until_ms >= now_ms:
+    if policy.doubt:
+        yield Wait(
+            stage="batch",
+            policy_id=policy.policy_id,
+            reason="state_in_doubt",
+            detail=policy.doubt,
+            released_by="restore the Redis that has the run, or start the trainer with --accept-data-loss",
+        )
+    elif policy.wait == "turn" and policy.wait_until_ms >= now_ms:
         yield _turn_wait(policy)
     elif policy.wait and policy.wait_until_ms >= now_ms:
         stage = "publish" if policy.wait == "publish" else "batch"

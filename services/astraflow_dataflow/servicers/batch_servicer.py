@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from astraflow_kit.serve import Context
 log = get_logger(__name__)
 
 _MAX_REASON = bounds_of(pb.NackBatchRequest, "reason").max_len
+_MAX_DOUBT = bounds_of(pb.ReleasePolicyRequest, "doubt").max_len
+_IDENTITY = re.compile(bounds_of(pb.AcceptedLoss, "identity").pattern)
 _STAGES = (pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED)
 
 
@@ -37,6 +40,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
+        _require_identity(request)
         claim = await self.store.batches.claim(
             run.run_id,
             request,
@@ -63,8 +67,13 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.ReleasePolicyRequest, context: Context
     ) -> pb.ReleasePolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.release_policy(run.run_id, request.policy_id, epoch=request.trainer_epoch)
-        log.info("policy.released", policy_id=request.policy_id, trainer_epoch=request.trainer_epoch)
+        doubt = request.doubt[:_MAX_DOUBT]
+        await self.store.batches.release_policy(
+            run.run_id, request.policy_id, epoch=request.trainer_epoch, doubt=doubt
+        )
+        log.info(
+            "policy.released", policy_id=request.policy_id, trainer_epoch=request.trainer_epoch, doubt=doubt
+        )
         return pb.ReleasePolicyResponse()
 
     async def AcquireBatch(
@@ -145,3 +154,12 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         if step < 1:
             raise InvalidArgumentError("step 0 has no batch; steps are counted from 1")
         return run
+
+
+def _require_identity(request: pb.ClaimPolicyRequest) -> None:
+    loss = request.accepted_loss
+    if request.HasField("accepted_loss") and not _IDENTITY.fullmatch(loss.identity):
+        raise InvalidArgumentError(
+            f"accepted_loss.identity {loss.identity[:64]!r} is not 32 hex digits; take it from the store's or the "
+            "checkpoint's"
+        )

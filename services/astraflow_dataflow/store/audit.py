@@ -108,6 +108,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         settled=as_int(stored.get("settled")),
         trainer=as_text(stored.get("trainer")),
         heard_ms=as_int(stored.get("heard_ms")),
+        doubt=as_text(stored.get("doubt")),
         turn=as_text(fields[12]),
         turn_ends_step=as_int(fields[13]),
     )

@@ -49,7 +49,7 @@ class BatchStore:
 
         Batch lease and data incarnation are left out. With `held_epoch`, raises FencedError when another trainer has a
         newer one; with `only_if_unheld`, PolicyHeldError when a trainer has called within `lease_s`; such a claim does
-        not hold the policy.
+        not hold the policy. With `accepted_loss` the policy goes on after that step.
         """
         arguments = (
             request.policy_id,
@@ -60,6 +60,8 @@ class BatchStore:
             int(lease_s * 1000),
             flag(request.only_if_unheld),
             request.last_step,
+            request.accepted_loss.identity,
+            request.accepted_loss.step,
         )
         reply = as_list(await self._connection.call(Keys(run_id), "claim", *arguments))
         version = as_text(reply[3])
@@ -68,15 +70,16 @@ class BatchStore:
             last_finished_step=as_int(reply[1]),
             last_durable_step=as_int(reply[2]),
             version=int(version) if version else None,
+            identity=as_text(reply[4]),
         )
 
     async def hold(self, run_id: str, policy_id: str, *, epoch: int) -> None:
         """Note that the trainer of this epoch lives. Raises FencedError, NotFoundError."""
         await self._connection.call(Keys(run_id), "hold", policy_id, epoch)
 
-    async def release_policy(self, run_id: str, policy_id: str, *, epoch: int) -> None:
-        """Note that the trainer of this epoch ends. Raises FencedError, NotFoundError."""
-        await self._connection.call(Keys(run_id), "release_policy", policy_id, epoch)
+    async def release_policy(self, run_id: str, policy_id: str, *, epoch: int, doubt: str) -> None:
+        """Note that the trainer of this epoch ends, and what it doubts. Raises FencedError, NotFoundError."""
+        await self._connection.call(Keys(run_id), "release_policy", policy_id, epoch, doubt)
 
     async def acquire(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 
 from google.protobuf.json_format import ParseDict
@@ -64,8 +65,10 @@ class RunStore:
                 window.smoothing,
             ]
             limits += [window.max_staleness, window.groups_per_step, window.steps]
-        arguments: list[Argument] = [run.run_id, digest, run.recipe_yaml, code, run.store_uri, max_attempts]
+        identity = secrets.token_hex(16)
+        arguments: list[Argument] = [run.run_id, digest, identity, run.recipe_yaml, code, run.store_uri]
         arguments += [
+            max_attempts,
             admission.admit,
             admission.alternate_every_steps,
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
@@ -80,7 +83,7 @@ class RunStore:
 
     async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
-        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for")
+        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in _GONE:
             raise _no_run(run_id)
@@ -92,6 +95,7 @@ class RunStore:
             state=RUN_STATES[Life(as_text(reply[3]))],
             create_time=timestamp(as_int(reply[4])),
             stopped_for=as_text(reply[5]),
+            identity=as_text(reply[6]),
         )
 
     async def life(self, run_id: str) -> Life:

@@ -44,6 +44,14 @@ MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute.")
 ]
 
+AcceptDataLoss = Annotated[
+    bool,
+    typer.Option(
+        "--accept-data-loss",
+        help="Go on from the checkpoints although Redis lost what they know; see docs/recovery.md.",
+    ),
+]
+
 
 @app.command()
 def dev(
@@ -103,6 +111,7 @@ def dev(
     ] = None,
     without: Without = None,
     max_restarts: MaxRestarts = 8,
+    accept_data_loss: AcceptDataLoss = False,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
     ] = False,
@@ -160,6 +169,7 @@ def dev(
         timeout_s=timeout,
         without=frozenset(without or ()),
         max_restarts=max_restarts,
+        accept_data_loss=accept_data_loss,
     )
     _conduct(options, quiet=quiet, as_json_object=as_json_)
 

@@ -75,6 +75,8 @@ class Options:
     goal: Goal | None = None
     timeout_s: float | None = None
     without: frozenset[Part] = frozenset()
+    accept_data_loss: bool = False
+    """Go on from the checkpoints although Redis lost what they know."""
     max_restarts: int = 8
     """Restarts of one child within a minute before it counts as broken."""
 
@@ -109,7 +111,11 @@ class DevelopmentRun:
             async with self._supervisor, self._client as client:
                 await self._start_servers()
                 await register_run(
-                    client, folder=self._folder, loaded=options.loaded, store_uri=options.store_uri
+                    client,
+                    folder=self._folder,
+                    loaded=options.loaded,
+                    store_uri=options.store_uri,
+                    accept_data_loss=options.accept_data_loss,
                 )
                 await self._start_workers()
                 # Children are stopped and curves drawn under it too: Ctrl-C then ends a run that ends already.
@@ -202,6 +208,7 @@ class DevelopmentRun:
             *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             *self._calling_as("trainer"),
             "--allow-recipe-code",
+            *(("--accept-data-loss",) if self._options.accept_data_loss else ()),
         )
         if size == 1:
             return spec

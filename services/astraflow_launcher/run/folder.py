@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class RunRecord:
     run_id: str
     recipe_sha256: str
     created: str
+    identity: str = ""
+    """The dataflow server's identity of the run; empty before the run was created there."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,15 @@ class RunFolder:
     def work(self, name: str) -> Path:
         """The private folder of one daemon (a node's mirror, a trainer's checkpoints)."""
         return self._folder("work") / name
+
+    def remember(self, identity: str) -> None:
+        """Keep the identity that the server gave the run."""
+        _write_record(self.root, replace(self.record, identity=identity))
+
+    def checkpointed_step(self) -> int:
+        """The newest step of any checkpoint in the folder; 0 when there is none."""
+        found = self.root.glob("work/trainer-*/checkpoints/step-*")
+        return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
     def _folder(self, name: str) -> Path:
         path = self.root / name
@@ -164,10 +175,14 @@ def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: 
     cache.mkdir(parents=True, exist_ok=True)
     record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
     (root / _RECIPE).write_text(loaded.yaml_text)
+    _write_record(root, record)
+    return record
+
+
+def _write_record(root: Path, record: RunRecord) -> None:
     draft = root / ".run.json"
     draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
     draft.replace(root / "run.json")
-    return record
 
 
 def _read_record(path: Path) -> dict[str, Any]:

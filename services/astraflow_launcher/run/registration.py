@@ -9,9 +9,11 @@ from __future__ import annotations
 from astraflow.client import AsyncClient
 from astraflow.commands.run_creation import run_of
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
+from astraflow.errors import NotFoundError
 from astraflow.recipe.file import LoadedRecipe
 from astraflow_kit.log import get_logger
 from astraflow_launcher.run.folder import RunFolder
+from astraflow_weights.errors import StateInDoubt
 
 log = get_logger(__name__)
 
@@ -21,9 +23,21 @@ _TIMEOUT_S = 30.0
 
 
 async def register_run(
-    client: AsyncClient, *, folder: RunFolder, loaded: LoadedRecipe, store_uri: str | None
+    client: AsyncClient,
+    *,
+    folder: RunFolder,
+    loaded: LoadedRecipe,
+    store_uri: str | None,
+    accept_data_loss: bool = False,
 ) -> None:
-    """Create the run, or continue it when it ended before `loaded` wants. Raises what the server refuses."""
+    """Create the run, or continue it when it ended before `loaded` wants.
+
+    Raises what the server refuses, and StateInDoubt when its Redis is not the one that the folder's run was made in:
+    nothing is created there then, unless the loss is accepted.
+    """
+    made = folder.record.identity
+    if made and not accept_data_loss:
+        await _require_known(client, folder)
     run = run_of(
         loaded,
         run_id=folder.record.run_id,
@@ -32,6 +46,8 @@ async def register_run(
     )
     request = run_service_pb2.CreateRunRequest(run=run)
     answer = await client.call(client.runs.CreateRun, request, timeout_s=_TIMEOUT_S)
+    if not made:
+        folder.remember(answer.run.identity)
     if answer.run.state not in (run_pb2.RUN_STATE_FINISHING, run_pb2.RUN_STATE_FINISHED):
         return
     policies = loaded.recipe.resolved_policies.values()
@@ -41,6 +57,24 @@ async def register_run(
         again = run_service_pb2.UpdateRunRequest(run_id=run.run_id, state=run_pb2.RUN_STATE_ACTIVE)
         await client.call(client.runs.UpdateRun, again, timeout_s=_TIMEOUT_S)
         log.info("run.continued", finished_steps=finished, steps=wanted)
+
+
+async def _require_known(client: AsyncClient, folder: RunFolder) -> None:
+    run_id = folder.record.run_id
+    request = run_service_pb2.GetRunRequest(run_id=run_id)
+    try:
+        found = (await client.call(client.runs.GetRun, request, timeout_s=_TIMEOUT_S)).run.identity
+    except NotFoundError:
+        found = ""
+    if found == folder.record.identity:
+        return
+    has = f"has another run of that name, of identity {found}" if found else "has no such run"
+    raise StateInDoubt(
+        f"{folder.root} holds run {run_id!r} of identity {folder.record.identity}, with checkpoints up to step "
+        f"{folder.checkpointed_step()}, but the dataflow server {has}: its Redis ({folder.redis}, or that of --redis) "
+        "was lost or is another one. Nothing was deleted. Restore that Redis, or accept the loss with "
+        "--accept-data-loss: training goes on from the newest checkpoint"
+    )
 
 
 async def _finished_steps(client: AsyncClient, run_id: str) -> dict[str, int]:

@@ -59,6 +59,8 @@ class Claim:
     batch_lease_s: float
     data_incarnation: str
     """Another one means that Redis was restarted since, and may have lost its last second."""
+    identity: str = ""
+    """Of the run that the server has; empty where an older release created it."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,20 @@ class BatchSource:
         self.fetched_bytes = 0
         """Payload bytes that the latest `fetch` received."""
 
-    def claim(self, *, known_epoch: int = 0, held_epoch: int = 0, last_step: int = 0) -> Claim:
+    def claim(
+        self,
+        *,
+        known_epoch: int = 0,
+        held_epoch: int = 0,
+        last_step: int = 0,
+        accepted_loss: batch_service_pb2.AcceptedLoss | None = None,
+    ) -> Claim:
         """Start a new epoch above `known_epoch`, fencing every older trainer of the policy.
 
         The run's training ends when all policies are at the `last_step` of their trainers; 0 says nothing. With
         `held_epoch` (after Redis lost data) raises FencedError when another trainer has a newer one. Waits
-        for a server that is away: a claim whose answer was lost costs a number and nothing else.
+        for a server that is away: a claim whose answer was lost costs a number and nothing else. With `accepted_loss`
+        the policy goes on after that step, which the server forgot.
         """
         request = batch_service_pb2.ClaimPolicyRequest(
             run_id=self._run_id,
@@ -145,6 +155,7 @@ class BatchSource:
             known_epoch=known_epoch,
             held_epoch=held_epoch,
             last_step=last_step,
+            accepted_loss=accepted_loss,
         )
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
             with attempt:
@@ -157,6 +168,7 @@ class BatchSource:
             version=response.version if response.HasField("version") else None,
             batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
             data_incarnation=response.data_incarnation,
+            identity=response.identity,
         )
 
     @property
@@ -247,10 +259,11 @@ class BatchSource:
             with _in_background(self._hold, period_s=max(0.2, lease_s / 3), name="policy-hold"):
                 yield
         finally:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
-        request = batch_service_pb2.ReleasePolicyRequest(**self._held)
+    def release(self, *, doubt: str = "") -> None:
+        """Say that this trainer ends; `doubt` is why it does not go on from what the server knows."""
+        request = batch_service_pb2.ReleasePolicyRequest(**self._held, doubt=doubt)
         try:
             self._client.call(
                 self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE

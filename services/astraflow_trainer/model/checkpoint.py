@@ -31,8 +31,11 @@ SCHEMA_VERSION = 4
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
 _DOOMED = ".doomed-"
+_SUPERSEDED = "superseded-"
 _DAMAGED = "damaged-"
 _POSITION_FILE = "position.json"
+_SUPERSEDED_KEPT = 2
+"""Checkpoints of steps that were given up, beyond which the next checkpoint removes the oldest."""
 
 log = get_logger(__name__)
 
@@ -55,6 +58,8 @@ class Position:
     """Peak that an operator set; None while the recipe's is in force."""
     baselines: Mapping[str, float] = field(default_factory=dict)
     """Running baselines of advantages after `step`, by name."""
+    identity: str = ""
+    """Identity of the run; empty where the server that made the run gave it none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,27 +83,29 @@ class CheckpointStore:
         keep: int,
         ranks: Ranks | None = None,
         group: dist.ProcessGroup | None = None,
+        identity: str = "",
     ) -> None:
+        """`identity` is the run's: what is written says whose it is."""
         if keep < 1:
             raise ValueError(f"keep {keep} must be at least 1, or nothing could be resumed")
         self._directory = directory
         self._keep = keep
         self._ranks = ranks or OneRank()
         self._group = group
+        self._identity = identity
         directory.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
-        return sorted(int(name.removeprefix(_PREFIX)) for name in names)
+        return _steps_in(self._directory)
 
     def positions(self) -> list[Position]:
         """Where the complete checkpoints stand, ascending by step. Raises CheckpointError."""
-        return [_read_position(self._path(step) / _POSITION_FILE) for step in self.steps()]
+        return read_positions(self._directory)
 
-    def forget_after(self, step: int) -> None:
-        """Drop checkpoints of later steps; a collective."""
-        self._as_first(lambda: self._drop([later for later in self.steps() if later > step]))
+    def supersede_after(self, step: int) -> None:
+        """Put checkpoints of later steps aside, under names of their own; a collective. Nothing is deleted."""
+        self._as_first(lambda: self._supersede([later for later in self.steps() if later > step]))
 
     def stage(
         self,
@@ -117,6 +124,7 @@ class CheckpointStore:
             optimizer_steps=optimizer.num_steps,
             learning_rate=optimizer.changed_learning_rate,
             baselines=dict(baselines or {}),
+            identity=self._identity,
         )
         return StagedCheckpoint(position=position, tensors=tensors)
 
@@ -136,7 +144,8 @@ class CheckpointStore:
         _save(staged.tensors, partial, group=self._group)
         failpoints.hit("trainer.checkpoint_half_written")
         self._as_first(lambda: self._commit(staged.position, partial=partial, final=final))
-        self._as_first(lambda: self._drop(self.steps()[: -self._keep]))
+        self._as_first(lambda: self._drop([self._path(step) for step in self.steps()[: -self._keep]]))
+        self._as_first(lambda: self._drop(self._superseded()[:-_SUPERSEDED_KEPT]))
         return final
 
     def restore(
@@ -147,11 +156,11 @@ class CheckpointStore:
 
         A collective. It may have been written by another number of ranks: masters and moments are spread anew,
         bit for bit. A rank takes up its own random state, or keeps the one it has where none was saved.
-        Checkpoints after step `at_most` are dropped: the server forgot those steps, and they will be other ones.
+        Checkpoints after step `at_most` are put aside: the server forgot those steps, and they will be other ones.
         Raises CheckpointError when its schema, names or shapes differ from this trainer's.
         """
         if at_most is not None:
-            self.forget_after(at_most)
+            self.supersede_after(at_most)
         wanted = max(self.steps(), default=-1) if step is None else step
         wanted = int(self._ranks.broadcast(str(wanted).encode()))
         if wanted < 0:
@@ -195,21 +204,44 @@ class CheckpointStore:
             _sync(path)
         _sync(partial)
         if final.exists():
-            self._give_up(position.step)
+            self._supersede([position.step])
         partial.rename(final)
         _sync(self._directory)
 
-    def _drop(self, steps: Sequence[int]) -> None:
+    def _superseded(self) -> list[Path]:
+        """What was put aside, oldest first."""
+        return sorted(self._directory.glob(f"{_SUPERSEDED}*"))
+
+    def _supersede(self, steps: Sequence[int]) -> None:
         for step in steps:
-            self._give_up(step)
+            aside = self._superseded()
+            number = int(aside[-1].name.split("-")[1]) + 1 if aside else 1
+            path = self._path(step)
+            kept = path.rename(self._directory / f"{_SUPERSEDED}{number:06d}-{path.name}")
+            log.warning("checkpoint.superseded", step=step, kept_as=str(kept))
+
+    def _drop(self, paths: Sequence[Path]) -> None:
+        """Renamed first: a crash in the middle of a removal must not leave a step that looks complete."""
+        for path in paths:
+            doomed = self._directory / f"{_DOOMED}{path.name}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
         for leftover in [*self._directory.glob(f"{_DOOMED}*"), *self._directory.glob(f"{_PARTIAL}*")]:
             shutil.rmtree(leftover)
 
-    def _give_up(self, step: int) -> None:
-        """Renamed first: a crash in the middle of a removal must not leave a step that looks complete."""
-        doomed = self._directory / f"{_DOOMED}{step}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        self._path(step).rename(doomed)
+
+def read_positions(directory: Path) -> list[Position]:
+    """Where the complete checkpoints of a folder stand, ascending by step; none where there is no folder. Raises
+    CheckpointError.
+    """
+    return [
+        _read_position(directory / f"{_PREFIX}{step:012d}" / _POSITION_FILE) for step in _steps_in(directory)
+    ]
+
+
+def _steps_in(directory: Path) -> list[int]:
+    names = (path.name for path in directory.glob(f"{_PREFIX}*"))
+    return sorted(int(name.removeprefix(_PREFIX)) for name in names)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, *, group: dist.ProcessGroup | None) -> None:

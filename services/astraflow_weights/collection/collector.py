@@ -15,14 +15,16 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.collection.retention import Retention, Roots, retained
 from astraflow_weights.collection.rounds import OpenRound, Rounds
-from astraflow_weights.errors import Edge
+from astraflow_weights.errors import Edge, StateInDoubt
 from astraflow_weights.settings import CollectionSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Sweep, stored_leases
+from astraflow_weights.versions.identity import read_identity
 from astraflow_weights.versions.intents import FoundIntents, find_intents
 from astraflow_weights.versions.log import VersionLog, VersionRecord, path_key
 from astraflow_weights.versions.manifest import PartRef
+from astraflow_weights.versions.standing import Known, compare
 
 log = get_logger(__name__)
 
@@ -112,8 +114,8 @@ class Collector:
         clock: Clock | None = None,
         log: VersionLog | None = None,
     ) -> None:
-        """`roots` is asked before every mark and every sweep; while it raises nothing is collected. What `log` has
-        read is not read again; it is the collector's from now on.
+        """`roots` is asked before every mark and every sweep; while it raises, or its server contradicts the log,
+        nothing is collected. What `log` has read is not read again; it is the collector's from now on.
         """
         self._store = store
         self._roots = roots
@@ -261,13 +263,25 @@ class Collector:
         )
 
     def _retention(self, present: Mapping[bytes, int]) -> Retention:
+        roots = self._roots()
+        self._require_agreement(roots)
         return retained(
             self._log,
-            self._roots(),
+            roots,
             keep_snapshots=self._settings.keep_snapshots,
             present=present,
             doomed=self._rounds.names(),
         )
+
+    def _require_agreement(self, roots: Roots) -> None:
+        """A server whose Redis came back older or empty has forgotten pins: nothing is deleted on its word."""
+        if roots.standing is None:
+            return
+        log = self._log.copy()
+        log.refresh_entries()  # what was announced since it was read is no contradiction
+        known = Known(store_identity=read_identity(self._store, self._keys), versions=log.records)
+        if (doubt := compare(roots.standing, known)) is not None:
+            raise StateInDoubt(f"nothing is collected: {doubt.message}")
 
     def _present(self) -> dict[bytes, int]:
         """Size of every part in the store by sha256."""

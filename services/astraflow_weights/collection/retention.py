@@ -14,6 +14,7 @@ from astraflow_weights.versions.inspection import parts_by_base
 from astraflow_weights.versions.log import VersionLog, VersionRecord
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import plan_pull
+from astraflow_weights.versions.standing import ServerStanding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Roots:
     pinned: frozenset[int] = frozenset()
     served: frozenset[int] = frozenset()
     announced: int | None = None
+    standing: ServerStanding | None = None
+    """What the server who says so knows; None where no server was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ refused. The writer, the log and the mirror ask; nobody else builds or parses ke
     <run>/<policy>/tombstones/<round:020d>.pb
                                              names to be collected, created once, deleted after a day
     <run>/<policy>/swept/<round:020d>.pb     what was collected, created once
+    <run>/<policy>/identity                  which run this is, created once
     <run>/<policy>/latest                    hint, overwritten
 """
 
@@ -81,6 +82,7 @@ class PolicyKeys:
         self.leases = f"{self.root}leases/"
         self.tombstones = f"{self.root}tombstones/"
         self.swept = f"{self.root}swept/"
+        self.identity = f"{self.root}identity"
         self.latest = f"{self.root}latest"
 
     def entry(self, sequence: int) -> str:

@@ -18,11 +18,15 @@ from astraflow.commands.options import grouped_options
 from astraflow.commands.wording import count_text, print_json
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import InvalidArgumentError, PolicyHeldError, RetryableError
+from astraflow_weights.errors import StateInDoubt
 from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.rollback import roll_back
 from astraflow_weights.publish.version_writer import VersionWriter
+from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.located import PolicyOfServer, PolicyOptions, StoredPolicy
+from astraflow_weights.versions.identity import read_identity
 from astraflow_weights.versions.manifest import NONCE_BYTES
+from astraflow_weights.versions.standing import Known, ServerStanding, compare
 
 _RETRY_S = 60.0
 
@@ -104,14 +108,29 @@ def _claim(found: StoredPolicy, *, take_over: bool) -> int:
     try:
         for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_RETRY_S):
             with attempt:
-                epoch = server.client.call(server.client.batches.ClaimPolicy, request).trainer_epoch
+                claim = server.client.call(server.client.batches.ClaimPolicy, request)
     except PolicyHeldError as error:
         raise PolicyHeldError(
             f"{error.message}: --take-over. A trainer is stopped by SIGTERM, by its rpc StopAfterStep, or with "
             "the `astraflow dev` that started it",
             metadata=error.metadata,
         ) from error
-    return epoch
+    _require_agreement(found, claim)
+    return claim.trainer_epoch
+
+
+def _require_agreement(found: StoredPolicy, claim: batch_service_pb2.ClaimPolicyResponse) -> None:
+    """Announcing to a server whose Redis lost steps would hide that it did."""
+    found.log.refresh_entries()
+    keys = PolicyKeys(found.log.run_id, found.log.policy_id)
+    known = Known(store_identity=read_identity(found.store, keys), versions=found.log.records)
+    server = ServerStanding(
+        identity=claim.identity,
+        finished_step=claim.last_finished_step,
+        version=claim.version if claim.HasField("version") else None,
+    )
+    if (doubt := compare(server, known)) is not None:
+        raise StateInDoubt(doubt.message)
 
 
 def _result(version: int, newest: int, *, made: bool, announced: bool, size_bytes: int) -> dict[str, Any]:

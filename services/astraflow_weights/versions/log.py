@@ -49,6 +49,8 @@ class VersionRecord:
     deltas: tuple[DeltaRef, ...]
     num_changed: int
     num_elements: int
+    created_time_s: float = 0.0
+    """By its trainer's clock."""
     rollback_of: int | None = None
     added: tuple[AddedPath, ...] = ()
     swept: frozenset[int | None] = frozenset()
@@ -339,6 +341,7 @@ class VersionLog:
             deltas=manifest.deltas,
             num_changed=manifest.num_changed,
             num_elements=manifest.num_elements,
+            created_time_s=manifest.created_time_s,
             rollback_of=manifest.rollback_of,
         )
 

@@ -16,6 +16,7 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 __all__ = ["Bound", "Verdict", "find_bottleneck", "find_failure"]
 
 _BLOCKING = {
+    "state_in_doubt": "the server lost what its trainer knows",
     "trainer_silent": "a trainer is silent",
     "no_node": "no node works for the run",
     "no_capable_node": "no node can run the task",

@@ -39,9 +39,48 @@ local function held_by_another(P, policy, claimer, lease_ms)
     'anyway, which fences that trainer', 'holder=' .. f[1])
 end
 
+local function unbind(P, policy, step, id)
+  call('HDEL', K.steps(P, policy), step)
+  call('HDEL', K.unpublished(P, policy), step)
+  call('ZREM', K.batch_leases(P), id)
+end
+
+-- Drops the trajectories of a batch that nobody may train on; returns how many.
+local function discard(P, id)
+  local f = call('HMGET', K.batch(P, id), 'groups', 'n')
+  for _, gid in ipairs(split(f[1])) do
+    note_group(P, gid, 'D', 'voided')
+    forget(P, split(call('HGET', K.group(P, gid), 'ids')))
+    call('UNLINK', K.group(P, gid))
+  end
+  count(P, 'in_batch', -tonumber(f[2]))
+  count(P, 'dropped:voided', tonumber(f[2]))
+  emit(P, 'work')
+  return tonumber(f[2])
+end
+
+-- What was lost is given up: the policy goes on after `step`, which a checkpoint covers. A batch that is bound up to there was trained on.
+local function accept_loss(P, policy, identity, step)
+  local Q = K.policy(P, policy)
+  local f = call('HMGET', Q, 'finished', 'durable')
+  local finished = tonumber(f[1])
+  call('HSET', K.run(P), 'identity', identity)
+  if step <= finished then return end
+  for _, bound in ipairs(call('HKEYS', K.steps(P, policy))) do
+    if tonumber(bound) > finished and tonumber(bound) <= step then
+      local id = call('HGET', K.steps(P, policy), bound)
+      discard(P, id)
+      unbind(P, policy, bound, id)
+      call('UNLINK', K.batch(P, id))
+    end
+  end
+  call('HSET', Q, 'finished', step, 'durable', math.max(step, tonumber(f[2])))
+end
+
 -- claim: policy, trainer, an epoch to be above, the epoch the trainer holds or 0, data incarnation, lease ms, '1' to claim only what nobody holds
--- and to hold nothing, the last step it will take or 0. Returns { epoch, last finished step, last durable step, newest version or '' }.
-SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld', 'last_step' }
+-- and to hold nothing, the last step it will take or 0, identity and step of an accepted loss or ''. Returns { epoch, last finished step, last
+-- durable step, newest version or '', identity of the run }.
+SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld', 'last_step', 'lost_identity', 'lost_step' }
 local function claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
@@ -57,9 +96,15 @@ local function claim(keys, a)
   local epoch = math.max(current + skipped, tonumber(a.known_epoch), held) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
   if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
-  if only_if_unheld then call('HDEL', Q, 'heard_ms') else note_heard(P, a.policy) end
+  if only_if_unheld then
+    call('HDEL', Q, 'heard_ms')
+  else
+    call('HDEL', Q, 'doubt')
+    note_heard(P, a.policy)
+  end
+  if a.lost_identity ~= '' then accept_loss(P, a.policy, a.lost_identity, tonumber(a.lost_step)) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
-  return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '' }
+  return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '', call('HGET', K.run(P), 'identity') or '' }
 end
 
 -- hold: policy, epoch. The trainer lives, whatever it is busy with. Returns 1.
@@ -71,12 +116,13 @@ local function hold(keys, a)
   return 1
 end
 
--- release_policy: policy, epoch. The trainer ends: nobody holds the policy. Returns 1.
-SIGNATURE.release_policy = { 'policy', 'epoch' }
+-- release_policy: policy, epoch, why its trainer does not trust what is here or ''. The trainer ends: nobody holds the policy. Returns 1.
+SIGNATURE.release_policy = { 'policy', 'epoch', 'doubt' }
 local function release_policy(keys, a)
   local refusal = fenced(keys[1], a.policy, a.epoch)
   if refusal then return refusal end
   call('HDEL', K.policy(keys[1], a.policy), 'heard_ms')
+  if a.doubt ~= '' then call('HSET', K.policy(keys[1], a.policy), 'doubt', a.doubt) end
   return 1
 end
 
@@ -289,12 +335,6 @@ local function return_groups(P, policy, gids, n, reason)
   return #gids
 end
 
-local function unbind(P, policy, step, id)
-  call('HDEL', K.steps(P, policy), step)
-  call('HDEL', K.unpublished(P, policy), step)
-  call('ZREM', K.batch_leases(P), id)
-end
-
 -- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
 SIGNATURE.nack = { 'policy', 'epoch', 'step' }
 local function nack(keys, a)
@@ -325,19 +365,11 @@ local function void(keys, a)
   if STAGE_ORDER[f[1]] == 2 then
     return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be voided')
   end
-  local gids, returned, dropped = split(f[2]), 0, 0
+  local returned, dropped = 0, 0
   if a.action == 'return' then
-    returned = return_groups(P, policy, gids, tonumber(f[3]), 'voided')
+    returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'voided')
   else
-    dropped = tonumber(f[3])
-    for _, gid in ipairs(gids) do
-      note_group(P, gid, 'D', 'voided')
-      forget(P, split(call('HGET', K.group(P, gid), 'ids')))
-      call('UNLINK', K.group(P, gid))
-    end
-    count(P, 'in_batch', -dropped)
-    count(P, 'dropped:voided', dropped)
-    emit(P, 'work')
+    dropped = discard(P, a.batch)
   end
   unbind(P, policy, a.step, a.batch)
   call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)

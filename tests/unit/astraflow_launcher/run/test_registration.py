@@ -1,5 +1,6 @@
 """A run is created once, continued when more steps are wanted than it has, and left alone otherwise."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_pb2
-from astraflow_launcher.run.folder import open_run_folder
+from astraflow_launcher.run.folder import RunRecord, open_run_folder
 from astraflow_launcher.run.registration import register_run
+from astraflow_weights.errors import StateInDoubt
 from support.recipes import tiny_recipe
 from support.scripted_daemons import ScriptedServer, serving
 
@@ -29,11 +31,15 @@ async def client(script: ScriptedServer) -> AsyncIterator[AsyncClient]:
         yield connected
 
 
-async def _register(client: AsyncClient, data_dir: Path, *overrides: str) -> None:
+async def _register(
+    client: AsyncClient, folder: Path, *overrides: str, accept_data_loss: bool = False
+) -> None:
     loaded = tiny_recipe(STEPS, *overrides)
-    opened = open_run_folder(loaded, data_dir=data_dir)
-    await register_run(client, folder=opened, loaded=loaded, store_uri=None)
-    opened.lock.release()
+    opened = open_run_folder(loaded, data_dir=folder)
+    with opened.lock:
+        await register_run(
+            client, folder=opened, loaded=loaded, store_uri=None, accept_data_loss=accept_data_loss
+        )
 
 
 async def test_a_new_run_is_created_with_its_store_and_left_active(
@@ -65,3 +71,19 @@ async def test_a_run_that_has_all_wanted_steps_stays_finished(
     script.status.state, script.finished_step = FINISHED, 4
     await _register(client, tmp_path)
     assert script.updates == []
+
+
+async def test_another_run_of_that_name_is_refused_unless_the_loss_is_accepted(
+    script: ScriptedServer, client: AsyncClient, tmp_path: Path
+) -> None:
+    script.identity, script.status.state = "a" * 32, ACTIVE
+    for _ in range(2):
+        await _register(client, tmp_path)
+    (tmp_path / "work" / "trainer-solver" / "checkpoints" / "step-000000000003").mkdir(parents=True)
+    script.identity = "b" * 32
+    with pytest.raises(StateInDoubt, match=r"identity a+, with checkpoints up to step 3, .* of identity b+"):
+        await _register(client, tmp_path)
+    assert len(script.created) == 2
+    await _register(client, tmp_path, accept_data_loss=True)
+    assert len(script.created) == 3
+    assert RunRecord(**json.loads((tmp_path / "run.json").read_text())).identity == "a" * 32

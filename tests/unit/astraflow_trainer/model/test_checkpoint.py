@@ -157,13 +157,25 @@ def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=0)
 
 
-def test_checkpoints_of_steps_that_the_server_forgot_are_dropped(trainee: Trainee) -> None:
-    """Step 3 will be another one: its old checkpoint must not be taken for the new one's."""
+def test_checkpoints_of_steps_that_the_server_forgot_are_put_aside(trainee: Trainee) -> None:
+    """Step 3 will be another one: its old checkpoint must not be taken for the new one's, nor be lost."""
     for step in (2, 3):
         trainee.train(step)
         trainee.save(step)
     assert (trainee.restore(at_most=2).step, trainee.store.steps()) == (2, [2])
     assert trainee.store.restore(trainee.optimizer, at_most=1) is None
+    assert trainee.names() == ["superseded-000001-step-000000000003", "superseded-000002-step-000000000002"]
+
+
+def test_the_oldest_of_what_was_put_aside_goes_with_a_new_checkpoint_and_never_before(
+    trainee: Trainee,
+) -> None:
+    for step in (1, 1, 1):
+        trainee.save(step)
+        trainee.store.supersede_after(0)
+    assert len(trainee.names()) == 3
+    trainee.save(1)
+    assert trainee.names() == [f"step-{1:012d}", *(f"superseded-{n:06d}-step-{1:012d}" for n in (2, 3))]
 
 
 def test_a_checkpoint_of_weights_given_up_is_replaced(trainee: Trainee, make_trainee: MakeTrainee) -> None:
@@ -179,7 +191,7 @@ def test_a_checkpoint_of_weights_given_up_is_replaced(trainee: Trainee, make_tra
     assert [(position.step, position.version) for position in trainee.store.positions()] == [(3, 5)]
     resumed.restore()
     assert same_bits(resumed.state(), trainee.state())
-    assert trainee.names() == ["step-000000000003"]
+    assert trainee.names() == ["step-000000000003", "superseded-000001-step-000000000003"]
 
 
 def test_a_chosen_step_is_restored_and_later_ones_stay(make_trainee: MakeTrainee) -> None:
@@ -189,7 +201,7 @@ def test_a_chosen_step_is_restored_and_later_ones_stay(make_trainee: MakeTrainee
         trainee.save(step)
     resumed = make_trainee(seed=9, keep=3)
     assert (resumed.restore(step=2).step, resumed.store.steps()) == (2, [1, 2, 3])
-    trainee.store.forget_after(1)
+    trainee.store.supersede_after(1)
     assert trainee.store.steps() == [1]
 
 

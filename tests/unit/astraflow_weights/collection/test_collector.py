@@ -1,6 +1,7 @@
 """Old parts go, in rounds; whoever needs one, or may come to need one, keeps it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,11 @@ from astraflow_weights.collection.retention import Roots, paths_of
 from astraflow_weights.collection.rounds import FORGET_S
 from astraflow_weights.tools.verification import verify_version
 from astraflow_weights.versions.collection_records import PullLease, decode_tombstone, encode_lease
+from astraflow_weights.versions.identity import remember_identity
 from astraflow_weights.versions.inspection import build_version, buildable
 from astraflow_weights.versions.intents import INTENT_S, UploadIntents
 from astraflow_weights.versions.planner import plan_pull
+from astraflow_weights.versions.standing import ServerStanding
 from support import manual_clock, published_models
 from support.armed import armed
 from support.weight_models import KEYS, FaultyStore, overwrite, same_model
@@ -287,3 +290,18 @@ def test_a_survey_tells_what_is_kept_and_why(published: Published) -> None:
     assert survey.horizon == HORIZON
     total = sum(share.size_bytes for share in survey.kept) + sum(survey.garbage.values())
     assert total == sum(info.size_bytes for info in published.store.list(KEYS.parts))
+
+
+def test_nothing_is_collected_on_the_word_of_a_server_that_lost_what_the_log_knows(
+    published: Published,
+) -> None:
+    """It has forgotten pins, too."""
+    remember_identity(published.store, KEYS, "a" * 32)
+    collector, before = published.begun(), published.parts()
+    knows = ServerStanding(identity="a" * 32, finished_step=LAST, version=LAST)
+    published.roots = Roots(standing=replace(knows, identity="b" * 32))
+    with pytest.raises(errors.StateInDoubt, match="nothing is collected"):
+        collector.step()
+    assert published.parts() == before
+    published.roots = Roots(standing=knows)
+    assert collector.step().stage is Stage.SWEPT

@@ -86,6 +86,7 @@ class ClaimPolicyRequest(_message.Message):
     HELD_EPOCH_FIELD_NUMBER: _builtins.int
     ONLY_IF_UNHELD_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    ACCEPTED_LOSS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -109,6 +110,12 @@ class ClaimPolicyRequest(_message.Message):
     """Last step that the trainer will take; 0 when it does not say. Once a durable checkpoint covers the last step of every
     trained policy, the run goes to FINISHING.
     """
+    @_builtins.property
+    def accepted_loss(self) -> Global___AcceptedLoss:
+        """Set where a person accepted that this server's Redis lost data: the policy goes on after a step that it does not
+        know.
+        """
+
     def __init__(
         self,
         *,
@@ -119,14 +126,43 @@ class ClaimPolicyRequest(_message.Message):
         held_epoch: _builtins.int = ...,
         only_if_unheld: _builtins.bool = ...,
         last_step: _builtins.int = ...,
+        accepted_loss: Global___AcceptedLoss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "last_step", b"last_step", "only_if_unheld", b"only_if_unheld", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "held_epoch", b"held_epoch", "known_epoch", b"known_epoch", "last_step", b"last_step", "only_if_unheld", b"only_if_unheld", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClaimPolicyRequest: _TypeAlias = ClaimPolicyRequest  # noqa: Y015
+
+@_typing.final
+class AcceptedLoss(_message.Message):
+    """What a policy goes on from when its Redis lost what a checkpoint and the store still have. A batch that is bound to a
+    step up to this one is voided: its trajectories end as dropped{voided}.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """Identity of the run that checkpoint and store know; the server's run has it from now on."""
+    step: _builtins.int
+    """Step of the checkpoint: finished and durable from now on, unless later ones are."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptedLoss: _TypeAlias = AcceptedLoss  # noqa: Y015
 
 @_typing.final
 class ClaimPolicyResponse(_message.Message):
@@ -140,6 +176,7 @@ class ClaimPolicyResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BATCH_LEASE_DURATION_FIELD_NUMBER: _builtins.int
     DATA_INCARNATION_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     """Carried by every later call; ≥ 1."""
     last_finished_step: _builtins.int
@@ -150,6 +187,8 @@ class ClaimPolicyResponse(_message.Message):
     """Newest published version; unset when none was published."""
     data_incarnation: _builtins.str
     """Changes when Redis was restarted and may have lost its last second."""
+    identity: _builtins.str
+    """Identity of the run that this server has now."""
     @_builtins.property
     def batch_lease_duration(self) -> _duration_pb2.Duration:
         """Lease time of a batch."""
@@ -163,10 +202,11 @@ class ClaimPolicyResponse(_message.Message):
         version: _builtins.int | None = ...,
         batch_lease_duration: _duration_pb2.Duration | None = ...,
         data_incarnation: _builtins.str = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "data_incarnation", b"data_incarnation", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "data_incarnation", b"data_incarnation", "identity", b"identity", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -230,22 +270,28 @@ class ReleasePolicyRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    DOUBT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
     """Policy."""
     trainer_epoch: _builtins.int
     """Epoch from ClaimPolicy."""
+    doubt: _builtins.str
+    """Why the trainer does not go on from what this server knows, for people; shown as the wait `state_in_doubt` until a
+    trainer claims the policy again. Empty when it ends otherwise.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         policy_id: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
+        doubt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubt", b"doubt", "policy_id", b"policy_id", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,6 +115,7 @@ class Run(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
@@ -126,6 +127,10 @@ class Run(_message.Message):
     stopped_for: _builtins.str
     """Why the server stopped the run before its steps were done, and what to do; empty when it did not. Forgotten when the
     run is continued.
+    """
+    identity: _builtins.str
+    """Identity of the run, 128 bits in hex, made by the server when the run is created. Store and checkpoints remember it:
+    a run of the same name in another Redis is another run. Ignored in a request.
     """
     @_builtins.property
     def code(self) -> Global___CodeBundle:
@@ -145,10 +150,11 @@ class Run(_message.Message):
         state: Global___RunState.ValueType = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         stopped_for: _builtins.str = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "identity", b"identity", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

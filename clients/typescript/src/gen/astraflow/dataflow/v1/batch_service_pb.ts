@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/batch_service.proto.
  */
 export const file_astraflow_dataflow_v1_batch_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2hfc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIp8BChJDbGFpbVBvbGljeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRISCgp0cmFpbmVyX2lkGAMgASgJEhMKC2tub3duX2Vwb2NoGAQgASgEEhIKCmhlbGRfZXBvY2gYBSABKAQSFgoOb25seV9pZl91bmhlbGQYBiABKAgSEQoJbGFzdF9zdGVwGAcgASgEItgBChNDbGFpbVBvbGljeVJlc3BvbnNlEhUKDXRyYWluZXJfZXBvY2gYASABKAQSGgoSbGFzdF9maW5pc2hlZF9zdGVwGAIgASgEEhkKEWxhc3RfZHVyYWJsZV9zdGVwGAMgASgEEhQKB3ZlcnNpb24YBCABKARIAIgBARI3ChRiYXRjaF9sZWFzZV9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIYChBkYXRhX2luY2FybmF0aW9uGAYgASgJQgoKCF92ZXJzaW9uIk0KEUhvbGRQb2xpY3lSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSFQoNdHJhaW5lcl9lcG9jaBgDIAEoBCIUChJIb2xkUG9saWN5UmVzcG9uc2UiUAoUUmVsZWFzZVBvbGljeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEIhcKFVJlbGVhc2VQb2xpY3lSZXNwb25zZSLMAQoTQWNxdWlyZUJhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSGwoEc3RlcBgEIAEoBEIN+vMYCQkAAAAAAADwPxIUCgxiYXNlX3ZlcnNpb24YBSABKAQSSAoNd2FpdF9kdXJhdGlvbhgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIW+vMYEgkAAAAAAAAAABEAAAAAAAA+QCKKAQoUQWNxdWlyZUJhdGNoUmVzcG9uc2USKwoFYmF0Y2gYASABKAsyHC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2gSEwoLd2FpdGluZ19mb3IYAiABKAkSMAoFc3RhZ2UYAyABKA4yIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2hTdGFnZSKCAQoRRmV0Y2hCYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEEhsKBHN0ZXAYBCABKARCDfrzGAkJAAAAAAAA8D8SFgoOdHJhamVjdG9yeV9pZHMYBSADKAkiOQoSRmV0Y2hCYXRjaFJlc3BvbnNlEhUKDXRyYWplY3RvcnlfaWQYASABKAkSDAoEYm9keRgCIAEoDCK8AQoPQWNrQmF0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSFQoNdHJhaW5lcl9lcG9jaBgDIAEoBBIbCgRzdGVwGAQgASgEQg368xgJCQAAAAAAAPA/EhAKCGJhdGNoX2lkGAUgASgJEg4KBmRpZ2VzdBgGIAEoDBIwCgVzdGFnZRgHIAEoDjIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5CYXRjaFN0YWdlIkQKEEFja0JhdGNoUmVzcG9uc2USMAoFc3RhZ2UYASABKA4yIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2hTdGFnZSKDAQoQTmFja0JhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSGwoEc3RlcBgEIAEoBEIN+vMYCQkAAAAAAADwPxIYCgZyZWFzb24YBSABKAlCCPrzGAQgQFABIiwKEU5hY2tCYXRjaFJlc3BvbnNlEhcKD3JldHVybmVkX2dyb3VwcxgBIAEoDSJqChFSZW5ld0JhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSGwoEc3RlcBgEIAEoBEIN+vMYCQkAAAAAAADwPyIUChJSZW5ld0JhdGNoUmVzcG9uc2UiXAoSTWFya0R1cmFibGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSFQoNdHJhaW5lcl9lcG9jaBgDIAEoBBIMCgRzdGVwGAQgASgEIjQKE01hcmtEdXJhYmxlUmVzcG9uc2USHQoVcmVsZWFzZWRfdHJhamVjdG9yaWVzGAEgASgNIrABChBWb2lkQmF0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSGwoEc3RlcBgDIAEoBEIN+vMYCQkAAAAAAADwPxIQCghiYXRjaF9pZBgEIAEoCRIxCgZhY3Rpb24YBSABKA4yIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVm9pZEFjdGlvbhIXCgZyZWFzb24YBiABKAlCB/rzGAMggAIiSgoRVm9pZEJhdGNoUmVzcG9uc2USFwoPcmV0dXJuZWRfZ3JvdXBzGAEgASgNEhwKFGRyb3BwZWRfdHJhamVjdG9yaWVzGAIgASgNKnMKCkJhdGNoU3RhZ2USGwoXQkFUQ0hfU1RBR0VfVU5TUEVDSUZJRUQQABIWChJCQVRDSF9TVEFHRV9JTlRFTlQQARIXChNCQVRDSF9TVEFHRV9UUkFJTkVEEAISFwoTQkFUQ0hfU1RBR0VfU0tJUFBFRBADKloKClZvaWRBY3Rpb24SGwoXVk9JRF9BQ1RJT05fVU5TUEVDSUZJRUQQABIWChJWT0lEX0FDVElPTl9SRVRVUk4QARIXChNWT0lEX0FDVElPTl9ESVNDQVJEEAIysAoKDEJhdGNoU2VydmljZRKJAQoLQ2xhaW1Qb2xpY3kSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ2xhaW1Qb2xpY3lSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLkNsYWltUG9saWN5UmVzcG9uc2UiI8rzGAICA9DzGAPa8xgVCgZGRU5DRUQKC1BPTElDWV9IRUxEEngKCkhvbGRQb2xpY3kSKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuSG9sZFBvbGljeVJlcXVlc3QaKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuSG9sZFBvbGljeVJlc3BvbnNlIhXK8xgBAtDzGALa8xgICgZGRU5DRUQSgQEKDVJlbGVhc2VQb2xpY3kSKy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVsZWFzZVBvbGljeVJlcXVlc3QaLC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVsZWFzZVBvbGljeVJlc3BvbnNlIhXK8xgBAtDzGALa8xgICgZGRU5DRUQSfgoMQWNxdWlyZUJhdGNoEiouYXN0cmFmbG93LmRhdGFmbG93LnYxLkFjcXVpcmVCYXRjaFJlcXVlc3QaKy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWNxdWlyZUJhdGNoUmVzcG9uc2UiFcrzGAEC0PMYAtrzGAgKBkZFTkNFRBJ6CgpGZXRjaEJhdGNoEiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkZldGNoQmF0Y2hSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLkZldGNoQmF0Y2hSZXNwb25zZSIVyvMYAQLQ8xgB2vMYCAoGRkVOQ0VEMAESfAoIQWNrQmF0Y2gSJi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWNrQmF0Y2hSZXF1ZXN0GicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFja0JhdGNoUmVzcG9uc2UiH8rzGAEC0PMYAtrzGBIKBkZFTkNFRAoIQ09ORkxJQ1QSdQoJTmFja0JhdGNoEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5hY2tCYXRjaFJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTmFja0JhdGNoUmVzcG9uc2UiFcrzGAEC0PMYAtrzGAgKBkZFTkNFRBJ4CgpSZW5ld0JhdGNoEiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbmV3QmF0Y2hSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbmV3QmF0Y2hSZXNwb25zZSIVyvMYAQLQ8xgC2vMYCAoGRkVOQ0VEEmkKCVZvaWRCYXRjaBInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Wb2lkQmF0Y2hSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlZvaWRCYXRjaFJlc3BvbnNlIgnK8xgBA9DzGAISewoLTWFya0R1cmFibGUSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTWFya0R1cmFibGVSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLk1hcmtEdXJhYmxlUmVzcG9uc2UiFcrzGAEC0PMYAtrzGAgKBkZFTkNFRBpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_batch, file_astraflow_options_v1_options, file_google_protobuf_duration]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2hfc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxItsBChJDbGFpbVBvbGljeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRISCgp0cmFpbmVyX2lkGAMgASgJEhMKC2tub3duX2Vwb2NoGAQgASgEEhIKCmhlbGRfZXBvY2gYBSABKAQSFgoOb25seV9pZl91bmhlbGQYBiABKAgSEQoJbGFzdF9zdGVwGAcgASgEEjoKDWFjY2VwdGVkX2xvc3MYCCABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWNjZXB0ZWRMb3NzIkIKDEFjY2VwdGVkTG9zcxIkCghpZGVudGl0eRgBIAEoCUIS+vMYDkoMWzAtOWEtZl17MzJ9EgwKBHN0ZXAYAiABKAQi6gEKE0NsYWltUG9saWN5UmVzcG9uc2USFQoNdHJhaW5lcl9lcG9jaBgBIAEoBBIaChJsYXN0X2ZpbmlzaGVkX3N0ZXAYAiABKAQSGQoRbGFzdF9kdXJhYmxlX3N0ZXAYAyABKAQSFAoHdmVyc2lvbhgEIAEoBEgAiAEBEjcKFGJhdGNoX2xlYXNlX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhgKEGRhdGFfaW5jYXJuYXRpb24YBiABKAkSEAoIaWRlbnRpdHkYByABKAlCCgoIX3ZlcnNpb24iTQoRSG9sZFBvbGljeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEIhQKEkhvbGRQb2xpY3lSZXNwb25zZSJqChRSZWxlYXNlUG9saWN5UmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSGAoFZG91YnQYBCABKAlCCfrzGAUg0A9QASIXChVSZWxlYXNlUG9saWN5UmVzcG9uc2UizAEKE0FjcXVpcmVCYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEEhsKBHN0ZXAYBCABKARCDfrzGAkJAAAAAAAA8D8SFAoMYmFzZV92ZXJzaW9uGAUgASgEEkgKDXdhaXRfZHVyYXRpb24YBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CFvrzGBIJAAAAAAAAAAARAAAAAAAAPkAiigEKFEFjcXVpcmVCYXRjaFJlc3BvbnNlEisKBWJhdGNoGAEgASgLMhwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhdGNoEhMKC3dhaXRpbmdfZm9yGAIgASgJEjAKBXN0YWdlGAMgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhdGNoU3RhZ2UiggEKEUZldGNoQmF0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSFQoNdHJhaW5lcl9lcG9jaBgDIAEoBBIbCgRzdGVwGAQgASgEQg368xgJCQAAAAAAAPA/EhYKDnRyYWplY3RvcnlfaWRzGAUgAygJIjkKEkZldGNoQmF0Y2hSZXNwb25zZRIVCg10cmFqZWN0b3J5X2lkGAEgASgJEgwKBGJvZHkYAiABKAwivAEKD0Fja0JhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSGwoEc3RlcBgEIAEoBEIN+vMYCQkAAAAAAADwPxIQCghiYXRjaF9pZBgFIAEoCRIOCgZkaWdlc3QYBiABKAwSMAoFc3RhZ2UYByABKA4yIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2hTdGFnZSJEChBBY2tCYXRjaFJlc3BvbnNlEjAKBXN0YWdlGAEgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhdGNoU3RhZ2UigwEKEE5hY2tCYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEEhsKBHN0ZXAYBCABKARCDfrzGAkJAAAAAAAA8D8SGAoGcmVhc29uGAUgASgJQgj68xgEIEBQASIsChFOYWNrQmF0Y2hSZXNwb25zZRIXCg9yZXR1cm5lZF9ncm91cHMYASABKA0iagoRUmVuZXdCYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIVCg10cmFpbmVyX2Vwb2NoGAMgASgEEhsKBHN0ZXAYBCABKARCDfrzGAkJAAAAAAAA8D8iFAoSUmVuZXdCYXRjaFJlc3BvbnNlIlwKEk1hcmtEdXJhYmxlUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhUKDXRyYWluZXJfZXBvY2gYAyABKAQSDAoEc3RlcBgEIAEoBCI0ChNNYXJrRHVyYWJsZVJlc3BvbnNlEh0KFXJlbGVhc2VkX3RyYWplY3RvcmllcxgBIAEoDSKwAQoQVm9pZEJhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhsKBHN0ZXAYAyABKARCDfrzGAkJAAAAAAAA8D8SEAoIYmF0Y2hfaWQYBCABKAkSMQoGYWN0aW9uGAUgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlZvaWRBY3Rpb24SFwoGcmVhc29uGAYgASgJQgf68xgDIIACIkoKEVZvaWRCYXRjaFJlc3BvbnNlEhcKD3JldHVybmVkX2dyb3VwcxgBIAEoDRIcChRkcm9wcGVkX3RyYWplY3RvcmllcxgCIAEoDSpzCgpCYXRjaFN0YWdlEhsKF0JBVENIX1NUQUdFX1VOU1BFQ0lGSUVEEAASFgoSQkFUQ0hfU1RBR0VfSU5URU5UEAESFwoTQkFUQ0hfU1RBR0VfVFJBSU5FRBACEhcKE0JBVENIX1NUQUdFX1NLSVBQRUQQAypaCgpWb2lkQWN0aW9uEhsKF1ZPSURfQUNUSU9OX1VOU1BFQ0lGSUVEEAASFgoSVk9JRF9BQ1RJT05fUkVUVVJOEAESFwoTVk9JRF9BQ1RJT05fRElTQ0FSRBACMrAKCgxCYXRjaFNlcnZpY2USiQEKC0NsYWltUG9saWN5EikuYXN0cmFmbG93LmRhdGFmbG93LnYxLkNsYWltUG9saWN5UmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5DbGFpbVBvbGljeVJlc3BvbnNlIiPK8xgCAgPQ8xgD2vMYFQoGRkVOQ0VECgtQT0xJQ1lfSEVMRBJ4CgpIb2xkUG9saWN5EiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkhvbGRQb2xpY3lSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLkhvbGRQb2xpY3lSZXNwb25zZSIVyvMYAQLQ8xgC2vMYCAoGRkVOQ0VEEoEBCg1SZWxlYXNlUG9saWN5EisuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbGVhc2VQb2xpY3lSZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbGVhc2VQb2xpY3lSZXNwb25zZSIVyvMYAQLQ8xgC2vMYCAoGRkVOQ0VEEn4KDEFjcXVpcmVCYXRjaBIqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BY3F1aXJlQmF0Y2hSZXF1ZXN0GisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFjcXVpcmVCYXRjaFJlc3BvbnNlIhXK8xgBAtDzGALa8xgICgZGRU5DRUQSegoKRmV0Y2hCYXRjaBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5GZXRjaEJhdGNoUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5GZXRjaEJhdGNoUmVzcG9uc2UiFcrzGAEC0PMYAdrzGAgKBkZFTkNFRDABEnwKCEFja0JhdGNoEiYuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFja0JhdGNoUmVxdWVzdBonLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BY2tCYXRjaFJlc3BvbnNlIh/K8xgBAtDzGALa8xgSCgZGRU5DRUQKCENPTkZMSUNUEnUKCU5hY2tCYXRjaBInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5OYWNrQmF0Y2hSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLk5hY2tCYXRjaFJlc3BvbnNlIhXK8xgBAtDzGALa8xgICgZGRU5DRUQSeAoKUmVuZXdCYXRjaBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld0JhdGNoUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld0JhdGNoUmVzcG9uc2UiFcrzGAEC0PMYAtrzGAgKBkZFTkNFRBJpCglWb2lkQmF0Y2gSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVm9pZEJhdGNoUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Wb2lkQmF0Y2hSZXNwb25zZSIJyvMYAQPQ8xgCEnsKC01hcmtEdXJhYmxlEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLk1hcmtEdXJhYmxlUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5NYXJrRHVyYWJsZVJlc3BvbnNlIhXK8xgBAtDzGALa8xgICgZGRU5DRUQaQ+rzGD8KCU5PVF9GT1VORAoTRkFJTEVEX1BSRUNPTkRJVElPTgoOSU5WQUxJRF9SRUNJUEUKDVBMVUdJTl9GQUlMRURCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_dataflow_v1_batch, file_astraflow_options_v1_options, file_google_protobuf_duration]);
 
 /**
  * Request of ClaimPolicy.
@@ -78,6 +78,14 @@ export type ClaimPolicyRequest = Message<"astraflow.dataflow.v1.ClaimPolicyReque
    * @generated from field: uint64 last_step = 7;
    */
   lastStep: bigint;
+
+  /**
+   * Set where a person accepted that this server's Redis lost data: the policy goes on after a step that it does not
+   * know.
+   *
+   * @generated from field: astraflow.dataflow.v1.AcceptedLoss accepted_loss = 8;
+   */
+  acceptedLoss?: AcceptedLoss | undefined;
 };
 
 /**
@@ -86,6 +94,35 @@ export type ClaimPolicyRequest = Message<"astraflow.dataflow.v1.ClaimPolicyReque
  */
 export const ClaimPolicyRequestSchema: GenMessage<ClaimPolicyRequest> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_batch_service, 0);
+
+/**
+ * What a policy goes on from when its Redis lost what a checkpoint and the store still have. A batch that is bound to a
+ * step up to this one is voided: its trajectories end as dropped{voided}.
+ *
+ * @generated from message astraflow.dataflow.v1.AcceptedLoss
+ */
+export type AcceptedLoss = Message<"astraflow.dataflow.v1.AcceptedLoss"> & {
+  /**
+   * Identity of the run that checkpoint and store know; the server's run has it from now on.
+   *
+   * @generated from field: string identity = 1;
+   */
+  identity: string;
+
+  /**
+   * Step of the checkpoint: finished and durable from now on, unless later ones are.
+   *
+   * @generated from field: uint64 step = 2;
+   */
+  step: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.AcceptedLoss.
+ * Use `create(AcceptedLossSchema)` to create a new message.
+ */
+export const AcceptedLossSchema: GenMessage<AcceptedLoss> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 1);
 
 /**
  * Response of ClaimPolicy.
@@ -134,6 +171,13 @@ export type ClaimPolicyResponse = Message<"astraflow.dataflow.v1.ClaimPolicyResp
    * @generated from field: string data_incarnation = 6;
    */
   dataIncarnation: string;
+
+  /**
+   * Identity of the run that this server has now.
+   *
+   * @generated from field: string identity = 7;
+   */
+  identity: string;
 };
 
 /**
@@ -141,7 +185,7 @@ export type ClaimPolicyResponse = Message<"astraflow.dataflow.v1.ClaimPolicyResp
  * Use `create(ClaimPolicyResponseSchema)` to create a new message.
  */
 export const ClaimPolicyResponseSchema: GenMessage<ClaimPolicyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 1);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 2);
 
 /**
  * Request of HoldPolicy.
@@ -176,7 +220,7 @@ export type HoldPolicyRequest = Message<"astraflow.dataflow.v1.HoldPolicyRequest
  * Use `create(HoldPolicyRequestSchema)` to create a new message.
  */
 export const HoldPolicyRequestSchema: GenMessage<HoldPolicyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 2);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 3);
 
 /**
  * Response of HoldPolicy.
@@ -191,7 +235,7 @@ export type HoldPolicyResponse = Message<"astraflow.dataflow.v1.HoldPolicyRespon
  * Use `create(HoldPolicyResponseSchema)` to create a new message.
  */
 export const HoldPolicyResponseSchema: GenMessage<HoldPolicyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 3);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 4);
 
 /**
  * Request of ReleasePolicy.
@@ -219,6 +263,14 @@ export type ReleasePolicyRequest = Message<"astraflow.dataflow.v1.ReleasePolicyR
    * @generated from field: uint64 trainer_epoch = 3;
    */
   trainerEpoch: bigint;
+
+  /**
+   * Why the trainer does not go on from what this server knows, for people; shown as the wait `state_in_doubt` until a
+   * trainer claims the policy again. Empty when it ends otherwise.
+   *
+   * @generated from field: string doubt = 4;
+   */
+  doubt: string;
 };
 
 /**
@@ -226,7 +278,7 @@ export type ReleasePolicyRequest = Message<"astraflow.dataflow.v1.ReleasePolicyR
  * Use `create(ReleasePolicyRequestSchema)` to create a new message.
  */
 export const ReleasePolicyRequestSchema: GenMessage<ReleasePolicyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 4);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 5);
 
 /**
  * Response of ReleasePolicy.
@@ -241,7 +293,7 @@ export type ReleasePolicyResponse = Message<"astraflow.dataflow.v1.ReleasePolicy
  * Use `create(ReleasePolicyResponseSchema)` to create a new message.
  */
 export const ReleasePolicyResponseSchema: GenMessage<ReleasePolicyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 5);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 6);
 
 /**
  * Request of AcquireBatch.
@@ -297,7 +349,7 @@ export type AcquireBatchRequest = Message<"astraflow.dataflow.v1.AcquireBatchReq
  * Use `create(AcquireBatchRequestSchema)` to create a new message.
  */
 export const AcquireBatchRequestSchema: GenMessage<AcquireBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 6);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 7);
 
 /**
  * Response of AcquireBatch.
@@ -332,7 +384,7 @@ export type AcquireBatchResponse = Message<"astraflow.dataflow.v1.AcquireBatchRe
  * Use `create(AcquireBatchResponseSchema)` to create a new message.
  */
 export const AcquireBatchResponseSchema: GenMessage<AcquireBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 7);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 8);
 
 /**
  * Request of FetchBatch.
@@ -381,7 +433,7 @@ export type FetchBatchRequest = Message<"astraflow.dataflow.v1.FetchBatchRequest
  * Use `create(FetchBatchRequestSchema)` to create a new message.
  */
 export const FetchBatchRequestSchema: GenMessage<FetchBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 8);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 9);
 
 /**
  * One payload.
@@ -409,7 +461,7 @@ export type FetchBatchResponse = Message<"astraflow.dataflow.v1.FetchBatchRespon
  * Use `create(FetchBatchResponseSchema)` to create a new message.
  */
 export const FetchBatchResponseSchema: GenMessage<FetchBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 9);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 10);
 
 /**
  * Request of AckBatch.
@@ -472,7 +524,7 @@ export type AckBatchRequest = Message<"astraflow.dataflow.v1.AckBatchRequest"> &
  * Use `create(AckBatchRequestSchema)` to create a new message.
  */
 export const AckBatchRequestSchema: GenMessage<AckBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 10);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 11);
 
 /**
  * Response of AckBatch.
@@ -493,7 +545,7 @@ export type AckBatchResponse = Message<"astraflow.dataflow.v1.AckBatchResponse">
  * Use `create(AckBatchResponseSchema)` to create a new message.
  */
 export const AckBatchResponseSchema: GenMessage<AckBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 12);
 
 /**
  * Request of NackBatch.
@@ -542,7 +594,7 @@ export type NackBatchRequest = Message<"astraflow.dataflow.v1.NackBatchRequest">
  * Use `create(NackBatchRequestSchema)` to create a new message.
  */
 export const NackBatchRequestSchema: GenMessage<NackBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 13);
 
 /**
  * Response of NackBatch.
@@ -563,7 +615,7 @@ export type NackBatchResponse = Message<"astraflow.dataflow.v1.NackBatchResponse
  * Use `create(NackBatchResponseSchema)` to create a new message.
  */
 export const NackBatchResponseSchema: GenMessage<NackBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 14);
 
 /**
  * Request of RenewBatch.
@@ -605,7 +657,7 @@ export type RenewBatchRequest = Message<"astraflow.dataflow.v1.RenewBatchRequest
  * Use `create(RenewBatchRequestSchema)` to create a new message.
  */
 export const RenewBatchRequestSchema: GenMessage<RenewBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 15);
 
 /**
  * Response of RenewBatch.
@@ -620,7 +672,7 @@ export type RenewBatchResponse = Message<"astraflow.dataflow.v1.RenewBatchRespon
  * Use `create(RenewBatchResponseSchema)` to create a new message.
  */
 export const RenewBatchResponseSchema: GenMessage<RenewBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 16);
 
 /**
  * Request of MarkDurable.
@@ -662,7 +714,7 @@ export type MarkDurableRequest = Message<"astraflow.dataflow.v1.MarkDurableReque
  * Use `create(MarkDurableRequestSchema)` to create a new message.
  */
 export const MarkDurableRequestSchema: GenMessage<MarkDurableRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 17);
 
 /**
  * Response of MarkDurable.
@@ -683,7 +735,7 @@ export type MarkDurableResponse = Message<"astraflow.dataflow.v1.MarkDurableResp
  * Use `create(MarkDurableResponseSchema)` to create a new message.
  */
 export const MarkDurableResponseSchema: GenMessage<MarkDurableResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 17);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 18);
 
 /**
  * Request of VoidBatch.
@@ -739,7 +791,7 @@ export type VoidBatchRequest = Message<"astraflow.dataflow.v1.VoidBatchRequest">
  * Use `create(VoidBatchRequestSchema)` to create a new message.
  */
 export const VoidBatchRequestSchema: GenMessage<VoidBatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 18);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 19);
 
 /**
  * Response of VoidBatch.
@@ -767,7 +819,7 @@ export type VoidBatchResponse = Message<"astraflow.dataflow.v1.VoidBatchResponse
  * Use `create(VoidBatchResponseSchema)` to create a new message.
  */
 export const VoidBatchResponseSchema: GenMessage<VoidBatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_batch_service, 19);
+  messageDesc(file_astraflow_dataflow_v1_batch_service, 20);
 
 /**
  * How far a step has come. Stages only move forward.
