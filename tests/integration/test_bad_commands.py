@@ -78,7 +78,7 @@ ROWS: dict[str, Row] = {
         check("schema_version=2"),
         ("schema version 2", "this release reads 1", "use the release it was written for"),
     ),
-    "override without a value": Row(check("run.steps"), ("'run.steps' is not of the form key.path=value",)),
+    "override without a value": Row(check("run.steps"), ("--set run.steps: not of the form key.path=value",)),
     "missing recipe": Row(("dev", "nowhere"), ("no recipe at nowhere/recipe.yaml",)),
     "recipe that is not YAML": Row(
         ("recipe", "check", "."),
@@ -107,17 +107,17 @@ ROWS: dict[str, Row] = {
     "data dir of another recipe": Row(
         dev(*DATA),
         ("holds run 'other' of another recipe", "give another --data-dir"),
-        status=1,
+        status=3,
         before=run_json(json.dumps(RECORD)),
     ),
     "data dir of a later release": Row(
         dev(*DATA),
         ("schema version 99", "this release reads 2", "give a new --data-dir"),
-        status=1,
+        status=3,
         before=run_json(json.dumps(RECORD | {"schema_version": 99})),
     ),
     "damaged data dir": Row(
-        dev(*DATA), ("data/run.json is damaged", "give another --data-dir"), status=1, before=run_json("{")
+        dev(*DATA), ("data/run.json is damaged", "give another --data-dir"), status=3, before=run_json("{")
     ),
     "data dir that is a file": Row(
         dev(*DATA),
