@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.client import Client, RetryPolicy
+from astraflow.client import Client, Connection, RetryPolicy
+from astraflow.commands.server import server_of_folder
+from astraflow.connecting.connection import DialFiles
 from astraflow.dataflow.v1.admin_service_pb2 import StatusRequest
 from astraflow.errors import AstraflowError
-from astraflow_kit.lifecycle import read_address_file
 from support.audit import Audit, audit
 from support.chaos import ROLES, Monkey, Story, run_random_kills
 from support.development import ROOT, RUN_ID, RunFiles, dev, finish, wait_for
@@ -114,13 +115,12 @@ def test_how_soon_a_killed_dataflow_server_answers_again_is_reported(
     with dev(tmp_path, "--steps", "100000", "--max-restarts", "1000") as launcher:
         monkey.launcher = launcher
         wait_for(lambda: files.steps_taken() >= 1)
-        addresses = read_address_file(files.addresses / "dataflow.json")
-        assert addresses is not None
+        server = server_of_folder(files.data_dir).connection(DialFiles())
         for _ in range(RESTARTS):
             # As one that had run steadily: another kill at once would meet the launcher's backoff.
             time.sleep(6.0)
             assert monkey.kill("dataflow")
-            report.restart_s.append(_seconds_until_answering(addresses.grpc))
+            report.restart_s.append(_seconds_until_answering(server))
         launcher.send_signal(signal.SIGINT)
         finish(launcher, tmp_path)
     waits = sorted(report.restart_s)
@@ -128,9 +128,9 @@ def test_how_soon_a_killed_dataflow_server_answers_again_is_reported(
         print(f"\nStatus answers again after p50 {waits[RESTARTS // 2]:.2f} s, max {waits[-1]:.2f} s")  # noqa: T201
 
 
-def _seconds_until_answering(address: str) -> float:
+def _seconds_until_answering(server: Connection) -> float:
     started_s = time.monotonic()
-    with Client(address, retry=RetryPolicy(total_s=0.0)) as client:
+    with Client(server, retry=RetryPolicy(total_s=0.0)) as client:
         while True:
             with suppress(AstraflowError):
                 client.call(client.admin.Status, StatusRequest(run_id=RUN_ID), timeout_s=2.0)

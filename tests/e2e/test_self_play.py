@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from astraflow.client import Client
+from astraflow.commands.server import server_of_folder
+from astraflow.connecting.connection import DialFiles
 from astraflow.dataflow.v1.admin_service_pb2 import StatusRequest
 from support.development import RunFiles, dev, finish, wait_for
 
@@ -58,8 +60,7 @@ def test_a_policy_trains_beside_snapshots_of_itself(tmp_path: Path) -> None:
         *("--set", "raas.swap_seats=[first, second]"),
     ) as launcher:
         wait_for(lambda: files.steps_taken() >= 12 and _went_back(_served(files)), timeout_s=200)
-        server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
-        with Client(server) as client:
+        with Client(server_of_folder(files.data_dir).connection(DialFiles())) as client:
             status = client.call(client.admin.Status, StatusRequest())
         launcher.send_signal(signal.SIGINT)
         summary = finish(launcher, tmp_path)

@@ -151,6 +151,7 @@ def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
             *("-m", "astraflow_trainer", "--join", server, "--allow-recipe-code"),
+            *("--token-file", str(files.data_dir / "secrets" / "trainer.token")),
             *("--work-dir", str(files.data_dir / "work" / "by-hand")),
         )
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -95,14 +95,14 @@ def _newest_log_s(folder: Path) -> float:
 
 def _server(folders: tuple[Path, ...]) -> "Connection | None":
     """The server of a run that still lives, if there is one."""
-    from astraflow.client import Connection
     from astraflow.commands.server import server_of_folder
+    from astraflow.connecting.connection import DialFiles
     from astraflow.errors import AstraflowError
 
     for folder in folders:
         for run in folder.rglob("run.json"):
             try:
-                return Connection(server_of_folder(run.parent).address)
+                return server_of_folder(run.parent).connection(DialFiles())
             except AstraflowError:
                 continue  # it has ended; the bundle's index says so
     return None

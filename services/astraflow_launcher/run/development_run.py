@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc.aio
 
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.connecting.connection import Connection
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe.file import LoadedRecipe
@@ -31,6 +32,7 @@ from astraflow_launcher.run.memory import PeakMemory
 from astraflow_launcher.run.observer import Observer
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor, python
 from astraflow_launcher.run.registration import register_run
+from astraflow_launcher.run.run_tokens import RunTokens
 from astraflow_launcher.view.curves import draw_curves
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.metrics_file import MetricsFile
@@ -93,7 +95,9 @@ class DevelopmentRun:
         self._goal_met = False
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._supervisor = Supervisor()
-        self._client = AsyncClient(self._address)
+        self._tokens = None if Part.DATAFLOW in options.without else RunTokens(self._folder.root)
+        operator = self._tokens.of("operator") if self._tokens else ""
+        self._client = AsyncClient(Connection(self._address, token=operator))
         self._observer = Observer(self._client, self._run_id)
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
@@ -126,8 +130,10 @@ class DevelopmentRun:
     # ---------------------------------------------------------------- start
 
     async def _start_servers(self) -> None:
-        if Part.DATAFLOW in self._options.without:
+        if self._tokens is None:
+            RunTokens(self._folder.root).remove()
             return
+        RunTokens.make(self._folder.root)
         redis_url = self._options.redis_url or await self._start_redis()
         child = await self._start(
             self._daemon(
@@ -136,10 +142,12 @@ class DevelopmentRun:
                 *("--redis", redis_url, "--grpc-port", self._address.rpartition(":")[2]),
                 *("--http-port", str(self._options.http_port or 0)),
                 *("--work-dir", str(self._folder.work("dataflow")), "--allow-recipe-code"),
+                *("--token-keys-file", str(self._tokens.keys)),
             )
         )
         pages = (await self._supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
-        self._observer.observation.server = f"dataflow server: --join {self._address}, http://{pages}/status"
+        at = f"--join {self._address}, http://{pages}/status; tokens: {self._tokens.keys.parent}"
+        self._observer.observation.server = f"dataflow server: {at}"
 
     async def _start_redis(self) -> str:
         binary = embedded_redis.find_server()
@@ -198,6 +206,7 @@ class DevelopmentRun:
             *("--join", self._address, "--run-id", self._run_id, "--policy", policy),
             *("--work-dir", str(self._folder.work(name)), "--cache-dir", str(self._folder.cache)),
             *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
+            *self._calling_as("trainer"),
             "--allow-recipe-code",
             *(("--accept-data-loss",) if self._options.accept_data_loss else ()),
         )
@@ -213,9 +222,13 @@ class DevelopmentRun:
             *("--work-dir", str(self._folder.work(name))),
             # A development run keeps all it has in its folder.
             *("--mirror-dir", str(self._folder.work(name) / "mirror")),
+            *self._calling_as("rollout"),
             "--allow-recipe-code",
             *self._options.node_options,
         )
+
+    def _calling_as(self, role: str) -> tuple[str, ...]:
+        return ("--token-file", str(self._tokens.of(role))) if self._tokens else ()
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
         address_file = self._folder.addresses / f"{name}.json"

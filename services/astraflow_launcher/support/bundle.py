@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from astraflow import __version__
 from astraflow.client import Client, Connection, RetryPolicy
+from astraflow.commands.server import OPERATOR_TOKEN
 from astraflow.commands.wording import as_json
 from astraflow.dataflow.v1 import admin_service_pb2, run_service_pb2
 from astraflow.errors import AstraflowError
@@ -265,14 +266,16 @@ def _add_pages(archive: Archive, folder: Path, *, prefix: str) -> None:
             archive.missing.append(f"pages of {file.stem}: it has ended")
             continue
         for page in ("metrics", "status"):
-            add = partial(
-                _add_page, archive, f"{prefix}pages/{file.stem}.{page}.txt", f"http://{published.http}/{page}"
-            )
+            entry, url = f"{prefix}pages/{file.stem}.{page}.txt", f"http://{published.http}/{page}"
+            add = partial(_add_page, archive, entry, url, token=folder / OPERATOR_TOKEN)
             archive.attempt(f"{page} of {file.stem}", add, OSError)
 
 
-def _add_page(archive: Archive, name: str, url: str) -> None:
-    with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+def _add_page(archive: Archive, name: str, url: str, *, token: Path) -> None:
+    request = urllib.request.Request(url)
+    if token.exists():
+        request.add_header("Authorization", f"Bearer {token.read_text().strip()}")
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
         content: bytes = answer.read()
     archive.add_text(name, content.decode(errors="replace"), about=url)
 

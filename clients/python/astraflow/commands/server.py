@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
+    "OPERATOR_TOKEN",
     "RUNS",
     "DataDirOption",
     "DialOptions",
@@ -43,6 +44,8 @@ __all__ = [
 
 RUNS = Path(".astraflow") / "runs"
 ADDRESS_FILE = Path("addresses") / "dataflow.json"
+OPERATOR_TOKEN = Path("secrets") / "operator.token"
+"""In the folder of a run: the token that its server takes from the person who started it."""
 JOIN_VARIABLE = "ASTRAFLOW_JOIN"
 _PANEL = "How to reach it"
 _PATIENCE = RetryPolicy(total_s=3.0)
@@ -57,14 +60,18 @@ class Server:
     target: str = field(repr=False)
     found_by: str
     join_file: Path | None = None
+    token_file: Path | None = None
+    """The token that its folder has for it."""
 
     @property
     def address(self) -> str:
         """`HOST:PORT`."""
-        return self.connection(DialFiles()).address
+        return dial(self.target, join_file=self.join_file, files=DialFiles()).address
 
     def connection(self, files: DialFiles) -> Connection:
         """How to reach it with what else was given. Raises InvalidArgumentError."""
+        if self.token_file is not None:  # of a server that takes no other
+            files = replace(files, token_file=self.token_file)
         return dial(self.target, join_file=self.join_file, files=files)
 
 
@@ -242,7 +249,7 @@ def find_server(join: Server | None, *, data_dir: Path | None, runs: Path = RUNS
     alive = [item for item in published if _is_alive(item.pid)]
     if not alive:
         raise _ended(published[-1])
-    return Server(alive[-1].address, f"run folder {alive[-1].folder}")
+    return _server(alive[-1])
 
 
 def server_of_folder(folder: Path) -> Server:
@@ -252,7 +259,16 @@ def server_of_folder(folder: Path) -> Server:
         raise NotFoundError(f"{folder / ADDRESS_FILE} does not exist: no dataflow server was started there")
     if not _is_alive(published.pid):
         raise _ended(published)
-    return Server(published.address, f"run folder {folder}")
+    return _server(published)
+
+
+def _server(published: _Published) -> Server:
+    token = published.folder / OPERATOR_TOKEN
+    return Server(
+        published.address,
+        f"run folder {published.folder}",
+        token_file=token if token.exists() else None,
+    )
 
 
 def _published(folder: Path) -> _Published | None:

@@ -10,6 +10,7 @@ import pytest
 
 from astraflow.commands.server import Server, ServerOptions, find_server
 from astraflow.connecting.compatibility import CONTRACT_VERSION
+from astraflow.connecting.connection import DialFiles
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import IncompatibleError, InvalidArgumentError, NotFoundError, UnavailableError
 from astraflow.server.v1.server_info_pb2 import ServerInfo
@@ -50,6 +51,18 @@ def test_a_named_folder_is_asked_whatever_else_runs(tmp_path: Path) -> None:
     publish(tmp_path / "a")
     publish(tmp_path / "b", port=2)
     assert find_server(None, data_dir=tmp_path / "a", runs=tmp_path).address == "127.0.0.1:1"
+
+
+def test_a_folder_brings_the_token_that_its_server_takes(tmp_path: Path) -> None:
+    publish(tmp_path / "a")
+    (tmp_path / "a" / "secrets").mkdir()
+    (tmp_path / "a" / "secrets" / "operator.token").write_text("own\n")
+    (tmp_path / "other").write_text("of another server")
+    for found in (
+        find_server(None, data_dir=tmp_path / "a"),
+        find_server(None, data_dir=None, runs=tmp_path),
+    ):
+        assert found.connection(DialFiles(token_file=tmp_path / "other")).current_token() == "own"
 
 
 def test_without_any_run_the_ways_to_name_one_are_told(tmp_path: Path) -> None:
