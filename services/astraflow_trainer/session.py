@@ -233,7 +233,7 @@ class TrainingSession:
                 published=lambda committed: self._published(committed, notify),
             ) as worker,
         ):
-            if newest is None or newest.version < start.version:
+            if newest is None or _must_publish(newest.version, start.version, lost=publisher.base_lost):
                 worker.submit(start.step, learner.published_bytes())
                 worker.wait_until_done()
             if not policy.train:
@@ -306,6 +306,13 @@ class TrainingSession:
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)
         notify()
+
+
+def _must_publish(newest: int, start: int, *, lost: bool) -> bool:
+    """Whether the weights to start from are not in the store, or are what nobody can read there any more: published
+    again, they are equal to the newest version, or get the next number.
+    """
+    return newest < start or (lost and newest == start)
 
 
 def own_folder(settings: TrainerSettings, rank: int) -> Path:

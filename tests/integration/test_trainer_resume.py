@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from astraflow_kit.failpoints import read_hits
+from astraflow_weights.mirror.mirror import Mirror
+from astraflow_weights.store import open_store
+from astraflow_weights.versions.log import VersionLog
 from support import store_census
 from support import trainer_process as trainers
 from support.damage import flip_a_byte
@@ -165,6 +168,41 @@ async def test_where_the_batches_were_released_published_weights_make_up_for_a_d
         [record.model_root for record in ending.census.records][:5] for ending in (resumed, undisturbed)
     )
     assert roots == wanted
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "window",
+    [
+        pytest.param("trainer.checkpoint_written=kill@2", id="the checkpoint has the weights"),
+        pytest.param("trainer.committed=kill@6", id="a replay makes the weights"),
+    ],
+)
+async def test_a_version_whose_parts_are_gone_is_made_readable_again(
+    world: World, tmp_path: Path, window: str
+) -> None:
+    """No mirror and no path are left: the trainer's own weights are."""
+    run = await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=2)
+    trainer, store = TrainerProcess(world.address, tmp_path), open_store(run.store_uri)
+    async with trainers.recorded(world, trainer, steps=STEPS):
+        await trainer.lives(failpoints=window, status=KILLED)
+        shutil.rmtree(trainer.work_dir / "published", ignore_errors=True)
+        log = VersionLog(store, run_id="run", policy_id=trainers.POLICY)
+        log.refresh()
+        newest = log.records[-1]
+        for ref in (
+            *(newest.offered_snapshot or ()),
+            *(ref for to in newest.offered_deltas for ref in to.parts),
+        ):
+            store.delete(ref.key)
+        await trainer.lives()
+    assert "weights.newest_version_lost" in trainer.log
+    log.refresh()
+    mirror = Mirror(tmp_path / "mirror")
+    for version in (newest.version, log.records[-1].version):
+        assert mirror.advance(store, log, target=version).version == version
+    assert log.records[-1].step == STEPS
+    assert audit(trainer.ledger).last_step == STEPS
 
 
 def damaged_in(folder: Path) -> list[Path]:

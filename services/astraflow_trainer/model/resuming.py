@@ -17,6 +17,7 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.model.checkpoint import Position
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.codec.shards import ShardedModel
+from astraflow_weights.errors import CorruptPart
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
@@ -107,9 +108,8 @@ def take_up(
     if back is None:
         position = learner.restore(at_most=finished_step)
         return Start(step=position.step, version=position.version) if position else Start(step=0, version=0)
-    assert publisher.kept.newest is not None
     learner.go_back(
-        publisher.kept.newest.shards,
+        _newest_weights(publisher, version=back.version),
         step=back.step,
         checkpoint=back.checkpoint,
         learning_rate=back.learning_rate,
@@ -123,6 +123,16 @@ def take_up(
         optimizer="fresh" if back.checkpoint is None else f"of the checkpoint of step {back.checkpoint}",
     )
     return Start(step=back.step, version=back.version, went_back=True)
+
+
+def _newest_weights(publisher: ShardPublisher, *, version: int) -> ShardedModel:
+    """This rank's shards of the newest version. Raises CorruptPart when it cannot be had."""
+    if publisher.kept.newest is None:
+        raise CorruptPart(
+            f"version {version} is what to go on from, but parts of it are missing from the store and no checkpoint "
+            "holds its weights; restore the store's parts from a copy"
+        )
+    return publisher.kept.newest.shards
 
 
 def pending_rollback(

@@ -12,12 +12,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from astraflow.client import Client
+from astraflow_kit.log import get_logger
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.publish.published import HeldPart, same_shards
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.server_roots import server_roots
+from astraflow_weights.errors import NoPath, VerificationFailed
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.agreement import on_first_rank
@@ -32,6 +34,10 @@ from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
 
 __all__ = ["compacting", "open_publisher"]
+
+log = get_logger(__name__)
+
+_LOST = "lost"
 
 
 def open_publisher(
@@ -48,7 +54,9 @@ def open_publisher(
     """Fence older writers and take the newest published bytes as the base of the next delta; a collective.
 
     `held` is the part of the model that this rank holds; `mirror_dir` is one folder that all
-    ranks see; `log` is what the first rank has read already. Raises Fenced, and as `Mirror.advance` does.
+    ranks see; `log` is what the first rank has read already. Where parts of the newest version are gone and no path
+    leads to it, there is no base: the trainer's own weights make up for it. Raises Fenced, and as `Mirror.advance` does
+    otherwise.
     """
     settings = _settings(joined)
 
@@ -68,13 +76,15 @@ def open_publisher(
         return _fetch_newest(store, writer, mirror_dir=mirror_dir)
 
     newest = on_first_rank(peers, open_log)
+    lost = newest == _LOST
     keys = PolicyKeys(joined.run_id, joined.policy_id)
     own = Uploads(store, keys=keys, threads=settings.upload_threads) if writer is None else writer.uploads
     return ShardPublisher(
         writer,
         uploads=own,
         peers=peers,
-        base=same_shards(map_model(Path(newest)), like=held) if newest else None,
+        base=same_shards(map_model(Path(newest)), like=held) if newest and not lost else None,
+        base_lost=lost,
         assets=assets,
         inline_snapshots=False,
         context=joined.policy.trainer.publish.codec == "rice_ctx",
@@ -105,6 +115,7 @@ def compacting(
             policy_id=joined.policy_id,
             kept=publisher.kept if group.size == 1 else None,
             want_snapshot=want_snapshot,
+            owes_snapshot=publisher.base_lost,
             settings=_settings(joined),
             collector=_collector(store, client=client, joined=joined, log=publisher.log_copy()),
             log=publisher.log_copy(),
@@ -159,4 +170,8 @@ def _fetch_newest(store: ObjectStore, writer: VersionWriter, *, mirror_dir: Path
     newest = writer.log.latest()
     if newest is None:
         return ""
-    return str(Mirror(mirror_dir).advance(store, writer.log, target=newest.version).directory)
+    try:
+        return str(Mirror(mirror_dir).advance(store, writer.log, target=newest.version).directory)
+    except (VerificationFailed, NoPath) as error:
+        log.error("weights.newest_version_lost", version=newest.version, message=error.message)
+        return _LOST

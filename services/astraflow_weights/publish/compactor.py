@@ -55,16 +55,19 @@ class Compactor:
         clock: Clock | None = None,
         collector: Collector | None = None,
         log: VersionLog | None = None,
+        owes_snapshot: bool = False,
     ) -> None:
         """`kept` holds the whole model of the newest version, for snapshots; where it is None, `want_snapshot` is
         called when one is due. `collector` is given its steps in the thread, too. What `log` has read is not read
-        again; it is the compactor's from now on.
+        again; it is the compactor's from now on. With `owes_snapshot` the next version that is kept gets one, due or
+        not: parts of versions before it are gone.
         """
         self._store = store
         self._settings = settings or PublishSettings()
         self._clock = clock or SystemClock()
         self._kept = kept
         self._want_snapshot = want_snapshot
+        self._owes_snapshot = owes_snapshot
         keys = PolicyKeys(run_id, policy_id)
         self._log = log or VersionLog(store, run_id=run_id, policy_id=policy_id)
         self._uploads = Uploads(store, keys=keys, threads=self._settings.upload_threads)
@@ -91,7 +94,7 @@ class Compactor:
         done = [
             self._attempt("merge", partial(self._merge, span)) for span in list(due_merges(self._log.records))
         ]
-        if snapshot_due(self._log.records, self._settings):
+        if self._owes_snapshot or snapshot_due(self._log.records, self._settings):
             make = self._want_snapshot if self._kept is None else self._snapshot
             done.append(self._attempt("snapshot", make))
         return all(done)
@@ -152,12 +155,15 @@ class Compactor:
             # What is kept was committed before.
             self._log.refresh_entries()
             record = self._log.record(kept.version)
-            if record.offered_snapshot is not None or record.model_root != kept.root:
+            offered = record.offered_snapshot is not None
+            if (offered and not self._owes_snapshot) or record.model_root != kept.root:
                 return
             head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
             tiles = encode_snapshot_tiles(kept.shards)
             parts = write_parts(tiles, head=head, specs=kept.shards.specs, part_bytes=TARGET_PART_BYTES)
+        # One that is offered has the same parts under the same names: what is missing of them is there again.
         self._announce(kept.version, None, parts)
+        self._owes_snapshot = False
 
     def _announce(self, version: int, base_version: int | None, parts: Sequence[bytes]) -> None:
         assert self._log.owner is not None

@@ -66,13 +66,15 @@ class ShardPublisher:
         assets: Sequence[Path] = (),
         inline_snapshots: bool = True,
         context: bool = False,
+        base_lost: bool = False,
     ) -> None:
         """A collective. `writer` belongs to the first process, None elsewhere; it also sends the assets.
 
         `base` holds this process's shards of the newest version, None when the log has no version. Raises
         ConflictError when that is not what the log's newest version holds: fetch that with a Mirror first.
         Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
-        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas.
+        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas. With `base_lost` nothing leads to
+        the newest version any more: until it is published again, equal or under the next number, there is no base.
         """
         assert (writer is not None) == (peers.index == 0)
         self._writer = writer
@@ -82,10 +84,11 @@ class ShardPublisher:
         self._cover: Cover | None = None
         self._inline_snapshots = inline_snapshots
         self._context = context
+        self.base_lost = base_lost
         self.kept = KeptVersion()
         root = None if base is None else model_root(self._digests(base))
         plan = self._plan(step=-1, root=b"")
-        _require_root(root, plan)
+        self._require_root(root, plan)
         if base is not None and root is not None:
             self.kept.keep(base, version=plan.next_version - 1, root=root)
 
@@ -127,7 +130,7 @@ class ShardPublisher:
         committed = plan.existing
         if committed is None:
             kept = self.kept.newest
-            _require_root(kept.root if kept else None, plan)
+            self._require_root(kept.root if kept else None, plan)
             with self._announced():
                 committed = self._send(
                     model, tensors, plan=plan, step=step, learning_rate=learning_rate, probe=probe
@@ -236,6 +239,15 @@ class ShardPublisher:
 
         return on_first_rank(self._peers, plan, encode=asdict, decode=_decode_plan)
 
+    def _require_root(self, root: bytes | None, plan: _Plan) -> None:
+        """The root of what this publisher keeps must be that of the newest version, unless that cannot be had."""
+        if plan.newest_root != root and not (root is None and self.base_lost):
+            raise ConflictError(
+                "the base of this publisher is not the newest version in the log "
+                f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
+                "open a new publisher"
+            )
+
     def _require_writer(self) -> VersionWriter:
         assert self._writer is not None
         return self._writer
@@ -248,16 +260,6 @@ class ShardPublisher:
             lambda: action(self._require_writer()),
             encode=lambda committed: None if committed is None else asdict(committed),
             decode=_decode_committed,
-        )
-
-
-def _require_root(root: bytes | None, plan: _Plan) -> None:
-    """The root of what this publisher keeps must be that of the newest version."""
-    if plan.newest_root != root:
-        raise ConflictError(
-            "the base of this publisher is not the newest version in the log "
-            f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
-            "open a new publisher"
         )
 
 
