@@ -90,7 +90,7 @@ ROWS: dict[str, Row] = {
     "nearly an option": Row(dev("--node", "2"), ("No such option: --node", "--nodes")),
     "option out of bounds": Row(dev("--steps", "0"), ("--steps", "greater than or equal to 1")),
     "no node": Row(
-        dev("--nodes", "0"), ("--nodes 0 leaves no node to run tasks; give at least 1, or --without raas",)
+        dev("--nodes", "0"), ("--nodes 0 leaves no node to run tasks; give more, or --without raas",)
     ),
     "no such engine": Row(
         dev("--engine", "vllm"), ("must be `astraflow_engine`, `sglang` or the http:// address",)

@@ -127,9 +127,7 @@ def dev(
     """
     loaded = _load(recipe, overrides or [], steps=steps, seed=seed)
     if nodes == 0 and Part.RAAS not in (without or []):
-        raise InvalidArgumentError(
-            "--nodes 0 leaves no node to run tasks; give at least 1, or --without raas"
-        )
+        raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
     node_options, engines = _node_options(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
