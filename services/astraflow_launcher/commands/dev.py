@@ -152,7 +152,6 @@ def dev(
         # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
     folder = _own_folder(loaded, data_dir)
-    configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     options = Options(
         loaded=loaded,
         folder=folder,
@@ -175,6 +174,7 @@ def dev(
 def _conduct(options: Options, *, quiet: bool, as_json_object: bool) -> None:
     """Run to the end, shown on stderr, and leave with the status of the run."""
     folder = options.folder
+    configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     console = Console(stderr=True)
     view = _choose_view(console, quiet=quiet, title=f"{options.loaded.recipe.run.name} · {folder.root}")
     with folder.lock:
