@@ -18,7 +18,7 @@ from support.cli import Ended
 from support.recipes import TINY
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "launcher.md"
-OPTIONS_OF_DAEMONS = {"--join", "--allow-recipe-code", "--work-dir"}
+OPTIONS_OF_DAEMONS = {"--join", "--allow-recipe-code", "--token-file", "--work-dir"}
 
 Run = Callable[..., Ended]
 
