@@ -49,12 +49,16 @@ class PlannedProcess:
 
 @dataclass(frozen=True)
 class PlannedPolicy:
-    """Where a policy's weights come from, and how long it is trained."""
+    """Where a policy's weights come from, and how it is trained."""
 
     name: str
     model: str
     steps: int
     """0 for one that is not trained."""
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    """In versions."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,12 @@ class Plan:
     store: str
     policies: tuple[PlannedPolicy, ...]
     daemons: tuple[PlannedProcess, ...]
-    step: str
     ends: str
 
 
 def plan_run(recipe: Recipe, choices: Choices, *, source: Path, root: Path, continues: bool) -> Plan:
     """Return the plan of a run of the recipe in `root`."""
-    flow = recipe.dataflow
-    ends = [f"after {recipe.run.steps} steps"]
+    ends = ["after the last step of every policy"]
     ends += [f"when {choices.until}"] if choices.until else []
     ends += [f"after {choices.timeout_s:g} s"] if choices.timeout_s else []
     policies = (_policy(name, policy, recipe) for name, policy in recipe.resolved_policies.items())
@@ -88,7 +90,6 @@ def plan_run(recipe: Recipe, choices: Choices, *, source: Path, root: Path, cont
         store=without_secrets(choices.store_uri or f"file://{root / 'store'}"),
         policies=tuple(policies),
         daemons=tuple(_daemons(recipe, choices, root=root)),
-        step=f"{flow.groups_per_step} groups of {flow.group_size} episodes, at most {flow.max_staleness} versions old",
         ends=" or ".join(ends),
     )
 
@@ -106,9 +107,8 @@ def as_tables(plan: Plan) -> list[Table]:
         ("store", plan.store),
     ]
     for policy in plan.policies:
-        steps = f"{policy.steps} steps" if policy.steps else "not trained"
-        rows.append((f"policy {policy.name}", f"{policy.model}; {steps}"))
-    for row in [*rows, ("step", plan.step), ("ends", plan.ends)]:
+        rows.append((f"policy {policy.name}", f"{policy.model}; {_training(policy)}"))
+    for row in [*rows, ("ends", plan.ends)]:
         facts.add_row(*row)
     processes = wording.table("process", "address", "folder", "does")
     for daemon in plan.daemons:
@@ -116,6 +116,13 @@ def as_tables(plan: Plan) -> list[Table]:
             daemon.name, daemon.address, daemon.folder.removeprefix(f"{plan.folder}/"), daemon.does
         )
     return [facts, processes]
+
+
+def _training(policy: PlannedPolicy) -> str:
+    if not policy.steps:
+        return "not trained"
+    batch = f"{policy.groups_per_step} groups of {policy.group_size} episodes"
+    return f"{policy.steps} steps of {batch}, at most {policy.max_staleness} versions old"
 
 
 def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
@@ -129,7 +136,14 @@ def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
     else:
         steps = model.warm_start.steps if model.warm_start is not None else 0
         source = f"built from the recipe's architecture, {steps} steps of warm start"
-    return PlannedPolicy(name=name, model=source, steps=policy.steps if policy.train else 0)
+    return PlannedPolicy(
+        name=name,
+        model=source,
+        steps=policy.steps if policy.train else 0,
+        groups_per_step=policy.batches.groups_per_step,
+        group_size=recipe.dataflow.group_size,
+        max_staleness=policy.batches.max_staleness,
+    )
 
 
 def _daemons(recipe: Recipe, choices: Choices, *, root: Path) -> list[PlannedProcess]:

@@ -104,9 +104,10 @@ def test_a_dry_run_tells_what_would_be_started_and_starts_and_writes_nothing(
     assert daemons["node-2"]["does"].startswith("astraflow_engine engines: 1 of ")
     assert daemons["node-2"]["folder"] == f"{plan['folder']}/work/node-2"
     assert [policy["steps"] for policy in plan["policies"]] == [9]
-    assert (plan["continues"], plan["ends"]) == (False, "after 9 steps")
+    assert (plan["continues"], plan["ends"]) == (False, "after the last step of every policy")
     page = run("../recipe", "--dry-run", *options).output
     assert "trainer-solver" in page
+    assert "9 steps of " in page
     assert "geheim" not in page
     assert list(Path().iterdir()) == []
     assert started == []
