@@ -31,7 +31,8 @@ DAEMONS: Mapping[str, tuple[str, ...]] = {
     "raas": ("--join", NOWHERE),
     "engine": ("--model-path", "{folder}/no-model"),
 }
-CLAIM = {"lock", "incarnation"}
+CLAIM = re.compile("lock|incarnation|store-.*")
+"""What a daemon writes to know its folder and its store again."""
 """A node's name in its work folder, which it keeps for the next start."""
 STATUSES = {
     int(status) for status in re.findall(r"(?m)^\| (\d+) \|", (REPOSITORY / "docs" / "kit.md").read_text())
@@ -167,7 +168,7 @@ async def problems_of(rows: Mapping[str, Row], folder: Path, *common: str, taken
         async with places:
             status, said = await ended(daemon, [*common, *row.options(Given(own, taken))], own)
         missing = [word for word in row.says if word.format(pid=os.getpid()) not in said]
-        files = [path.name for path in own.glob("work/**/*") if path.is_file() and path.name not in CLAIM]
+        files = [path.name for path in own.glob("work/**/*") if path.is_file() and not CLAIM.match(path.name)]
         begun = files + [path.name for path in own.glob("address*")]
         good = (status, missing, "Traceback" in said, begun) == (row.status, [], False, [])
         return "" if good else f"{daemon}: {name}: status {status}, not said {missing}, begun {begun}: {said}"

@@ -224,6 +224,7 @@ OTHERS = {
 }
 WRONG = {
     "a node id that is a path": (lambda scene: scene.world.node("../../etc/passwd"), INVALID, ""),
+    "an id that breaks lines": (pushed(episode_id="a\nb"), INVALID, ""),
     "an incarnation that was replaced": (lambda scene: scene.work(hello(incarnation=1)), "FENCED", ""),
     "joining as what was replaced": (lambda scene: scene.world.node("n1", incarnation=1), "FENCED", ""),
     "bytes of something else": (lambda scene: scene.raw(RUN, b"\xff" * 64), INVALID, ""),
@@ -243,7 +244,6 @@ WRONG = {
 }
 QUARANTINED = {
     "a task that nobody submitted": (pushed(task_id="t9"), "late_closed"),
-    "an id that breaks lines": (pushed(episode_id="a\nb"), "poison"),
     "a member that the task has not": (pushed(member=7), "poison"),
     "a body of somebody else": (poisoned(other_body), "poison"),
     "fewer tokens than it says": (poisoned(missing_tokens), "poison"),

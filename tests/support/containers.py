@@ -91,6 +91,9 @@ class DockerDaemon:
                 self._process.kill()
                 self._process.wait(timeout=20)
         _run(["ip", "link", "delete", _BRIDGE_NAME])
+        for namespace in (self.folder / "exec" / "netns").glob("*"):
+            # dockerd leaves it mounted, and pytest could not remove the folder.
+            _run(["umount", str(namespace)], check=False)
         self._storage.cleanup()
 
     def run(

@@ -38,6 +38,8 @@ class FakeEngine:
     """Raised one by one by the next `generate` calls."""
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared, it keeps calls in flight; tokens sampled before a swap keep their version."""
+    may_swap: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared, it takes up no weights."""
     requests: list[tuple[GenerateCall, ...]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     swaps: list[tuple[Path, int]] = field(default_factory=list)
@@ -71,6 +73,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.may_answer.set()
+        self.may_swap.set()
 
     async def introduce(self) -> None:
         self._require_up()
@@ -113,6 +116,8 @@ class FakeEngine:
     ) -> None:
         self._require_up()
         self.paused.append(running)
+        await self.may_swap.wait()
+        self._require_up()
         fault = self.swap_faults.pop(0) if self.swap_faults else self.swap_fault
         if fault is not None:
             raise fault

@@ -121,11 +121,14 @@ class _Host(LoopService, Generic[StartT]):
 
     async def _prove_progress(self, engine: Engine) -> None:
         """Raises EngineUnavailable when calls run and the engine has made no token for `stall_s`, as far as answers and
-        a probe can tell.
+        a probe can tell; while it takes up weights, when it does not even say which it serves.
         """
+        if self._replica.is_swapping:
+            await engine.served_version()
+            return
         loop, stall_s = asyncio.get_running_loop(), self._settings.stall_s
         silent_s = loop.time() - self._replica.last_answer_s
-        if not self._replica.num_calls or silent_s < stall_s / 4 or self._replica.is_swapping:
+        if not self._replica.num_calls or silent_s < stall_s / 4:
             return
         # Long answers are no fault: the engine only has to show that it still makes tokens.
         try:

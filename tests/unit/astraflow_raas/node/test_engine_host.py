@@ -190,6 +190,22 @@ async def test_a_silent_engine_that_cannot_prove_health_is_replaced(setup: Setup
         await waiting
 
 
+async def test_an_engine_that_falls_silent_while_it_takes_up_weights_is_replaced(
+    setup: Setup, first: Mock
+) -> None:
+    first.engine.may_swap.clear()
+    setup.announce(1)
+    await eventually(lambda: first.engine.paused, what="the swap has begun")
+    await asyncio.sleep(0.3)
+    # Slow, but it answers: large weights are no fault.
+    assert not first.end.called
+    first.engine.up = False
+    await eventually(lambda: first.end.called, what="the stuck engine is ended")
+    first.engine.may_swap.set()  # as when its process is gone
+    await setup.engines(2)
+    assert setup.policy.version == 1
+
+
 async def test_an_engine_that_is_not_trusted_is_replaced(setup: Setup, first: Mock) -> None:
     setup.policy.engines[0].distrust(EngineDoubtful("it may still be paused"))
     assert not setup.policy.is_served, "no call is sent to it any more"

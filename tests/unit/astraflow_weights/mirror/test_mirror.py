@@ -231,7 +231,7 @@ def test_a_folder_of_another_policy_is_refused(published: Published) -> None:
 def test_a_log_begun_anew_is_not_built_upon(published: Published) -> None:
     published.mirror(at=0)
     shutil.rmtree(published.folder / "store")
-    anew = Published(published.store, published.folder)
+    anew = Published(weight_models.FaultyStore(published.folder / "store"), published.folder)
     mirror = anew.mirror()
     assert anew.advance(mirror, 1).base_version is None
     assert holds(mirror, anew, 1)
