@@ -270,5 +270,7 @@ def _damage(point: StepPoint) -> str:
 def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:
     kind = "final evaluation" if item.final else "evaluation"
     result = f"held-out {item.mean_reward:.3f} ({item.num_samples} samples)"
+    if not item.num_samples:
+        result = "closed before a sample was graded"
     details = evaluation_details(item)
     return f"{item.policy_id} {kind} of version {item.version}: {result}{f'; {details}' if details else ''}"

@@ -77,6 +77,15 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_an_evaluation_that_the_end_of_a_run_cut_off_has_no_mean() -> None:
+    view, output, observation = _lines()
+    assert observation.status is not None
+    observation.status.evaluations.append(evaluation(50, math.nan, num_samples=0))
+    view.show(observation, doing="running")
+    assert "evaluation of version 50: closed before a sample was graded" in output.getvalue()
+    assert "nan" not in output.getvalue()
+
+
 def test_a_damaged_checkpoint_is_said_with_the_first_step_after_it() -> None:
     view, output, observation = _lines()
     observation.steps.append(StepPoint("solver", 2, 9.0, {"reward_mean": 0.5, "damaged_checkpoints": 1.0}))
