@@ -20,6 +20,23 @@ from astraflow.recipe.shipped import shipped_recipes
 _SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 
 
+def read_bundle(bundle: run_pb2.CodeBundle, *, remedy: str) -> list[CodeFile]:
+    """Return the files of a bundle.
+
+    Raises RecipeError for a digest that is not the bundle's, with `remedy`, and for a path that leaves its folder.
+    """
+    files = [CodeFile(file.path, file.content) for file in bundle.files]
+    digest = bundle_digest(files)
+    if files and digest != bundle.sha256:
+        raise RecipeError(
+            f"the recipe's code has digest {digest.hex()[:16]}…, the run pins {bundle.sha256.hex()[:16]}…; {remedy}"
+        )
+    for file in files:
+        if not _SAFE_PATH.fullmatch(file.path):
+            raise RecipeError(f"the recipe's code holds {file.path!r}; only plain relative paths are allowed")
+    return files
+
+
 def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Path | None:
     """Write the bundle below `into` and return its folder; None when there is none or it may not be run.
 
@@ -28,17 +45,8 @@ def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Pa
     """
     if not bundle.files or not (allowed or bundle.sha256 in _shipped_code()):
         return None
-    files = [CodeFile(file.path, file.content) for file in bundle.files]
-    digest = bundle_digest(files)
-    if digest != bundle.sha256:
-        raise RecipeError(
-            f"the recipe's code has digest {digest.hex()[:16]}…, the run pins {bundle.sha256.hex()[:16]}…; "
-            "the server's data is damaged, create the run again"
-        )
-    for file in files:
-        if not _SAFE_PATH.fullmatch(file.path):
-            raise RecipeError(f"the recipe's code holds {file.path!r}; only plain relative paths are allowed")
-    folder = into / digest.hex()
+    files = read_bundle(bundle, remedy="the server's data is damaged, create the run again")
+    folder = into / bundle.sha256.hex()
     if not folder.is_dir():
         _write(files, folder=folder)
     return folder

@@ -37,6 +37,7 @@ from astraflow_kit.serve import GrpcServer
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from astraflow_trainer.progress import Progress, StepRecord
+from astraflow_trainer.publish.publishing import STORE_RETRY_S
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
@@ -50,7 +51,7 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
-_STORE_RETRY_S, _STORE_POLL_S = 600.0, 5.0
+_STORE_POLL_S = 5.0
 
 log = get_logger(__name__)
 _CHECK_PATIENCE_S = 5.0
@@ -245,7 +246,7 @@ def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: boo
 def _store_when_there(settings: TrainerSettings, joined: JoinedRun, progress: Progress) -> ObjectStore:
     """As `_usable_store`; waits for one that this trainer used before and that is not mounted."""
     for attempt in stamina.retry_context(
-        on=StoreMissing, attempts=None, timeout=_STORE_RETRY_S, wait_max=_STORE_POLL_S
+        on=StoreMissing, attempts=None, timeout=STORE_RETRY_S, wait_max=_STORE_POLL_S
     ):
         with attempt:
             try:

@@ -7,18 +7,16 @@ Redis. Any server process can serve any run. Used by every servicer.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from astraflow._contract import bounds_of
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import NotFoundError, PreconditionError, RecipeError
+from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.recipe import Recipe
-from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
+from astraflow.recipe.file import parse_recipe
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.window import Admission, Window
 from astraflow_dataflow.runs import background
@@ -28,10 +26,9 @@ from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
 from astraflow_kit.plugins import RecipeSource
-from astraflow_kit.recipe_code import install_code
+from astraflow_kit.recipe_code import install_code, read_bundle
 
 log = get_logger(__name__)
-_CODE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 
 
 @dataclass(eq=False)
@@ -110,7 +107,8 @@ class RunRegistry:
     async def create(self, run: run_pb2.Run) -> run_pb2.Run:
         """Validate recipe and plug-ins, then create the run. Raises RecipeError, PluginError, ConflictError."""
         recipe = await self._parsed(run)
-        check_code(run.code)
+        # Also where it may not be run: nodes and trainers are given it as it is here.
+        read_bundle(run.code, remedy="load the recipe again and create the run anew")
         self._plugins(run, recipe)
         stored = await self._store.runs.create(
             run, max_attempts=recipe.dataflow.max_attempts, admission=admission_of(recipe)
@@ -244,19 +242,3 @@ def admission_of(recipe: Recipe) -> Admission:
 def trained_roles(recipe: Recipe) -> dict[str, str]:
     """Return the policy of each role that is trained."""
     return {role.name: role.policy_id for role in recipe.resolved_roles.values() if role.is_trained}
-
-
-def check_code(code: run_pb2.CodeBundle) -> None:
-    """Raise RecipeError unless the bundle is what its digest says and every path is a plain relative one."""
-    for file in code.files:
-        if not _CODE_PATH.fullmatch(file.path):
-            raise RecipeError(
-                f"code file {file.path!r} must be a plain relative path below the recipe's folder"
-            )
-    if (
-        code.files
-        and bundle_digest([CodeFile(file.path, file.content) for file in code.files]) != code.sha256
-    ):
-        raise RecipeError(
-            "the code bundle does not have the digest it claims; load the recipe again and create the run anew"
-        )

@@ -31,11 +31,12 @@ from astraflow_weights.versions.probe import Probe
 
 log = get_logger(__name__)
 
-__all__ = ["PUBLISH", "Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
+__all__ = ["PUBLISH", "STORE_RETRY_S", "Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
 
 PUBLISH = "publish"
 """What training waits for while versions are made and uploaded, as a slug."""
-_STORE_RETRY_S = 600.0
+STORE_RETRY_S = 600.0
+"""How long a store that fails, or is not there, is waited for."""
 _POLL_S = 0.2
 
 
@@ -151,7 +152,7 @@ class PublishWorker:
         with unit_of_work(step_correlation(self._policy_id, step), step=step):
             failpoints.hit("trainer.before_publish")
             shards = model.open()
-            for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
+            for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=STORE_RETRY_S):
                 with attempt, self._store_may_fail():
                     committed = self._publisher.publish(
                         shards, step=step, learning_rate=learning_rate, probe=model.probe
@@ -176,7 +177,7 @@ class PublishWorker:
     def _announce(self) -> None:
         if self._announcer is None:
             return
-        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_STORE_RETRY_S):
+        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=STORE_RETRY_S):
             with attempt:
                 self._announcer.announce_missing(self._publisher)
 
