@@ -246,7 +246,7 @@ def _node_options(
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
-    engines = settings.engines_of(recipe.served_policies)
+    engines = settings.engines_of(recipe.engine_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines
 

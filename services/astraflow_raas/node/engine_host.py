@@ -3,7 +3,8 @@ one.
 
 Invariant: calls flow only while an engine is healthy and serves a known version; a dead or stuck engine is
 replaced with backoff and comes back with the weights that were served, while the policy's calls wait.
-`ChildHost` owns a child process, `RemoteHost` an engine that somebody else runs. Run by the lifecycle.
+`ChildHost` owns a child process, `RemoteHost` an engine that somebody else runs, `AdapterHost` a part of another
+policy's. Run by the lifecycle.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from astraflow.client import RetryPolicy
 from astraflow.errors import AstraflowError
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
+from astraflow_raas.engine.adapter import AdapterEngine
+from astraflow_raas.engine.base import AdapterServer, Engine, EngineFaulty, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.engine.server_info import EngineUnsuitable
@@ -213,6 +215,45 @@ class RemoteHost(_Host[Callable[[], Engine]]):
         changed_meanwhile = self._replica.is_swapping or self._replica.version != before
         if served != before and not changed_meanwhile:
             raise EngineFaulty(f"the engine serves version {served} now, this node gave it version {before}")
+
+
+class AdapterHost(_Host[Replica]):
+    """Loads a policy's adapter into the engine of its base, which `start` is, and follows that engine."""
+
+    async def _one_engine(self) -> None:
+        server = await self._server()
+        engine = AdapterEngine(server, policy_id=self._policy.policy_id)
+        try:
+            async with self._weights.loading() as held:
+                await engine.swap(model_dir=held.directory, version=held.version)
+                await self._weights.prove(engine, version=held.version, number=self._replica.number)
+                self._ready(engine, version=held.version)
+            while self._start.engine is server:
+                await asyncio.sleep(self._settings.watch_s)
+                self._replica.require_trust()
+                await self._prove_shared(engine)
+        finally:
+            self._replica.lost()
+            if self._start.engine is server:
+                await engine.close()
+        raise EngineUnavailable(
+            "the engine of the base policy is gone; its next one is given the adapter again"
+        )
+
+    async def _server(self) -> AdapterServer:
+        """The base's engine, once there is one."""
+        while (server := self._start.engine) is None:  # noqa: ASYNC110 - another host brings it up
+            await asyncio.sleep(self._settings.watch_s)
+        assert isinstance(server, AdapterServer), "only policies with an engine of their own are adapted"
+        return server
+
+    async def _prove_shared(self, engine: Engine) -> None:
+        """Its calls are not the base's: who has some finds out, and has the base's host replace the engine."""
+        try:
+            await self._prove_progress(engine)
+        except EngineUnavailable as error:
+            self._start.distrust(error)
+            raise
 
 
 async def _require_version(engine: Engine, version: int | None) -> None:

@@ -157,8 +157,23 @@ class SnapshotSettings(Section):
         return self
 
 
+class LoraSettings(Section):
+    """A LoRA adapter of another policy's model, arXiv 2106.09685. It alone is trained and published, and served by the
+    engine of that policy.
+    """
+
+    of: PolicyName
+    """The policy whose model it adapts; that one needs `train: false`, and no role."""
+    rank: int = Field(default=16, ge=1, le=1024)
+    """Rank of the matrices that are added."""
+    alpha: float = Field(default=32.0, gt=0, le=65_536)
+    """What is added is scaled by alpha / rank."""
+    target_modules: Literal["all-linear", "attention"] = "all-linear"
+    """All linear layers but the output head, or those of attention only."""
+
+
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `snapshot` and
+    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `lora`, `snapshot` and
     `external`.
     """
 
@@ -166,6 +181,8 @@ class ModelSettings(Section):
     """A Hugging Face model directory or hub name."""
     from_policy: PolicyName | None = None
     """Start with the weights and the tokenizer that this policy starts with."""
+    lora: LoraSettings | None = None
+    """An adapter of the model of a policy that is not trained."""
     snapshot: SnapshotSettings | None = None
     """Past versions of a policy that is trained. Needs `train: false`."""
     external: ExternalSettings | None = None
@@ -179,11 +196,12 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        sources = self.path, self.architecture, self.from_policy, self.snapshot, self.external
+        sources = self.path, self.architecture, self.from_policy, self.lora, self.snapshot, self.external
         if sources.count(None) != len(sources) - 1:
             raise ValueError(
                 "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
-                "(another policy's), `snapshot` (another policy's past versions) and `external` (an endpoint)"
+                "(another policy's), `lora` (an adapter of another's), `snapshot` (another policy's past versions) "
+                "and `external` (an endpoint)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -194,7 +212,12 @@ class ModelSettings(Section):
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
         elsewhere = next(
-            (name for name in ("from_policy", "snapshot", "external") if getattr(self, name) is not None), ""
+            (
+                name
+                for name in ("from_policy", "lora", "snapshot", "external")
+                if getattr(self, name) is not None
+            ),
+            "",
         )
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
@@ -423,6 +446,8 @@ class ResolvedPolicy:
     trainer: TrainerSettings
     advantages: Mapping[str, AnyAdvantage | PluginSettings]
     """Of its roles that have one of their own."""
+    lora: LoraSettings | None = None
+    """The adapter of `model` that it is; None when it is the model itself."""
 
 
 class Recipe(Section):
@@ -447,7 +472,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Recipe:
-        for name, policy in self.resolved_policies.items():
+        for name in {role.policy_id: None for role in self.resolved_roles.values()}:
+            policy = self.policy(name)
             architecture = policy.model.architecture
             if architecture and policy.sampling.max_new_tokens >= architecture.max_position_embeddings:
                 raise ValueError(
@@ -461,6 +487,8 @@ class Recipe(Section):
     def _policies_fit(self) -> Recipe:
         for name, snapshot in self.snapshots.items():
             _check_snapshot(name, snapshot, policies=self.policies)
+        for name, lora in self.adapters.items():
+            _check_lora(name, lora, policies=self.policies)
         for name in self.raas.swap_seats or ():
             require_policy(name, self.resolved_roles, place="raas.swap_seats", kind="role")
         num_trained = sum(policy.train for policy in self.policies.values())
@@ -498,7 +526,9 @@ class Recipe(Section):
     def resolved_roles(self) -> Mapping[str, ResolvedRole]:
         """Every role with the policy that plays it, in recipe order."""
         trained = {policy_id: policy.train for policy_id, policy in self.policies.items()}
-        return resolve_roles(self.roles, trained=trained)
+        return resolve_roles(
+            self.roles, trained=trained, unasked={lora.of for lora in self.adapters.values()}
+        )
 
     @property
     def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
@@ -519,8 +549,20 @@ class Recipe(Section):
         }
 
     @property
+    def adapters(self) -> Mapping[str, LoraSettings]:
+        """The policies that are adapters of another one's model, and past versions of such."""
+        models = {name: policy.model for name, policy in self.policies.items()}
+        own = {name: models[model.snapshot.of] if model.snapshot else model for name, model in models.items()}
+        return {name: model.lora for name, model in own.items() if model.lora}
+
+    @property
+    def engine_policies(self) -> tuple[str, ...]:
+        """The policies that have engines of their own."""
+        return tuple(name for name in self.served_policies if name not in self.adapters)
+
+    @property
     def served_policies(self) -> tuple[str, ...]:
-        """The policies that have weights, and so versions and engines."""
+        """The policies that have weights, and so versions."""
         return tuple(name for name, policy in self.resolved_policies.items() if policy.model.external is None)
 
     def policy(self, policy_id: str) -> ResolvedPolicy:
@@ -560,6 +602,7 @@ class Recipe(Section):
                 for name, role in self.roles.items()
                 if role.policy == policy_id and role.advantage is not None
             },
+            lora=policy.model.lora,
         )
 
     def _source(self, policy_id: str, key: str) -> str:
@@ -568,7 +611,8 @@ class Recipe(Section):
         while True:
             model = self.policies[path[-1]].model
             tokenizer = model.tokenizer if key == "tokenizer.from_policy" else None
-            of = model.snapshot and model.snapshot.of
+            adapted = model.snapshot or model.lora
+            of = adapted and adapted.of
             following = model.from_policy or of or (tokenizer and tokenizer.from_policy)
             if not following:
                 return path[-1]
@@ -576,10 +620,30 @@ class Recipe(Section):
             if following in path:
                 circle = " → ".join([*path, following])
                 raise ValueError(
-                    f"policies.{policy_id}.model: `{'snapshot' if of else 'from_policy'}` leads in a circle, {circle}; "
+                    f"policies.{policy_id}.model: `{_source_key(model)}` leads in a circle, {circle}; "
                     "break it"
                 )
             path.append(following)
+
+
+def _source_key(model: ModelSettings) -> str:
+    return next(
+        key for key in ("snapshot", "lora", "from_policy", "tokenizer") if getattr(model, key) is not None
+    )
+
+
+def _check_lora(name: str, lora: LoraSettings, *, policies: Mapping[str, PolicySettings]) -> None:
+    """Raise ValueError unless the policy that is adapted has a model of its own that stays as it is."""
+    place = f"policies.{name}.model.lora.of"
+    require_policy(lora.of, policies, place=place)
+    base = policies[lora.of]
+    if base.train:
+        raise ValueError(
+            f"{place}: policy {lora.of!r} is trained, and an adapter is of weights that stay; set `train: false` on "
+            f"it, or train {name!r} whole with `from_policy`"
+        )
+    if base.model.lora or base.model.snapshot or base.model.external:
+        raise ValueError(f"{place}: policy {lora.of!r} has no model of its own; name the policy whose it is")
 
 
 def _check_snapshot(name: str, snapshot: SnapshotSettings, *, policies: Mapping[str, PolicySettings]) -> None:
