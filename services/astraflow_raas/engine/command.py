@@ -19,8 +19,8 @@ from astraflow_kit.ports import LOOPBACK
 from astraflow_raas.engine.changed_elements import LOADER, ChangedOrders
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_LORA_MODULES = {"attention": _ATTENTION, "all-linear": (*_ATTENTION, "gate_proj", "up_proj", "down_proj")}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LORA_MODULES = {"attention": ATTENTION, "all-linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
 # A crashing SGLang otherwise stays for a minute, in case somebody wants dumps of its GPUs and its schedulers.
 _SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
@@ -98,12 +98,13 @@ class EngineCommand:
         # SGLang flushes no prefixes while retracted calls wait, so these would find those of older weights.
         args += ["--disable-radix-cache"] if self.recomputes else []
         args += ["--custom-weight-loader", LOADER] if self.orders else []
-        args += _lora_args(self.loras) if self.loras else []
+        args += lora_args(self.loras) if self.loras else []
         copies = len(self.gpus) // self.tp_size
         return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]
 
 
-def _lora_args(loras: Sequence[LoraSettings]) -> list[str]:
+def lora_args(loras: Sequence[LoraSettings]) -> list[str]:
+    """Options with which SGLang can load adapters like these while it serves."""
     modules = {module for lora in loras for module in _LORA_MODULES[lora.target_modules]}
     return [
         "--enable-lora",
