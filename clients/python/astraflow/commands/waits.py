@@ -37,7 +37,7 @@ class Rank(IntEnum):
 _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.DOUBT: ("state_in_doubt",),
     Rank.STORE: ("store_missing", "store_read_only", "store_full", "store_unreachable"),
-    Rank.SILENT: ("trainer_silent",),
+    Rank.SILENT: ("engine_hung", "trainer_silent"),
     Rank.BROKEN: (
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
         *("environment_unavailable", "weight_fault"),
