@@ -92,12 +92,10 @@ def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Ver
     """Return what the run was bound by over `looks`, taken within `over_s` seconds; the newest is the last."""
     starting = [wait for wait in looks[-1] if wait.reason in _STARTING]
     blocked = [wait for wait in looks[-1] if _blocks(wait, starting=bool(starting))]
-    for bound, found, words in (
-        (Bound.BLOCKED, blocked, _BLOCKING),
-        (Bound.STARTING, starting, _STARTING),
-    ):
-        if found:
-            return _of_first(bound, in_order(found)[0], words, looks=len(looks))
+    if blocked:
+        return _of_first(Bound.BLOCKED, in_order(blocked)[0], _BLOCKING, looks=len(looks))
+    if starting:
+        return _of_first(Bound.STARTING, in_order(starting)[0], _STARTING, looks=len(looks))
     counts: dict[tuple[Bound, str], int] = {}
     for look in looks:
         for key in {found for wait in look if (found := _bound_of(wait, look))}:
