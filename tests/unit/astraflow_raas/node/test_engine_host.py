@@ -231,9 +231,22 @@ async def test_an_engine_that_no_node_can_use_ends_the_node_at_once(tmp_path: Pa
     assert host.num_restarts == 0
 
 
-async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:
-    first.engine.up = False
-    await asyncio.sleep(0.3)
+async def test_an_idle_engine_that_hangs_is_replaced_and_named_until_the_next_one_serves(
+    setup: Setup, first: Mock
+) -> None:
+    setup.num_sick = 1
+    first.engine.check_health = asyncio.Event().wait
+    await eventually(lambda: setup.host.fault, what="the hang is noticed")
+    assert setup.host.fault is not None
+    assert (setup.host.fault.reason, setup.host.fault.engine) == ("engine_hung", 1)
+    await setup.engines(3)
+    assert setup.host.fault is None
+    assert first.end.called
+
+
+async def test_an_idle_engine_that_proves_itself_stays(setup: Setup, first: Mock) -> None:
+    first.engine.check_health = AsyncMock()
+    await eventually(lambda: first.engine.check_health.await_count > 3, what="it is asked again and again")
     assert len(setup.started) == 1
 
 
@@ -300,22 +313,3 @@ async def test_an_adapter_waits_for_the_engine_of_its_base_and_follows_it(shared
     await eventually(lambda: shared.policy.is_served, what="the next engine has the adapter")
     assert len(second.adapters) == 1
     assert (await shared.policy.generate(CALL, key="task")).spans[0].version == 2
-
-
-async def test_an_engine_that_hangs_under_an_adapter_is_replaced_by_the_host_of_its_base(
-    shared: Shared,
-) -> None:
-    server = shared.engine_is_ready()
-    await eventually(lambda: shared.policy.is_served, what="the adapter serves")
-    server.may_answer.clear()
-    call = asyncio.create_task(shared.policy.generate(CALL, key="task"))
-    await eventually(lambda: bool(server.requests), what="the call is sent")
-    server.check_health = _hang  # type: ignore[method-assign]
-    await eventually(lambda: shared.base.engines[0].engine is None, what="the hang is noticed")
-    with pytest.raises(EngineUnavailable, match="has made no token"):
-        shared.base.engines[0].require_trust()
-    call.cancel()
-
-
-async def _hang() -> None:
-    await asyncio.Event().wait()
