@@ -33,6 +33,7 @@ class TinyShape:
     num_layers: int = 2
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 128
+    intermediate_size: int = 48
     rope: Mapping[str, object] = field(default_factory=lambda: {"rope_type": "default"})
     more: Mapping[str, object] = field(default_factory=dict)
     """Further fields of the configuration."""
@@ -47,7 +48,7 @@ def save_tiny_model(
         shape.model_type,
         vocab_size=shape.vocab_size,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
