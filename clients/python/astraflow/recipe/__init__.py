@@ -1,15 +1,19 @@
 """The recipe: what it may say (`settings`, `roles`, `algorithm`), how it is read (`file`) and checked (`command`)."""
 
-from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
-from astraflow.recipe.settings import (
-    SCHEMA_VERSION,
+from astraflow.recipe.model import (
     ArchitectureSettings,
-    BatchSettings,
-    DataflowSettings,
-    EvaluationSettings,
     ExternalSettings,
     LoraSettings,
     ModelSettings,
+    TokenizerSettings,
+    WarmStartSettings,
+)
+from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
+from astraflow.recipe.settings import (
+    SCHEMA_VERSION,
+    BatchSettings,
+    DataflowSettings,
+    EvaluationSettings,
     OptimizerSettings,
     PolicySettings,
     PublishSettings,
@@ -18,9 +22,7 @@ from astraflow.recipe.settings import (
     ResolvedPolicy,
     RunSettings,
     SamplingSettings,
-    TokenizerSettings,
     TrainerSettings,
-    WarmStartSettings,
     json_schema,
 )
 

@@ -93,7 +93,7 @@ def _pin_nothing() -> None:
     """SGLang's LoRA layers ask for pinned memory on any device; a torch without CUDA refuses it."""
     for name in ("empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 sys.meta_path.append(_Modules())

@@ -9,8 +9,8 @@ from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, declared_roles, workflow_roles
 from astraflow.recipe.advantage import Rae
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.model import LoraSettings, SnapshotSettings
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow.recipe.settings import LoraSettings, SnapshotSettings
 
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
 
