@@ -32,7 +32,7 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
-from astraflow_trainer.model.checkpoint import set_aside_damaged
+from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
@@ -198,6 +198,8 @@ class TrainingSession:
             num_damaged=self._num_damaged,
         )
         self._require_retained(claim, start.step)
+        if not start.went_back and not learner.positions():
+            self._begin_as_forked(learner)
         if start.went_back:
             # Before anything is trained or published: from now on this is where a restart goes on.
             learner.save(step=start.step, version=start.version)
@@ -207,6 +209,28 @@ class TrainingSession:
         self._progress.claimed(epoch=claim.epoch, step=start.step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=start.step, version=start.version)
         self._train_from(start, learner=learner, claim=claim, publisher=publisher)
+
+    def _begin_as_forked(self, learner: PolicyLearner) -> None:
+        """The first step of a run that begins with a version of another: say with which optimizer, and take it up."""
+        source, folder = self._joined.policy.model.from_version, self._settings.source_work_dir
+        if source is None or not self._joined.policy.train:
+            return
+        if folder is not None:
+            if source.step is None:
+                raise InvalidArgumentError(
+                    "--source-work-dir: the recipe does not say of which step the version is"
+                )
+            try:
+                learner.begin_with(folder / "checkpoints", step=source.step, version=source.version)
+            except CheckpointError as error:
+                raise InvalidArgumentError(f"--source-work-dir: {error}") from error
+        log.info(
+            "policy.forked",
+            source=f"{source.run}/{source.policy}",
+            version=source.version,
+            step=source.step,
+            optimizer="fresh" if folder is None else f"of the checkpoint of step {source.step}",
+        )
 
     def _train_from(
         self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
@@ -299,6 +323,7 @@ class TrainingSession:
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
             progress=lambda share: self._progress.starting("warm_start", fraction=share),
+            access=self._settings.store,
         )
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir

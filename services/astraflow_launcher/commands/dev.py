@@ -27,6 +27,7 @@ from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
+from astraflow_raas.engine.command import require_engine
 from astraflow_raas.settings import EMBEDDED_ENGINE, NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
@@ -82,7 +83,7 @@ def dev(
         typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
     ] = "",
     engine: Annotated[
-        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: astraflow_engine, sglang, http://…")
+        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: cpu, sglang, or http://…")
     ] = "",
     engine_python: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Interpreter that starts it: SGLang has its own.")
@@ -131,7 +132,12 @@ def dev(
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
     node_options, engines = _node_options(
-        loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
+        loaded.recipe,
+        serve=serve,
+        engine=engine,
+        engine_python=engine_python,
+        environments=environment or [],
+        is_started=Part.RAAS not in (without or []),
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if dry_run:
@@ -239,7 +245,13 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
 
 
 def _node_options(
-    recipe: Recipe, *, serve: str, engine: str, engine_python: Path | None, environments: Sequence[str]
+    recipe: Recipe,
+    *,
+    serve: str,
+    engine: str,
+    engine_python: Path | None,
+    environments: Sequence[str],
+    is_started: bool,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Options of each node, and its engines of each policy. Refused here and not by the first node: nothing has been
     started yet.
@@ -248,6 +260,8 @@ def _node_options(
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
+    if is_started:
+        asyncio.run(require_engine(settings.engine, python=settings.engine_python))
     engines = settings.engines_of(recipe.served_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines

@@ -157,13 +157,32 @@ class SnapshotSettings(Section):
         return self
 
 
+class StoredVersionSettings(Section):
+    """A weight version of another run, in its store. `astraflow runs fork` writes it."""
+
+    store: str = Field(pattern=r"^(file|s3)://\S+$", max_length=1024)
+    """The other run's store; trainers read it with the credentials of their own."""
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """The other run."""
+    policy: PolicyName
+    """Its policy."""
+    version: int = Field(ge=0, lt=2**21)
+    """The version; pinned there, or it may be collected before a trainer has it."""
+    step: int | None = Field(default=None, ge=0)
+    """The step after which the policy had these weights; a checkpoint of it has the optimizer that belongs to them."""
+    manifest_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Digest of the version's manifest; what the store has under that number is refused when it is another."""
+
+
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `snapshot` and
-    `external`.
+    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `from_version`,
+    `snapshot` and `external`.
     """
 
     path: str | None = None
     """A Hugging Face model directory or hub name."""
+    from_version: StoredVersionSettings | None = None
+    """Start with the weights and the tokenizer of a version of another run."""
     from_policy: PolicyName | None = None
     """Start with the weights and the tokenizer that this policy starts with."""
     snapshot: SnapshotSettings | None = None
@@ -179,11 +198,13 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        sources = self.path, self.architecture, self.from_policy, self.snapshot, self.external
+        own = self.path, self.architecture, self.from_version
+        sources = (*own, self.from_policy, self.snapshot, self.external)
         if sources.count(None) != len(sources) - 1:
             raise ValueError(
                 "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
-                "(another policy's), `snapshot` (another policy's past versions) and `external` (an endpoint)"
+                "(another policy's), `from_version` (another run's), `snapshot` (another policy's past versions) and "
+                "`external` (an endpoint)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -194,7 +215,12 @@ class ModelSettings(Section):
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
         elsewhere = next(
-            (name for name in ("from_policy", "snapshot", "external") if getattr(self, name) is not None), ""
+            (
+                name
+                for name in ("from_policy", "from_version", "snapshot", "external")
+                if getattr(self, name) is not None
+            ),
+            "",
         )
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
