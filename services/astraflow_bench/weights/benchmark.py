@@ -75,6 +75,7 @@ class WeightsReport:
     two_threads: list[Figures] = field(default_factory=list)
     merge: Figures = field(default_factory=dict)
     snapshot: Figures = field(default_factory=dict)
+    experts: list[Figures] = field(default_factory=list)
 
 
 def delta_bytes(versions: Versions) -> Figures:
@@ -86,7 +87,7 @@ def delta_bytes(versions: Versions) -> Figures:
         "rice_ctx": _checked_parts(base, target, context=True),
     }
     ours = {name: sum(map(len, written)) for name, written in parts.items()}
-    bodies = {name: _body_bytes(written) for name, written in parts.items()}
+    bodies = {name: body_bytes(written) for name, written in parts.items()}
     peers = {peer.name: _checked_peer_size(peer, base, target) for peer in PEERS}
     return {
         "source": versions.source,
@@ -98,6 +99,9 @@ def delta_bytes(versions: Versions) -> Figures:
         "context_bound_bytes_per_change": limits.context_bits / 8 / limits.num_changed,
         "bytes_per_change": {name: size / limits.num_changed for name, size in {**ours, **peers}.items()},
         "framing_share": {name: 1 - bodies[name] / ours[name] for name in ours},
+        "body_bytes_per_change": {
+            name: size / limits.num_changed for name, size in {**bodies, **peers}.items()
+        },
         "rice_over_bound": ours["rice"] / (limits.plain_bits / 8),
         "rice_ctx_over_bound": ours["rice_ctx"] / (limits.plain_bits / 8),
         "rice_ctx_over_context_bound": ours["rice_ctx"] / (limits.context_bits / 8),
@@ -255,7 +259,7 @@ def _checked_parts(base: Model, target: Model, *, context: bool) -> list[bytes]:
     return parts
 
 
-def _body_bytes(parts: Sequence[bytes]) -> int:
+def body_bytes(parts: Sequence[bytes]) -> int:
     """Bytes of the encoded tiles, without headers, tables and digests."""
     return sum(len(body) for part in parts for body in open_part(part).bodies)
 
