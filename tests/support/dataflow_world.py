@@ -382,9 +382,9 @@ class Trainer:
         self.epoch = claim.trainer_epoch
         return claim
 
-    async def hold(self) -> None:
-        """Say that this trainer lives."""
-        await self._ask(batches.HoldPolicyResponse)
+    async def hold(self, **told: Any) -> None:
+        """Say that this trainer lives, and what it waits for: fields of the request."""
+        await self._ask(batches.HoldPolicyResponse, **told)
 
     async def release(self, *, doubt: str = "") -> None:
         """Say that this trainer ends, and what it doubts."""
@@ -527,7 +527,9 @@ def make_episode(
 @asynccontextmanager
 async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[World]:
     """A dataflow server over the Redis at `url`, in this loop."""
-    configured = DataflowServerSettings(redis=url, work_dir=folder, **settings)  # type: ignore[arg-type]
+    # Sessions of tests say what the test is about, not that they live.
+    patient: dict[str, object] = {"node_silence_s": 600.0}
+    configured = DataflowServerSettings(redis=url, work_dir=folder, **patient | settings)  # type: ignore[arg-type]
     dataflow = Dataflow.assemble(configured)
     keeper = RunKeeper(dataflow)
     server = GrpcServer(

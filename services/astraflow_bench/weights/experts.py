@@ -147,6 +147,6 @@ def _peer_bytes(peer: PeerEncoding, step: ExpertStep) -> tuple[int, int]:
                 raise AssertionError(f"{peer.name} did not lead to its target bit by bit")
         size_bytes += sum(map(len, encoded))
         for number, stream in enumerate(encoded):
-            streams[f"{name}.{number}"] = np.frombuffer(stream, np.uint8)  # type: ignore[assignment]
-    framed = size_bytes + _FLAT_HEADER_BYTES if peer.is_flat else len(save(streams))  # type: ignore[arg-type]
+            streams[f"{name}.{number}"] = np.frombuffer(stream, np.uint8)
+    framed = size_bytes + _FLAT_HEADER_BYTES if peer.is_flat else len(save(streams))
     return size_bytes, framed

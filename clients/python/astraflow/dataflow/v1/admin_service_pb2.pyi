@@ -319,6 +319,7 @@ class NodeStatus(_message.Message):
     VERSION_LAGS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAULT_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAULT_TIME_FIELD_NUMBER: _builtins.int
+    ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -395,6 +396,10 @@ class NodeStatus(_message.Message):
     def environment_fault_time(self) -> _timestamp_pb2.Timestamp:
         """When that was."""
 
+    @_builtins.property
+    def engine_faults(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineFault]:
+        """Engines that it is replacing, or waits for, as it reports."""
+
     def __init__(
         self,
         *,
@@ -427,10 +432,11 @@ class NodeStatus(_message.Message):
         version_lags: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         environment_fault: _builtins.str = ...,
         environment_fault_time: _timestamp_pb2.Timestamp | None = ...,
+        engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
@@ -597,18 +603,21 @@ class Wait(_message.Message):
     WAITED_DURATION_FIELD_NUMBER: _builtins.int
     SINCE_TIME_FIELD_NUMBER: _builtins.int
     RELEASED_BY_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`."""
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
-    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`, `node_behind`, `policy_not_served`, `environment_unavailable`.
+    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_version`, `store_missing`,
+    `engine_hung`; docs/debugging.md has all of them.
     """
     detail: _builtins.str
     """For people: the figures."""
     released_by: _builtins.str
     """For people: what would release it."""
+    progress: _builtins.float
+    """How far it has come, in [0, 1], where it is a long phase such as `warm_start`; unset otherwise."""
     @_builtins.property
     def waited_duration(self) -> _duration_pb2.Duration:
         """How long it has waited."""
@@ -627,12 +636,15 @@ class Wait(_message.Message):
         waited_duration: _duration_pb2.Duration | None = ...,
         since_time: _timestamp_pb2.Timestamp | None = ...,
         released_by: _builtins.str = ...,
+        progress: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since_time", b"since_time", "waited_duration", b"waited_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress", "since_time", b"since_time", "waited_duration", b"waited_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "policy_id", b"policy_id", "reason", b"reason", "released_by", b"released_by", "since_time", b"since_time", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "detail", b"detail", "policy_id", b"policy_id", "progress", b"progress", "reason", b"reason", "released_by", b"released_by", "since_time", b"since_time", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
+    _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
 
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
@@ -652,6 +664,7 @@ class StatusResponse(_message.Message):
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
+    READ_TIME_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
@@ -684,6 +697,10 @@ class StatusResponse(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
         """Failures of leased tasks, those that last longest in a row first; at most 32 kinds."""
 
+    @_builtins.property
+    def read_time(self) -> _timestamp_pb2.Timestamp:
+        """When all this was read from Redis, by its clock."""
+
     def __init__(
         self,
         *,
@@ -697,10 +714,11 @@ class StatusResponse(_message.Message):
         dead_letters: _builtins.int = ...,
         failures: _abc.Iterable[Global___TaskFailures] | None = ...,
         stopped_for: _builtins.str = ...,
+        read_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectories", b"trajectories"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -859,6 +877,7 @@ class WhyResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    READ_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
@@ -879,6 +898,10 @@ class WhyResponse(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
         """Failures of leased tasks, as in StatusResponse."""
 
+    @_builtins.property
+    def read_time(self) -> _timestamp_pb2.Timestamp:
+        """When all this was read from Redis, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -889,10 +912,11 @@ class WhyResponse(_message.Message):
         failures: _abc.Iterable[Global___TaskFailures] | None = ...,
         stopped_for: _builtins.str = ...,
         dead_letters: _builtins.int = ...,
+        read_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
