@@ -44,7 +44,8 @@ def read_schema(data: bytes) -> list[Tensor]:
         for axis in struct.unpack_from(f"<{axes}Q", data, at + 4):
             size *= axis
         at += 4 + 8 * axes
-        tensors.append(Tensor(*texts, size))
+        name, dtype = texts
+        tensors.append(Tensor(name, dtype, size))
     return tensors
 
 
@@ -221,7 +222,8 @@ def _rice(data: bytes, *, num_classes: int) -> Iterator[list[tuple[int, int]]]:
 def _size(quotients: _Plane, low: _Plane, *, one: _Class) -> int:
     order = one.size_bits if one.mode == 1 else 0
     bits = quotients.unary() + order
-    return 2**bits + low.number(bits) - 2**order + (1 if one.mode == 1 else 2)
+    value = (1 << bits) + low.number(bits) - (1 << order)
+    return value + (1 if one.mode == 1 else 2)
 
 
 def _ascending(gaps: Sequence[int]) -> list[int]:
