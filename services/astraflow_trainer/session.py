@@ -24,6 +24,7 @@ import torch
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow.recipe import ResolvedPolicy
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
@@ -223,7 +224,7 @@ class TrainingSession:
         )
         self._require_retained(claim, start.step)
         if not start.went_back and not learner.positions():
-            self._begin_as_forked(learner)
+            _begin_as_forked(learner, policy=self._joined.policy, source_dir=self._settings.source_work_dir)
         if start.went_back:
             # Before anything is trained or published: from now on this is where a restart goes on.
             learner.save(step=start.step, version=start.version)
@@ -233,28 +234,6 @@ class TrainingSession:
         self._progress.claimed(epoch=claim.epoch, step=start.step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=start.step, version=start.version)
         self._train_from(start, learner=learner, claim=claim, publisher=publisher)
-
-    def _begin_as_forked(self, learner: PolicyLearner) -> None:
-        """The first step of a run that begins with a version of another: say with which optimizer, and take it up."""
-        source, folder = self._joined.policy.model.from_version, self._settings.source_work_dir
-        if source is None or not self._joined.policy.train:
-            return
-        if folder is not None:
-            if source.step is None:
-                raise InvalidArgumentError(
-                    "--source-work-dir: the recipe does not say of which step the version is"
-                )
-            try:
-                learner.begin_with(folder / "checkpoints", step=source.step, version=source.version)
-            except CheckpointError as error:
-                raise InvalidArgumentError(f"--source-work-dir: {error}") from error
-        log.info(
-            "policy.forked",
-            source=f"{source.run}/{source.policy}",
-            version=source.version,
-            step=source.step,
-            optimizer="fresh" if folder is None else f"of the checkpoint of step {source.step}",
-        )
 
     def _train_from(
         self, start: Start, *, learner: PolicyLearner, claim: Claim, publisher: ShardPublisher
@@ -371,6 +350,29 @@ class TrainingSession:
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)
         notify()
+
+
+def _begin_as_forked(learner: PolicyLearner, *, policy: ResolvedPolicy, source_dir: Path | None) -> None:
+    """The first step of a run that begins with a version of another: say with which optimizer, and take it up."""
+    source = policy.model.from_version
+    if source is None or not policy.train:
+        return
+    if source_dir is not None:
+        if source.step is None:
+            raise InvalidArgumentError(
+                "--source-work-dir: the recipe does not say of which step the version is"
+            )
+        try:
+            learner.begin_with(source_dir / "checkpoints", step=source.step, version=source.version)
+        except CheckpointError as error:
+            raise InvalidArgumentError(f"--source-work-dir: {error}") from error
+    log.info(
+        "policy.forked",
+        source=f"{source.run}/{source.policy}",
+        version=source.version,
+        step=source.step,
+        optimizer="fresh" if source_dir is None else f"of the checkpoint of step {source.step}",
+    )
 
 
 def _must_publish(newest: int, start: int, *, lost: bool) -> bool:

@@ -132,12 +132,7 @@ def dev(
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
     node_options, engines = _node_options(
-        loaded.recipe,
-        serve=serve,
-        engine=engine,
-        engine_python=engine_python,
-        environments=environment or [],
-        is_started=Part.RAAS not in (without or []),
+        loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if dry_run:
@@ -245,13 +240,7 @@ def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
 
 
 def _node_options(
-    recipe: Recipe,
-    *,
-    serve: str,
-    engine: str,
-    engine_python: Path | None,
-    environments: Sequence[str],
-    is_started: bool,
+    recipe: Recipe, *, serve: str, engine: str, engine_python: Path | None, environments: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Options of each node, and its engines of each policy. Refused here and not by the first node: nothing has been
     started yet.
@@ -260,8 +249,7 @@ def _node_options(
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
-    if is_started:
-        asyncio.run(require_engine(settings.engine, python=settings.engine_python))
+    asyncio.run(require_engine(settings.engine, python=settings.engine_python))
     engines = settings.engines_of(recipe.served_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines

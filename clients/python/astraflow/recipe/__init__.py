@@ -17,12 +17,12 @@ from astraflow.recipe.settings import (
     ResolvedPolicy,
     RunSettings,
     SamplingSettings,
-    StoredVersionSettings,
     TokenizerSettings,
     TrainerSettings,
     WarmStartSettings,
     json_schema,
 )
+from astraflow.recipe.stored_version import StoredVersionSettings
 
 __all__ = [
     "SCHEMA_VERSION",

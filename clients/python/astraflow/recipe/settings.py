@@ -27,6 +27,7 @@ from astraflow.recipe.roles import (
     resolve_roles,
 )
 from astraflow.recipe.section import Section, merged
+from astraflow.recipe.stored_version import StoredVersionSettings
 
 SCHEMA_VERSION = 1
 
@@ -157,23 +158,6 @@ class SnapshotSettings(Section):
         return self
 
 
-class StoredVersionSettings(Section):
-    """A weight version of another run, in its store. `astraflow runs fork` writes it."""
-
-    store: str = Field(pattern=r"^(file|s3)://\S+$", max_length=1024)
-    """The other run's store; trainers read it with the credentials of their own."""
-    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-    """The other run."""
-    policy: PolicyName
-    """Its policy."""
-    version: int = Field(ge=0, lt=2**21)
-    """The version; pinned there, or it may be collected before a trainer has it."""
-    step: int | None = Field(default=None, ge=0)
-    """The step after which the policy had these weights; a checkpoint of it has the optimizer that belongs to them."""
-    manifest_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Digest of the version's manifest; what the store has under that number is refused when it is another."""
-
-
 class ModelSettings(Section):
     """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `from_version`,
     `snapshot` and `external`.
@@ -214,14 +198,8 @@ class ModelSettings(Section):
             )
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
-        elsewhere = next(
-            (
-                name
-                for name in ("from_policy", "from_version", "snapshot", "external")
-                if getattr(self, name) is not None
-            ),
-            "",
-        )
+        names = ("from_policy", "from_version", "snapshot", "external")
+        elsewhere = next((name for name in names if getattr(self, name) is not None), "")
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
         return self
