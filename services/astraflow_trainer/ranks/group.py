@@ -95,8 +95,7 @@ def join_rank_group(settings: RankSettings, *, timeout_s: float, silence_s: floa
     """Meet the other ranks; with one rank, return at once.
 
     `timeout_s` bounds the meeting and every later collective; a rank that stands still for `silence_s` is lost.
-    Raises UnavailableError when the others do not
-    come, or ranks of an earlier start are still there.
+    Raises UnavailableError when the others do not come, or ranks of an earlier start are still there.
     """
     if settings.world_size == 1:
         return _alone()
