@@ -25,6 +25,7 @@ from astraflow.recipe.settings import (
     TrainerSettings,
     json_schema,
 )
+from astraflow.recipe.stored_version import StoredVersionSettings
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -45,6 +46,7 @@ __all__ = [
     "RoleSettings",
     "RunSettings",
     "SamplingSettings",
+    "StoredVersionSettings",
     "TokenizerSettings",
     "TrainerSettings",
     "WarmStartSettings",
