@@ -248,8 +248,7 @@ class VersionWriter:
         )
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
-        record = self.log.records[-1]
-        self._remember_key(record, **referring)
+        record = self._committed_record(**referring)
         return _committed(record, existed=False, hint_written=self._write_hint(record))
 
     def _referring(self, tensors: tuple[TensorDigest, ...]) -> dict[str, Any]:
@@ -262,13 +261,16 @@ class VersionWriter:
             "num_elements": sum(tensor.spec.num_elements for tensor in tensors),
         }
 
-    def _remember_key(
-        self, record: VersionRecord, *, schema_sha256: bytes, table: DigestTable, num_elements: int
-    ) -> None:
+    def _committed_record(
+        self, *, schema_sha256: bytes, table: DigestTable, num_elements: int
+    ) -> VersionRecord:
+        """The version that was just made, to which later ones may refer."""
+        record = self.log.records[-1]
         assert record.num_elements == num_elements
         if table.key is None:
             ref = KeyRef(sequence=record.sequence, sha256=record.manifest_sha256)
             self._key = KeyTable(ref=ref, schema_sha256=schema_sha256, digests=table.digests)
+        return record
 
     def _key_for(self, schema: Schema) -> KeyTable | None:
         """What the next manifest may refer to: this writer's last key manifest, unless that is old."""
