@@ -30,7 +30,7 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 MIN_REDIS_VERSION = (7, 0)
-_DEADLINE_S = 10.0
+_DEADLINE_S, _SILENT_DEADLINE_S = 10.0, 1.0
 
 Argument: TypeAlias = str | bytes | int | float
 Call: TypeAlias = tuple[str, tuple[Argument, ...]]
@@ -61,6 +61,8 @@ class Connection:
     def __init__(self, url: str, *, password_file: Path | None = None, allow_volatile: bool = False) -> None:
         self._shown = without_credentials(url)
         self._allow_volatile = allow_volatile
+        self.is_silent = False
+        """Redis is known not to answer: calls give up early. Set by its watch."""
         # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
         # `_answered` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
@@ -93,6 +95,20 @@ class Connection:
         except errors.AstraflowError:
             await self.close()
             raise
+
+    @property
+    def address(self) -> str:
+        """Where Redis is, without credentials."""
+        return self._shown
+
+    async def probe(self) -> None:
+        """Write in a way that changes nothing. Raises the typed error; what Redis lacks is `wait` of its metadata."""
+        await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+
+    async def figures(self) -> dict[str, str]:
+        """Return what INFO says of memory, persistence and replication."""
+        sections = [await self._info(name) for name in ("memory", "persistence", "replication")]
+        return {name: value for section in sections for name, value in section.items()}
 
     async def close(self) -> None:
         """Close all connections."""
@@ -141,7 +157,7 @@ class Connection:
         """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
         it counts as safe once answered). All on one connection, so the positions are those before the beat.
         """
-        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+        async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.execute_command("INFO", "server")
             pipeline.execute_command("GET", INCARNATION_KEY)
             for run_id in run_ids:
@@ -198,7 +214,7 @@ class Connection:
 
     async def raw(self, *command: Argument) -> Reply:
         """Send one plain command. Raises the typed error."""
-        async with _answered():
+        async with self._answered():
             return cast("Reply", await self._plain.execute_command(*command))
         raise AssertionError("an answered command returned or raised")
 
@@ -216,7 +232,7 @@ class Connection:
     async def _pipeline(
         self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
     ) -> list[object]:
-        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+        async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
             for key, body, ttl_s in payloads:
                 pipeline.set(key, body, ex=ttl_s, nx=True)
             for name, arguments in calls:
@@ -261,26 +277,26 @@ class Connection:
                 "use the release that wrote it, or another Redis database"
             )
 
+    @asynccontextmanager
+    async def _answered(self) -> AsyncIterator[None]:
+        """Bound what is inside by a deadline and raise its failures as typed errors."""
+        deadline_s = _SILENT_DEADLINE_S if self.is_silent else _DEADLINE_S
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError as error:
+            raise errors.UnavailableError(
+                f"Redis at {self._shown} gave no answer within {deadline_s:g} s", retry_after_s=0.2
+            ) from error
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
     async def __aenter__(self) -> Self:
         await self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-@asynccontextmanager
-async def _answered() -> AsyncIterator[None]:
-    """Bound what is inside by a deadline and raise its failures as typed errors."""
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            yield
-    except TimeoutError as error:
-        raise errors.UnavailableError(
-            f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2
-        ) from error
-    except redis_errors.RedisError as error:
-        raise translate(error) from error
 
 
 def translate(error: Exception) -> errors.AstraflowError:
@@ -292,7 +308,9 @@ def translate(error: Exception) -> errors.AstraflowError:
         )
     if isinstance(error, redis_errors.ReadOnlyError):
         return errors.UnavailableError(
-            f"Redis is a read-only replica: {error}; give the address of its primary", retry_after_s=0.2
+            f"Redis is a read-only replica: {error}; give the address of its primary",
+            retry_after_s=0.2,
+            metadata={"wait": "redis_read_only"},
         )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
         return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
@@ -300,11 +318,20 @@ def translate(error: Exception) -> errors.AstraflowError:
         return errors.ResourceExhaustedError(
             "Redis is full (maxmemory); let trainers consume, mark steps durable, or give it more memory",
             retry_after_s=1.0,
+            metadata={"wait": "redis_full"},
         )
     kind, _, text = str(error).partition(" ")
     if kind == "MISCONF":
         return errors.UnavailableError(
-            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode", retry_after_s=1.0
+            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode",
+            retry_after_s=1.0,
+            metadata={"wait": "redis_disk_full"},
+        )
+    if kind == "NOREPLICAS":
+        return errors.UnavailableError(
+            f"Redis refuses writes: {text}; bring its replicas back, or lower min-replicas-to-write",
+            retry_after_s=1.0,
+            metadata={"wait": "redis_read_only"},
         )
     refusal = _REFUSALS.get(kind)
     if refusal is not None:
