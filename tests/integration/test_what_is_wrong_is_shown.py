@@ -106,7 +106,7 @@ async def test_a_redis_that_refuses_writes_is_named_with_its_figures_until_it_ta
         assert wait.released_by
         with pytest.raises(RetryableError) as refused:
             await world.submit("another")
-        assert refused.value.metadata["wait"] == reason, "clients know what they wait for"
+        assert refused.value.metadata["reason"] == reason, "clients know what they wait for"
         assert f"data waits: {reason} — Redis at" in await shown_by_both_views(process.address, reason)
         for words in mend:
             await admin.execute_command(*words)
@@ -132,7 +132,7 @@ async def test_a_redis_that_hangs_is_named_and_what_was_read_before_is_still_tol
             ended = await asyncio.to_thread(run, "why", "--join", world.address)
             assert "blocked: the server's Redis does not answer (data)" in ended.output
             assert "next: start it again" in ended.output
-            with pytest.raises(UnavailableError, match=r"Redis at .* gave no answer within 1 s"):
+            with pytest.raises(UnavailableError, match=r"Redis at .* gave no answer"):
                 await world.submit("another")
             with pytest.raises(UnavailableError, match="nothing can be said of task"):
                 await world.why("task")

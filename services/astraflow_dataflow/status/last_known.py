@@ -48,7 +48,7 @@ class LastKnown:
         except _Silent:
             last = self._remembered(run_id)
         if task_id:
-            raise UnavailableError(f"nothing can be said of task {task_id} now: {last.waits[0].detail}")
+            raise UnavailableError(f"Redis does not answer: nothing can be said of task {task_id} now")
         names = (field.name for field in pb.WhyResponse.DESCRIPTOR.fields if field.name != "task")
         return pb.WhyResponse(**{name: getattr(last, name) for name in names})
 

@@ -1,7 +1,7 @@
 """Watching Redis: a probe every moment that it answers, writes and is quick; what it lacks is a wait.
 
-A probe is a write that changes nothing and that Redis refuses whenever it refuses writes. While it does not answer,
-calls give up early instead of holding their callers. One per process, run by `server`; read by reporting.
+A probe is a write that changes nothing and that Redis refuses whenever it refuses writes. Once it hangs, all calls fail
+at once instead of holding their callers. One per process, run by `server`; read by reporting.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class RedisWatch:
         self._health = RedisHealth(connection.address)
         self._silence = Silence()
         self._num_answers = 0
+        self._has_been_silent = False
 
     @property
     def problem(self) -> Wait | None:
@@ -39,7 +40,7 @@ class RedisWatch:
     @property
     def is_silent(self) -> bool:
         """Whether Redis has not answered for two seconds."""
-        return self._connection.is_silent
+        return self._has_been_silent or self._connection.is_silent
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -56,21 +57,23 @@ class RedisWatch:
 
     async def _look(self) -> None:
         started_s = time.monotonic()
-        refused_as, why = "", ""
+        hangs, refused_as, why = False, "", ""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._connection.probe()
         except TimeoutError:
-            why = f"probes are not answered within {_TIMEOUT_S:g} s"
+            hangs, why = True, f"probes are not answered within {_TIMEOUT_S:g} s"
         except AstraflowError as error:
-            refused_as, why = error.metadata.get("wait", ""), error.message
+            refused_as, why = error.metadata.get("reason", ""), error.message
         latency_s = time.monotonic() - started_s
         figures = await self._figures() if refused_as else {}
         if refused_as or not why:
             self._num_answers += 1
         silent_s = self._silence.look(self._num_answers)
-        self._connection.is_silent = silent_s >= _SILENT_S
-        if self.is_silent:
+        self._has_been_silent = silent_s >= _SILENT_S
+        if self._has_been_silent:
+            if hangs:
+                self._connection.note_silent()
             self._health.silent(silent_s, why, now_s=time.time())
         elif refused_as or not why:
             self._health.answered(latency_s, now_s=time.time(), refused_as=refused_as, figures=figures)

@@ -30,7 +30,12 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 MIN_REDIS_VERSION = (7, 0)
-_DEADLINE_S, _SILENT_DEADLINE_S = 10.0, 1.0
+_DEADLINE_S = 8.0
+"""Below the deadline of a client's call, which then hears who is silent."""
+_BLOCKING_DEADLINE_S = 10.0
+_ASK_AGAIN_S = 0.2
+SILENT = "redis_silent"
+"""What `reason` says, in the metadata of errors, of a Redis that takes connections and does not answer."""
 
 Argument: TypeAlias = str | bytes | int | float
 Call: TypeAlias = tuple[str, tuple[Argument, ...]]
@@ -61,8 +66,6 @@ class Connection:
     def __init__(self, url: str, *, password_file: Path | None = None, allow_volatile: bool = False) -> None:
         self._shown = without_credentials(url)
         self._allow_volatile = allow_volatile
-        self.is_silent = False
-        """Redis is known not to answer: calls give up early. Set by its watch."""
         # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
         # `_answered` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
@@ -76,6 +79,8 @@ class Connection:
         # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
         self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
         self._plain.response_callbacks.clear()
+        self._asking: asyncio.Task[None] | None = None
+        """Asks a silent Redis until it answers; nobody else does meanwhile."""
 
     async def open(self) -> None:
         """Check the server, claim or compare the schema, load the functions.
@@ -96,23 +101,40 @@ class Connection:
             await self.close()
             raise
 
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._asking is not None:
+            self._asking.cancel()
+        await self._redis.aclose()
+
     @property
     def address(self) -> str:
         """Where Redis is, without credentials."""
         return self._shown
 
     async def probe(self) -> None:
-        """Write in a way that changes nothing. Raises the typed error; what Redis lacks is `wait` of its metadata."""
-        await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+        """Write in a way that changes nothing, also to a silent Redis. Raises the typed error, whose metadata has what
+        Redis lacks as `reason`; the caller bounds the time.
+        """
+        try:
+            await self._plain.execute_command("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
 
     async def figures(self) -> dict[str, str]:
         """Return what INFO says of memory, persistence and replication."""
         sections = [await self._info(name) for name in ("memory", "persistence", "replication")]
         return {name: value for section in sections for name, value in section.items()}
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._redis.aclose()
+    def note_silent(self) -> None:
+        """Redis does not answer: calls fail at once until it does."""
+        if not self.is_silent:
+            self._asking = asyncio.create_task(self._ask_until_it_answers(), name="silent Redis")
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a command had no answer in time, and Redis has given none since."""
+        return self._asking is not None and not self._asking.done()
 
     async def load_functions(self) -> None:
         """Load the library, replacing what has its name. What is there already is left: a full Redis loads nothing,
@@ -157,7 +179,7 @@ class Connection:
         """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
         it counts as safe once answered). All on one connection, so the positions are those before the beat.
         """
-        async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
+        async with self._answered(_BLOCKING_DEADLINE_S), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.execute_command("INFO", "server")
             pipeline.execute_command("GET", INCARNATION_KEY)
             for run_id in run_ids:
@@ -222,7 +244,9 @@ class Connection:
         self, key: str, *, after: str, block_ms: int, limit: int
     ) -> list[tuple[str, dict[str, str]]]:
         """Return up to `limit` entries of a stream after an id, waiting up to `block_ms` for the first."""
-        reply = await self.raw("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        command = ("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        async with self._answered(_DEADLINE_S + block_ms / 1000):
+            reply = await self._plain.execute_command(*command)
         entries = as_list(as_list(as_list(reply)[0])[1]) if reply else []
         return [
             (as_text(entry), {name: as_text(value) for name, value in as_mapping(fields).items()})
@@ -242,6 +266,39 @@ class Connection:
                 )
             return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
         raise AssertionError("an answered pipeline returned or raised")
+
+    @asynccontextmanager
+    async def _answered(self, deadline_s: float = _DEADLINE_S) -> AsyncIterator[None]:
+        """Bound what is inside by a deadline and raise its failures as typed errors; at once while Redis is silent."""
+        if self.is_silent:
+            raise self._silent()
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError as error:
+            self.note_silent()
+            raise self._silent() from error
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
+    def _silent(self) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            f"Redis at {self._shown} gave no answer for seconds; it is asked until it does",
+            metadata={"reason": SILENT},
+            retry_after_s=0.2,
+        )
+
+    async def _ask_until_it_answers(self) -> None:
+        log.warning("redis.silent", address=self._shown)
+        while True:
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    await self._plain.execute_command("PING")
+            except (TimeoutError, redis_errors.RedisError):
+                await asyncio.sleep(_ASK_AGAIN_S)
+            else:
+                log.info("redis.answers", address=self._shown)
+                return
 
     async def _check_server(self) -> None:
         server, memory = await self._info("server"), await self._info("memory")
@@ -277,20 +334,6 @@ class Connection:
                 "use the release that wrote it, or another Redis database"
             )
 
-    @asynccontextmanager
-    async def _answered(self) -> AsyncIterator[None]:
-        """Bound what is inside by a deadline and raise its failures as typed errors."""
-        deadline_s = _SILENT_DEADLINE_S if self.is_silent else _DEADLINE_S
-        try:
-            async with asyncio.timeout(deadline_s):
-                yield
-        except TimeoutError as error:
-            raise errors.UnavailableError(
-                f"Redis at {self._shown} gave no answer within {deadline_s:g} s", retry_after_s=0.2
-            ) from error
-        except redis_errors.RedisError as error:
-            raise translate(error) from error
-
     async def __aenter__(self) -> Self:
         await self.open()
         return self
@@ -310,7 +353,7 @@ def translate(error: Exception) -> errors.AstraflowError:
         return errors.UnavailableError(
             f"Redis is a read-only replica: {error}; give the address of its primary",
             retry_after_s=0.2,
-            metadata={"wait": "redis_read_only"},
+            metadata={"reason": "redis_read_only"},
         )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
         return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
@@ -318,20 +361,20 @@ def translate(error: Exception) -> errors.AstraflowError:
         return errors.ResourceExhaustedError(
             "Redis is full (maxmemory); let trainers consume, mark steps durable, or give it more memory",
             retry_after_s=1.0,
-            metadata={"wait": "redis_full"},
+            metadata={"reason": "redis_full"},
         )
     kind, _, text = str(error).partition(" ")
     if kind == "MISCONF":
         return errors.UnavailableError(
             f"Redis cannot write its files: {text}; free its disk or fix its folder's mode",
             retry_after_s=1.0,
-            metadata={"wait": "redis_disk_full"},
+            metadata={"reason": "redis_disk_full"},
         )
     if kind == "NOREPLICAS":
         return errors.UnavailableError(
             f"Redis refuses writes: {text}; bring its replicas back, or lower min-replicas-to-write",
             retry_after_s=1.0,
-            metadata={"wait": "redis_read_only"},
+            metadata={"reason": "redis_read_only"},
         )
     refusal = _REFUSALS.get(kind)
     if refusal is not None:
