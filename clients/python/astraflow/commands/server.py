@@ -65,7 +65,7 @@ class Server:
     join_file: Path | None = None
     token_file: Path | None = None
     """The token that its folder has for it."""
-    log: Path | None = None
+    log: Path | None = field(default=None, compare=False)
     """The log that it writes, of one in a run folder."""
 
     def unheard_s(self) -> float:
