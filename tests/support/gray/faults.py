@@ -7,10 +7,7 @@ doubled or torn. `support.gray.life` lives them; tests/chaos/test_gray_failures.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
-from support.damage import flip_a_byte
-from support.development import RUN_ID
 from support.gray.ground import Ground
 
 DAEMONS = ("dataflow", "valkey", "trainer", "node", "engine", "launcher")
@@ -152,54 +149,4 @@ FAULTS = (
         lines=("in use by process",),
         in_ci=True,
     ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Damage:
-    """One row of the table: a file that is damaged while nothing runs, and then the same command again."""
-
-    name: str
-    loop: str
-    file: str
-    """Pattern below the data dir; of several files the newest is meant."""
-    done: Callable[[Path], object]
-    said: tuple[str, ...] = ()
-    """One of these must be said by the launcher, or stand in a log; none when it is mended or not needed."""
-    refused: bool = False
-    """The launch ends with an error and leaves store and checkpoints as they are; it goes on with the file restored."""
-    in_ci: bool = False
-
-
-def _cut_in_half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-_WAYS = {"flipped": flip_a_byte, "cut in half": _cut_in_half}
-_CHECKPOINT = "work/trainer-solver/checkpoints/step-*"
-_STORE = f"store/{RUN_ID}/solver"
-_MIRROR = f"work/node-1/mirror/node-1/{RUN_ID}/solver"
-_FILES = {
-    "checkpoint: tensors": f"{_CHECKPOINT}/*.distcp",
-    "checkpoint: metadata": f"{_CHECKPOINT}/.metadata",
-    "checkpoint: position": f"{_CHECKPOINT}/position.json",
-    "Redis: log": "redis/appendonlydir/*.incr.aof",
-    "Redis: base": "redis/appendonlydir/*.base.rdb",
-    "Redis: list of files": "redis/appendonlydir/*.manifest",
-    "store: newest log entry": f"{_STORE}/seq/*.pb",
-    "store: newest part": f"{_STORE}/parts/**/*.afwd",
-    "store: identity of the run": f"{_STORE}/identity",
-    "store: identity of the store": "store/.identity",
-    "store: pointer to the newest": f"{_STORE}/latest",
-    "store: tokenizer": f"{_STORE}/assets/*",
-    "node: mirror's model": f"{_MIRROR}/checkpoint/model.safetensors",
-    "node: mirror's state": f"{_MIRROR}/state.json",
-    "node: incarnation": "work/node-1/node-1/incarnation",
-    "launcher: run.json": "run.json",
-    "launcher: metrics": "metrics.jsonl",
-}
-DAMAGES = tuple(
-    Damage(name=f"{what} {way}", loop=f"resume: {what.partition(':')[0]}", file=file, done=done)
-    for what, file in _FILES.items()
-    for way, done in _WAYS.items()
 )
