@@ -106,7 +106,6 @@ FAULTS = (
         done=Ground.store_unmounted,
         why=("store_missing",),
         lines=("store_missing",),
-        in_ci=True,
     ),
     Fault(
         name="server's port: requests dropped",

@@ -26,7 +26,7 @@ from support.ledger_audit import audit as audit_ledger
 from support.source_tree import REPOSITORY
 
 _START_S = 400.0
-_NOTICE_S = 90.0
+_NOTICE_S = 60.0
 _RECOVER_S = 150.0
 _STEPS_AFTER = 2
 _LOOK_S = 0.05
