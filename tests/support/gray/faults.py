@@ -92,6 +92,7 @@ FAULTS = (
         done=lambda ground: ground.disk_full("store"),
         why=("store_full",),
         lines=("store_full",),
+        in_ci=True,
     ),
     Fault(
         name="store read-only",
@@ -99,6 +100,7 @@ FAULTS = (
         done=Ground.store_read_only,
         why=("store_read_only",),
         lines=("store_read_only",),
+        in_ci=True,
     ),
     Fault(
         name="store unmounted",
@@ -106,6 +108,7 @@ FAULTS = (
         done=Ground.store_unmounted,
         why=("store_missing",),
         lines=("store_missing",),
+        in_ci=True,
     ),
     Fault(
         name="server's port: requests dropped",
