@@ -115,21 +115,18 @@ FAULTS = (
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow", answers=False),
         why=(UNREACHABLE,),
-        lines=("server_silent",),
     ),
     Fault(
         name="server's port: answers dropped",
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow", requests=False),
         why=(UNREACHABLE,),
-        lines=("server_silent",),
     ),
     Fault(
         name="server's port: dropped both ways",
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow"),
         why=(UNREACHABLE,),
-        lines=("server_silent",),
     ),
     Fault(
         name="Redis' port: dropped both ways",
