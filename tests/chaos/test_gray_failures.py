@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from support.development import ROOT
-from support.gray.faults import FAULTS, Fault
+from support.gray.faults import DAMAGES, FAULTS, Fault
 from support.gray.ground import missing_tools
 from support.gray.life import Lived, Row, live
+from support.gray.resume import Resumes
 from support.results_pages import replace_section
 
 pytestmark = [
@@ -32,7 +33,8 @@ _ABOUT = """Written by `make soak T=tests/chaos/test_gray_failures.py`. Each row
 Valkey, trainer, node, engine, launcher; the quickstart in small) met and that was healed after a while; rows of one
 loop met the same run, one after the other. *noticed* is how long after its beginning `astraflow why`, asked again and
 again, and the launcher's lines said so, *lasted* when it was healed, *recovered* when two more steps were trained after
-that. The audit is that of the kills above."""
+that. In the rows of `resume` loops a file was damaged while nothing ran: times count from the next launch to what it
+said, to its first step and to its end. The audit is that of the kills above."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Lived]:
 
 
 def test_every_fault_has_a_name_of_its_own() -> None:
-    names = [fault.name for fault in FAULTS]
+    names = [row.name for row in (*FAULTS, *DAMAGES)]
     assert len(names) == len(set(names))
 
 
@@ -76,7 +78,7 @@ def test_nothing_was_lost_doubled_or_torn(lived: Callable[[str], Lived], loop: s
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_the_whole_table(tmp_path: Path) -> None:
-    loops = list(dict.fromkeys(fault.loop for fault in FAULTS))
+    loops = list(dict.fromkeys(row.loop for row in (*FAULTS, *DAMAGES)))
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         found = list(pool.map(lambda loop: _live_all(tmp_path, loop), loops))
     replace_section(_RESULTS, "Gray failures: hangs, refusals, losses", _section(found))
@@ -86,8 +88,10 @@ def test_the_whole_table(tmp_path: Path) -> None:
 
 
 def _live_all(folder: Path, loop: str) -> Lived:
-    names = [fault.name for fault in FAULTS if fault.loop == loop]
-    return live(folder / loop.replace(" ", "-"), names)
+    home = folder / loop.replace(" ", "-").replace(":", "")
+    if damages := [damage for damage in DAMAGES if damage.loop == loop]:
+        return Resumes(home).live(damages)
+    return live(home, [fault.name for fault in FAULTS if fault.loop == loop])
 
 
 def _section(found: Sequence[Lived]) -> str:

@@ -7,7 +7,9 @@ doubled or torn. `support.gray.life` lives them; tests/chaos/test_gray_failures.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
+from support.damage import flip_a_byte
 from support.gray.ground import Ground
 
 DAEMONS = ("dataflow", "valkey", "trainer", "node", "engine", "launcher")
@@ -56,8 +58,23 @@ def _clocks(hours: float, *roles: str, in_ci: bool) -> Fault:
     )
 
 
+_SILENT = ("has answered nothing for",)
+_SEEN: dict[str, dict[str, object]] = {
+    "dataflow": {"why": (UNREACHABLE,), "lines": _SILENT},
+    "valkey": {"lines": _SILENT},
+    "trainer": {"lines": _SILENT},
+    "node": {"why": ("no_node",), "lines": _SILENT},
+    "engine": {},
+    "launcher": {"goes_on": True},
+}
+"""What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""
 FAULTS = (
     *(_frozen(role, 5, loop="in turn", in_ci=True) for role in DAEMONS),
+    *(_frozen(role, 30, loop="30 s", restarts=("engine",), **_SEEN[role]) for role in DAEMONS),
+    *(
+        _frozen(role, 180, loop=f"180 s: {role}", restarts=tuple(DAEMONS[:-1]), **_SEEN[role])
+        for role in DAEMONS
+    ),
     Fault(
         name="Redis paused: writes wait",
         loop="in turn",
@@ -115,25 +132,28 @@ FAULTS = (
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow", answers=False),
         why=(UNREACHABLE,),
+        in_ci=True,
     ),
     Fault(
         name="server's port: answers dropped",
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow", requests=False),
         why=(UNREACHABLE,),
+        in_ci=True,
     ),
     Fault(
         name="server's port: dropped both ways",
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow"),
         why=(UNREACHABLE,),
+        in_ci=True,
     ),
     Fault(
         name="Redis' port: dropped both ways",
         loop="in turn",
         done=lambda ground: ground.dropped("valkey"),
-        why=("redis_silent",),
-        lines=("redis_silent",),
+        why=("redis_silent", "gave no answer within 8 s"),
+        in_ci=True,
     ),
     *(
         _clocks(hours, *roles, in_ci=not roles)
@@ -147,5 +167,61 @@ FAULTS = (
         lasts_s=0.0,
         lines=("in use by process",),
         in_ci=True,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One row of the table: a file that is damaged while nothing runs, and then the same command again."""
+
+    name: str
+    loop: str
+    file: str
+    """Pattern below the data dir; of several files the newest is meant."""
+    done: Callable[[Path], object]
+    said: tuple[str, ...] = ()
+    """One of these must be said by the launcher, or stand in a log; none when it is mended or not needed."""
+    refused: bool = False
+    """The launch ends with an error and leaves store and checkpoints as they are; it goes on with the file restored."""
+
+
+def _cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+_WAYS: dict[str, Callable[[Path], object]] = {"flipped": flip_a_byte, "cut in half": _cut_in_half}
+_CHECKPOINT = "work/trainer-solver/checkpoints/step-*"
+_CHECKPOINT_FILES = {"tensors": "*.distcp", "metadata": ".metadata", "position": "position.json"}
+DAMAGES = (
+    *(
+        Damage(
+            name=f"checkpoint: {what} {way}",
+            loop="resume: checkpoint",
+            file=f"{_CHECKPOINT}/{file}",
+            done=done,
+            said=("checkpoint.damaged",),
+        )
+        for what, file in _CHECKPOINT_FILES.items()
+        for way, done in _WAYS.items()
+    ),
+    Damage(
+        name="Redis: log cut in half",
+        loop="resume: Redis",
+        file="redis/appendonlydir/*.incr.aof",
+        done=_cut_in_half,
+        said=("Redis is older than the",),
+        refused=True,
+    ),
+    *(
+        Damage(
+            name=f"Redis: base {way}",
+            loop="resume: Redis",
+            file="redis/appendonlydir/*.base.rdb",
+            done=done,
+            said=("times as it started",),
+            refused=True,
+        )
+        for way, done in _WAYS.items()
     ),
 )
