@@ -168,18 +168,9 @@ class DevelopmentRun:
         spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
         child = await self._supervisor.start(spec)
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
-        try:
-            await asyncio.to_thread(
-                embedded_redis.wait_until_answering,
-                port,
-                timeout_s=_READY_TIMEOUT_S,
-                ends=lambda: child.restarts,
-            )
-        except UnavailableError as error:
-            raise UnavailableError(
-                f"{error.message}.\nThe end of its log {log_path}:\n{child.log_tail()}\nIf it cannot read its files, "
-                f"restore {self._folder.redis}, or remove it and accept the loss (docs/recovery.md)"
-            ) from error
+        await embedded_redis.require_answering(
+            child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
+        )
         return f"redis://127.0.0.1:{port}/0"
 
     async def _start_workers(self) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from astraflow.errors import UnavailableError
+from astraflow_launcher.run.processes import Child
 
-__all__ = ["answers", "find_server", "server_command", "wait_until_answering"]
+__all__ = ["answers", "find_server", "require_answering", "server_command", "wait_until_answering"]
 
 _MANY_ENDS = 3
 
@@ -60,6 +61,17 @@ def wait_until_answering(port: int, *, timeout_s: float, ends: Callable[[], int]
     raise UnavailableError(
         f"the Redis server on 127.0.0.1:{port} did not answer PING within {timeout_s:.0f} s"
     )
+
+
+async def require_answering(child: Child, port: int, *, folder: Path, timeout_s: float) -> None:
+    """Return once the supervised server answers. Raises UnavailableError with the end of its log."""
+    try:
+        await asyncio.to_thread(wait_until_answering, port, timeout_s=timeout_s, ends=lambda: child.restarts)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{error.message}.\nThe end of its log {child.spec.log_path}:\n{child.log_tail()}\nIf it cannot read its "
+            f"files, restore {folder}, or remove it and accept the loss (docs/recovery.md)"
+        ) from error
 
 
 async def answers(port: int, *, timeout_s: float = 5.0) -> bool:
