@@ -168,7 +168,9 @@ class DevelopmentRun:
         spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
         child = await self._supervisor.start(spec)
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
-        await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=_READY_TIMEOUT_S)
+        await embedded_redis.require_answering(
+            child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
+        )
         return f"redis://127.0.0.1:{port}/0"
 
     async def _start_workers(self) -> None:
