@@ -130,6 +130,17 @@ def test_a_store_that_is_gone_is_told_once_each_time() -> None:
     assert "waits for store_missing" in _text(observation)
 
 
+def test_a_tracker_that_lacks_steps_is_told_once() -> None:
+    view, output, observation = _lines()
+    for missed in (1, 2):
+        observation.trainers["solver"] = trainers.StatusResponse()
+        fault = observation.trainers["solver"].tracker_faults.add(tracker="wandb", error="no route")
+        fault.steps_missed = missed
+        view.show(observation, doing="running")
+    assert output.getvalue().count("solver tracker wandb lacks") == 1
+    assert "wandb lacks 2 steps: no route" in _text(observation)
+
+
 def test_lines_leave_out_steps_of_before_a_resume() -> None:
     view, output, observation = _lines()
     observation.num_earlier_steps = len(observation.steps)
