@@ -63,7 +63,9 @@ COMMANDS: dict[str, Subcommand] = {
     "health": Subcommand(
         "astraflow_launcher.commands.health", "Ask a daemon here if it works.", "", _OPERATE
     ),
-    "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
+    "weights": Subcommand(
+        "astraflow_weights.tools.commands", "Verify, export and pin versions.", "raas", _OPERATE
+    ),
     "bench": Subcommand(
         "astraflow_bench.commands.bench",
         "Measure what the weight path costs on this machine.",

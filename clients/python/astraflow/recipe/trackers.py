@@ -23,7 +23,7 @@ class TensorboardTracker(Kind):
 
 
 class WandbTracker(Kind):
-    """A run of Weights & Biases for each policy, in one group. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE say where."""
+    """Runs of Weights & Biases, one a policy, in one group. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE say where."""
 
     kind: Literal["wandb"] = "wandb"
     """The name of this tracker."""
