@@ -7,7 +7,6 @@ Invariant: only numbers go out, under `train/NAME`; nothing is read back. Called
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -124,11 +123,13 @@ class _Wandb:
 class _Mlflow:
     def __init__(self, tracker: MlflowTracker, subject: Subject, *, run_id: str) -> None:
         from mlflow import MlflowClient
+        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
+        from mlflow.tracking import is_tracking_uri_set
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            # Files need no server and no database; MLflow wants to be told that they are meant.
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+        uri = None
+        if not is_tracking_uri_set():
+            # Files need no server and no database; MLflow refuses them unless they are asked for.
+            MLFLOW_ALLOW_FILE_STORE.set("true")
             uri = (subject.folder / "mlflow").absolute().as_uri()
         self._client = MlflowClient(uri)
         self.run_id = run_id or self._new_run(tracker, subject)
