@@ -35,6 +35,7 @@ from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
 from astraflow_trainer.controls import Controls
+from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.publish.publishing import STORE_RETRY_S
@@ -45,7 +46,7 @@ from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.trackers.adapters import Subject, require_installed
 from astraflow_trainer.trackers.feed import TrackerFeed, feeds
-from astraflow_weights.errors import StoreMissing
+from astraflow_weights.errors import StoreFull, StoreMissing, StoreReadOnly
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
@@ -54,6 +55,7 @@ __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
 _STORE_POLL_S = 5.0
+_LACKING = (StoreMissing, StoreReadOnly, StoreFull)
 
 log = get_logger(__name__)
 _CHECK_PATIENCE_S = 5.0
@@ -93,11 +95,14 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
 
 async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
     metrics, controls, progress = Metrics(), Controls(), Progress()
-    with _client(settings) as client, ExitStack() as to_the_end:
+    with ExitStack() as stack:
+        client = stack.enter_context(_client(settings))
         joined = await _join(client, settings, folder=settings.work_dir, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
-        trackers = to_the_end.enter_context(_feeds(joined, settings, metrics=metrics))
+        trackers = stack.enter_context(_feeds(joined, settings, metrics=metrics))
         progress.on_step = partial(_observe, metrics, trackers, policy_id=joined.policy_id)
+        names = {"run_id": joined.run_id, "policy_id": joined.policy_id}
+        heartbeat = stack.enter_context(Heartbeat(client, **names, progress=progress))
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
         group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
@@ -109,10 +114,9 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             group=group,
             progress=progress,
             controls=controls,
+            heartbeat=heartbeat,
         )
-        servicer = TrainerServicer(
-            progress, controls, run_id=joined.run_id, policy_id=joined.policy_id, trackers=trackers
-        )
+        servicer = TrainerServicer(progress, controls, **names, trackers=trackers)
         grpc_server = GrpcServer(
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
@@ -250,17 +254,19 @@ def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: boo
 
 
 def _store_when_there(settings: TrainerSettings, joined: JoinedRun, progress: Progress) -> ObjectStore:
-    """As `_usable_store`; waits for one that this trainer used before and that is not mounted."""
+    """As `_usable_store`; waits for one that this trainer used before and that is not mounted, read-only or full."""
     for attempt in stamina.retry_context(
-        on=StoreMissing, attempts=None, timeout=STORE_RETRY_S, wait_max=_STORE_POLL_S
+        on=_LACKING, attempts=None, timeout=STORE_RETRY_S, wait_max=_STORE_POLL_S
     ):
         with attempt:
             try:
-                return _usable_store(settings, joined)
-            except StoreMissing as error:
-                progress.starting("store_missing")
-                log.warning("store.missing", message=error.message)
+                store = _usable_store(settings, joined)
+            except _LACKING as error:
+                progress.store_lacks(error.wait, error.message)
+                log.warning("store.waits", waiting_for=error.wait, message=error.message)
                 raise
+            progress.store_lacks("", "")
+            return store
     raise AssertionError("the last attempt returns or raises")
 
 

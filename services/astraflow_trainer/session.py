@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from astraflow_trainer.agreement import Comparison
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
+from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
@@ -66,8 +67,11 @@ class TrainingSession:
         group: RankGroup,
         progress: Progress,
         controls: Controls,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        """`heartbeat` is the first rank's, which speaks for all."""
         self._settings = settings
+        self._heartbeat = heartbeat
         self._client = client
         self._joined = joined
         self._plugins = StepPlugins.made(
@@ -102,11 +106,23 @@ class TrainingSession:
             # Before the claim, which begins what a checkpoint that cannot be read would end: the folder is ours alone.
             self._num_damaged = set_aside_damaged(self._checkpoints)
         claim = self._claim()
-        with self._source.held(lease_s=claim.batch_lease_s) if self._is_first else nullcontext():
+        with self._held() if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """At the end of the block the policy is released."""
+        try:
+            yield
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.released()
+            self._source.release()
 
     def _train_on(self, claim: Claim, *, model_dir: Path) -> None:
         while True:
+            if self._heartbeat is not None:
+                self._heartbeat.holds(claim.epoch, lease_s=claim.batch_lease_s)
             try:
                 return self._train(claim, model_dir=model_dir)
             except (RequestError, StateError) as error:
@@ -168,7 +184,7 @@ class TrainingSession:
         return self._log.owner.epoch if self._log.owner else 0
 
     def _train(self, claim: Claim, *, model_dir: Path) -> None:
-        self._progress.starting("model")
+        self._progress.starting("model_loading", detail=f"loads {model_dir}, or the newest checkpoint")
         # After the claim: an older trainer that shares the folder can no longer release what we must replay.
         learner = PolicyLearner(
             self._joined.policy,
@@ -225,13 +241,7 @@ class TrainingSession:
         )
         with (
             compactor as notify,
-            PublishWorker(
-                publisher,
-                announcer,
-                policy_id=self._joined.policy_id,
-                max_behind=training.publish.max_behind,
-                published=lambda committed: self._published(committed, notify),
-            ) as worker,
+            self._publish_worker(publisher, announcer, notify) as worker,
         ):
             if newest is None or _must_publish(newest.version, start.version, lost=publisher.base_lost):
                 worker.submit(start.step, learner.published_bytes())
@@ -258,6 +268,18 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _publish_worker(
+        self, publisher: ShardPublisher, announcer: Announcer | None, notify: Callable[[], None]
+    ) -> PublishWorker:
+        return PublishWorker(
+            publisher,
+            announcer,
+            policy_id=self._joined.policy_id,
+            max_behind=self._joined.policy.trainer.publish.max_behind,
+            published=lambda committed: self._published(committed, notify),
+            failing=self._progress.store_lacks,
+        )
 
     def _announcer(self, claim: Claim) -> Announcer | None:
         """The first rank's; it announces for all."""
@@ -291,17 +313,27 @@ class TrainingSession:
 
     def _starting_model(self) -> Path:
         """The first rank makes it, which may take minutes; the others wait for it."""
-        self._progress.starting("warm_start")
+        path = self._joined.policy.model.path
+        if path is not None:
+            self._progress.starting(
+                "model_loading", detail=f"reads {path}, from the hub where it is not a folder"
+            )
+        else:
+            self._warm_start(0.0)
         if not self._is_first:
             return Path(self._group.wait_for_value("model_dir"))
         model_dir = starting_model(
             self._joined,
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
-            progress=lambda share: self._progress.starting("warm_start", fraction=share),
+            progress=self._warm_start,
         )
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
+
+    def _warm_start(self, share: float) -> None:
+        detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"
+        self._progress.starting("warm_start", detail=detail, fraction=share)
 
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)

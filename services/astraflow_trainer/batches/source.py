@@ -41,8 +41,8 @@ __all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
 _CLAIM_RETRY_S = 600.0
-# Signs of life come again, and the end of a trainer waits for nobody.
-_SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
+# The end of a trainer waits for nobody.
+_RELEASE_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
 RUN_FINISHED = "run_finished"
@@ -267,21 +267,12 @@ class BatchSource:
         with self.unit_of_work(step):
             self._client.call(self._client.batches.MarkDurable, request)
 
-    @contextmanager
-    def held(self, *, lease_s: float) -> Iterator[None]:
-        """Say in the background that this trainer lives while the block runs, and at its end that it ends."""
-        try:
-            with _in_background(self._hold, period_s=max(0.2, lease_s / 3), name="policy-hold"):
-                yield
-        finally:
-            self.release()
-
     def release(self, *, doubt: str = "") -> None:
         """Say that this trainer ends; `doubt` is why it does not go on from what the server knows."""
         request = batch_service_pb2.ReleasePolicyRequest(**self._held, doubt=doubt)
         try:
             self._client.call(
-                self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+                self._client.batches.ReleasePolicy, request, timeout_s=_RELEASE_TIMEOUT_S, retry=_ONCE
             )
         except AstraflowError as error:
             # Fenced, or the server has ended, too: who asks later waits for a lease time at most.
@@ -293,17 +284,6 @@ class BatchSource:
         renew = partial(self._renew, batch.bound.step)
         with _in_background(renew, period_s=max(0.2, lease_s / 3), name="batch-lease"):
             yield
-
-    def _hold(self) -> bool:
-        request = batch_service_pb2.HoldPolicyRequest(**self._held)
-        try:
-            self._client.call(
-                self._client.batches.HoldPolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
-            )
-        except AstraflowError as error:
-            # Nothing depends on it but the answer to a rollback; and the epoch changes after Redis lost data.
-            log.warning("policy.hold_failed", reason=error.reason, message=error.message)
-        return True
 
     def _renew(self, step: int) -> bool:
         request = batch_service_pb2.RenewBatchRequest(**self._held, step=step)
