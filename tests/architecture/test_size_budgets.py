@@ -15,13 +15,13 @@ import pytest
 from support.code_size import by_room, code_lines, code_lines_of, product_modules, suite_modules
 from support.source_tree import REPOSITORY, SERVICES, modules, recipe_modules, roots, source_modules
 
-MODULE_LINES = 605
+MODULE_LINES = 612
 Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
-KIT_LINES = 3_250
+KIT_LINES = 3_300
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 42_800
-TEST_CODE_LINES = 47_430
+PRODUCT_CODE_LINES = 43_200
+TEST_CODE_LINES = 47_600
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.
