@@ -41,9 +41,6 @@ class NodeSettings(JoinSettings, StoreAccess):
     """What the machine is, for people; empty lets the node look."""
     price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
-    server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
-    """Seconds without the dataflow server after which a node that has joined ends with exit code 75; what it has not
-    pushed stays on disk for its next start. 0: never."""
     server_silence_s: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
     """Seconds without a message of the dataflow server after which the node opens another session; servers say
     something every 3 s."""
@@ -111,6 +108,12 @@ class NodeSettings(JoinSettings, StoreAccess):
     coalesce_max_new_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = 128
     """Calls up to this length that the episodes of one task make at the same moment share one engine
     request."""
+    fetch_threads: Annotated[int, Field(ge=1, le=64)] = 8
+    """Parts of a version fetched at a time."""
+    apply_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Tiles of a version decoded and written at a time; each takes 8 MiB of memory and a core while a version is
+    applied.
+    """
     spool_episodes: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28

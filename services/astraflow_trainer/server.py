@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -20,7 +21,7 @@ from typing import Any
 
 import stamina
 
-from astraflow.client import Client
+from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
@@ -54,6 +55,8 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
+_PATIENCE_SHARE = 0.25
+"""Of the time for stopping, for a server that does not answer."""
 _STORE_POLL_S = 5.0
 _LACKING = (StoreMissing, StoreReadOnly, StoreFull)
 
@@ -125,7 +128,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         )
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
-            [grpc_server, pages, _Training(session, controls, group)],
+            [grpc_server, pages, _Training(session, controls, group, client)],
             lifecycle=life,
             on_started=lambda: lifecycle.write_address_file(
                 settings.address_file,
@@ -151,7 +154,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
             progress=Progress(),
             controls=controls,
         )
-        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group)]
+        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group, client)]
         await lifecycle.run_services(services, lifecycle=life)
 
 
@@ -166,7 +169,10 @@ def probes_of_pod(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
 class _Training:
     """The training thread as a service of the lifecycle."""
 
-    def __init__(self, session: TrainingSession, controls: Controls, group: RankGroup) -> None:
+    def __init__(
+        self, session: TrainingSession, controls: Controls, group: RankGroup, client: Client
+    ) -> None:
+        self._client = client
         self._session = session
         self._controls = controls
         self._group = group
@@ -192,8 +198,8 @@ class _Training:
 
     async def stop(self, *, deadline_s: float) -> None:
         """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
-        del deadline_s
         self._controls.stop_after_step()
+        self._client.end_within(deadline_s * _PATIENCE_SHARE)
         if self._group.watch is not None:
             self._group.watch.ask_to_stop()
 
@@ -221,7 +227,7 @@ class _Training:
 
 
 def _client(settings: TrainerSettings) -> Client:
-    return Client(settings.connection)
+    return Client(settings.connection, retry=RetryPolicy(total_s=settings.server_gone_timeout_s or math.inf))
 
 
 async def _join(client: Client, settings: TrainerSettings, *, folder: Path, life: Lifecycle) -> JoinedRun:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
@@ -99,6 +101,7 @@ class TrainingSession:
     def run(self) -> None:
         """Train to the end. Raises FencedError, naming the other trainer, when one took over."""
         bind(run_id=self._joined.run_id, policy_id=self._joined.policy_id)
+        self._client.on_wait = partial(self._server_is_silent, threading.get_ident())
         keep_freed_memory()
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
@@ -108,6 +111,11 @@ class TrainingSession:
         claim = self._claim()
         with self._held() if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
+
+    def _server_is_silent(self, training_thread: int, error: AstraflowError, waited_s: float) -> None:
+        log.warning("server.silent", reason=error.reason, message=error.message, since_s=round(waited_s, 1))
+        if threading.get_ident() == training_thread:  # the others do not hold up training
+            self._progress.waiting(error.metadata.get("reason", "") or "server_silent")
 
     @contextmanager
     def _held(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import stamina
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client, RetryPolicy
@@ -40,9 +39,8 @@ __all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
-_CLAIM_RETRY_S = 600.0
-# The end of a trainer waits for nobody.
-_RELEASE_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
+# Renewals come again, and the end of a trainer waits for nobody.
+_SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
 RUN_FINISHED = "run_finished"
@@ -172,9 +170,7 @@ class BatchSource:
             last_step=last_step,
             accepted_loss=accepted_loss,
         )
-        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
-            with attempt:
-                response = self._client.call(self._client.batches.ClaimPolicy, request)
+        response = self._client.call(self._client.batches.ClaimPolicy, request, harmless=True)
         self.epoch = response.trainer_epoch
         return Claim(
             epoch=response.trainer_epoch,
@@ -272,7 +268,7 @@ class BatchSource:
         request = batch_service_pb2.ReleasePolicyRequest(**self._held, doubt=doubt)
         try:
             self._client.call(
-                self._client.batches.ReleasePolicy, request, timeout_s=_RELEASE_TIMEOUT_S, retry=_ONCE
+                self._client.batches.ReleasePolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
             )
         except AstraflowError as error:
             # Fenced, or the server has ended, too: who asks later waits for a lease time at most.
@@ -289,7 +285,9 @@ class BatchSource:
         request = batch_service_pb2.RenewBatchRequest(**self._held, step=step)
         try:
             with self.unit_of_work(step):
-                self._client.call(self._client.batches.RenewBatch, request)
+                self._client.call(
+                    self._client.batches.RenewBatch, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+                )
         except RetryableError as error:
             # Expiry only raises an alarm at the server; the next renewal, or the ack, will show it.
             log.warning("batch.renewal_failed", step=step, reason=error.reason)
@@ -319,7 +317,8 @@ class BatchSource:
             step=batch.bound.step,
             trajectory_ids=[item.trajectory_id for item in items],
         )
-        for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
+        fetch = self._client.batches.FetchBatch
+        for item in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
             self.fetched_bytes += len(item.body)
             yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
 

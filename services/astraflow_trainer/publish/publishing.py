@@ -182,9 +182,7 @@ class PublishWorker:
     def _announce(self) -> None:
         if self._announcer is None:
             return
-        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=STORE_RETRY_S):
-            with attempt:
-                self._announcer.announce_missing(self._publisher)
+        self._announcer.announce_missing(self._publisher)
 
     def __enter__(self) -> PublishWorker:
         self._thread.start()

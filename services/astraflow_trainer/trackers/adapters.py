@@ -146,8 +146,10 @@ class _Mlflow:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
+        # In its files a name is a path, so none may be the folder of another.
+        named = {f"train/{name.replace('/', '.')}": value for name, value in metrics.items()}
         self._client.log_batch(
-            self.run_id, [Metric(f"train/{name}", value, now_ms, step) for name, value in metrics.items()]
+            self.run_id, [Metric(name, value, now_ms, step) for name, value in named.items()]
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_weights.codec.digest import TensorDigest, model_root
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
 from astraflow_weights.publish.compaction import wants_snapshot
 from astraflow_weights.publish.uploads import Uploads
@@ -28,11 +29,16 @@ from astraflow_weights.versions.manifest import (
     DeltaRef,
     Entry,
     Fence,
-    Manifest,
+    ManifestEntry,
     PartRef,
     encode_entry,
 )
 from astraflow_weights.versions.probe import Probe
+from astraflow_weights.versions.references.digest_table import DigestTable, KeyRef, KeyTable
+
+# So many entries at most refer to one key manifest: that many versions are lost to those who hold none of them when it
+# rots.
+_KEY_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,7 @@ class VersionWriter:
         self._clock = clock
         self.uploads = Uploads(store, keys=self._keys, threads=settings.upload_threads)
         self._intents = UploadIntents(store, keys=self._keys, clock=clock)
+        self._key: KeyTable | None = None
 
     @classmethod
     def open(
@@ -210,13 +217,16 @@ class VersionWriter:
         The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
         root = model_root(tensors)
+        schema = Schema.of(tensor.spec for tensor in tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
         self._renew_announcement([*(snapshot or ()), *(part for delta in deltas for part in delta.parts)])
+        self.uploads.upload_schema(schema)
         self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
+        table = DigestTable.of([tensor.digest for tensor in tensors], key=self._key_for(schema))
         self._append(
-            lambda sequence: Manifest(
+            lambda sequence: ManifestEntry(
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
                 version=len(self.log.records),
@@ -227,7 +237,8 @@ class VersionWriter:
                 parent_version=len(self.log.records) - 1 if self.log.records else None,
                 snapshot=snapshot,
                 deltas=deltas,
-                tensors=tensors,
+                schema_sha256=schema.digest,
+                table=table,
                 model_root=root,
                 assets=assets,
                 num_changed=num_changed,
@@ -241,7 +252,17 @@ class VersionWriter:
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
         record = self.log.records[-1]
+        if table.key is None:
+            ref = KeyRef(sequence=record.sequence, sha256=record.manifest_sha256)
+            self._key = KeyTable(ref=ref, schema_sha256=schema.digest, digests=table.digests)
         return _committed(record, existed=False, hint_written=self._write_hint(record))
+
+    def _key_for(self, schema: Schema) -> KeyTable | None:
+        """What the next manifest may refer to: this writer's last key manifest, unless that is old."""
+        key = self._key
+        if key is None or key.schema_sha256 != schema.digest:
+            return None
+        return key if self.log.next_sequence - key.ref.sequence < _KEY_EVERY else None
 
     def _fence(self) -> None:
         self.log.refresh()

@@ -24,10 +24,12 @@ from astraflow_weights.versions.manifest import (
     Entry,
     Fence,
     Manifest,
+    ManifestEntry,
     PartRef,
     decode_entry,
     decode_path,
 )
+from astraflow_weights.versions.references.following import References
 
 _READ_THREADS = 8
 
@@ -111,6 +113,7 @@ class VersionLog:
         self.policy_id = policy_id
         self._store = store
         self._keys = PolicyKeys(run_id, policy_id)
+        self._references = References(store, keys=self._keys)
         self._records: list[VersionRecord] = []
         self._next_sequence = 0
         self._owner: Owner | None = None
@@ -199,9 +202,9 @@ class VersionLog:
         return self._records[version]
 
     def manifest(self, version: int) -> Manifest:
-        """Read the whole manifest of a known version again from the store.
+        """Read the whole manifest of a known version again from the store, with what it refers to.
 
-        Raises UnknownVersionError, CorruptManifest when the entry is gone or changed, Unavailable,
+        Raises UnknownVersionError, CorruptManifest when something of it is gone or changed, Unavailable,
         StoreRefused.
         """
         record = self.record(version)
@@ -211,11 +214,11 @@ class VersionLog:
         except ObjectNotFound as error:
             raise CorruptManifest(f"log entry {key!r} is gone; entries must never be deleted") from error
         entry = decode_entry(data)
-        if sha256(data) != record.manifest_sha256 or not isinstance(entry, Manifest):
+        if sha256(data) != record.manifest_sha256 or not isinstance(entry, ManifestEntry):
             raise CorruptManifest(
                 f"log entry {key!r} was changed after it was created; entries must never change"
             )
-        return entry
+        return self._references.follow(entry)
 
     def absorb(self, data: bytes) -> Entry:
         """Take in the bytes of entry `next_sequence`. Raises CorruptManifest and IncompatibleError."""
@@ -225,7 +228,7 @@ class VersionLog:
         if self._owner is not None and epoch < self._owner.epoch:
             self._num_ignored += 1
         else:
-            if isinstance(entry, Manifest):
+            if isinstance(entry, ManifestEntry):
                 self._records.append(self._record_of(entry, data))
             if self._owner is None or epoch > self._owner.epoch:
                 self._owner = Owner(epoch=epoch, nonce=nonce)
@@ -319,7 +322,7 @@ class VersionLog:
                 f"{entry.sequence} of {entry.run_id}/{entry.policy_id}; objects were copied or renamed"
             )
 
-    def _record_of(self, manifest: Manifest, data: bytes) -> VersionRecord:
+    def _record_of(self, manifest: ManifestEntry, data: bytes) -> VersionRecord:
         if manifest.version != len(self._records):
             raise CorruptManifest(
                 f"log entry {manifest.sequence} commits version {manifest.version} "

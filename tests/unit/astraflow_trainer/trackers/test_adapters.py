@@ -25,7 +25,7 @@ def subject(folder: Path) -> Subject:
 def logged_twice(tracker: AnyTracker, folder: Path) -> None:
     """Two lives: steps 1 and 2, then 3."""
     first = open_tracker(tracker, subject(folder), "", 1)
-    first.log(1, {"reward_mean": 0.25})
+    first.log(1, {"reward_mean": 0.25, "reward_mean/solver": 0.125})
     first.log(2, {"reward_mean": 0.5})
     first.close()
     second = open_tracker(tracker, subject(folder), first.run_id, 3)
