@@ -47,6 +47,8 @@ class TrainerSettings(JoinSettings, StoreAccess):
     bytes of GPU memory per weight of this rank and sends them to the GPU at every step."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Longest time a rank waits for the others in one exchange; a rank that died is noticed at once."""
+    rank_silence_s: Annotated[float, Field(ge=0.3, le=86_400)] = 30.0
+    """Time without a beat of another rank, which is there and stands still, after which all ranks start again."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds between the first stop signal, which ends training after the step in progress, and a hard
     stop.

@@ -20,7 +20,7 @@ from astraflow.recipe.file import LoadedRecipe, load_recipe
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
-from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.run.development_run import MAX_SILENCE_S, DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import RunFolder, open_run_folder, planned_folder
 from astraflow_launcher.run.plan import Choices, as_tables, plan_run
 from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
@@ -42,6 +42,16 @@ Without = Annotated[
 ]
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute.")
+]
+
+MaxSilence = Annotated[
+    float,
+    typer.Option(
+        "--max-silence-s",
+        min=0,
+        metavar="S",
+        help="Replace a process that is alive and answers nothing for so long; 0: never.",
+    ),
 ]
 
 AcceptDataLoss = Annotated[
@@ -113,6 +123,7 @@ def dev(
     ] = None,
     without: Without = None,
     max_restarts: MaxRestarts = 8,
+    max_silence_s: MaxSilence = MAX_SILENCE_S,
     accept_data_loss: AcceptDataLoss = False,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
@@ -168,6 +179,7 @@ def dev(
         timeout_s=timeout,
         without=frozenset(without or ()),
         max_restarts=max_restarts,
+        max_silence_s=max_silence_s,
         accept_data_loss=accept_data_loss,
     )
     _conduct(options, quiet=quiet, as_json_object=as_json_)

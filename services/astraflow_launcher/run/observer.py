@@ -21,6 +21,7 @@ from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_servic
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_launcher.run.child_watch import ChildWatch
 from astraflow_launcher.run.processes import Child
 from astraflow_launcher.view.observation import Observation, StepPoint
 
@@ -55,6 +56,8 @@ class Observer:
         self._watched: list[_Watched] = []
         self._trainers: dict[str, Child] = {}
         self._children: list[Child] = []
+        self.child_watch = ChildWatch(grace_s=0.0)
+        """Says which children are alive and silent."""
 
     def resume_after(self, steps: Sequence[StepPoint]) -> None:
         """Take these steps as known: they were finished before this launcher started."""
@@ -98,9 +101,19 @@ class Observer:
             elif addresses is not None and watched.child.running:
                 questions.append(self._guarded(watched.name, partial(watched.ask, addresses.grpc)))
         await asyncio.gather(*questions)
+        self._note_silent()
         self.observation.seconds = self.elapsed_s
         self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
         self.updated.set()
+
+    def _note_silent(self) -> None:
+        """Say of those that are alive and silent for how long, in place of what their call said."""
+        shown_as = {watched.child.spec.name: watched.name for watched in self._watched}
+        for name in self.observation.silent.keys() - self.child_watch.silent.keys():
+            self.observation.unreachable.pop(shown_as.get(name, name), None)
+        self.observation.silent = dict(self.child_watch.silent)
+        for name in self.observation.silent:
+            self.observation.unreachable[shown_as.get(name, name)] = self.child_watch.told(name)
 
     async def _guarded(self, name: str, ask: Callable[[], Awaitable[None]]) -> None:
         # A function, not a coroutine: a round that is cancelled before it began would leave that one never awaited.
