@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.checkpoint import CheckpointStore, Position
+from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
@@ -49,7 +49,7 @@ class PolicyLearner:
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU.
         """
-        self._ranks = group.training
+        self._group, self._ranks = group, group.training
         self._policy = PolicyModel(load_causal_lm(model_dir)).train()
         mesh = init_device_mesh("cpu", (group.size,))
         shard(self._policy, mesh=mesh)
@@ -104,6 +104,17 @@ class PolicyLearner:
         self._optimizer.adopt(self._copies.held.by_parameter(weights))
         if learning_rate is not None:
             self._optimizer.set_learning_rate(learning_rate)
+
+    def begin_with(self, checkpoints: Path, *, step: int, version: int) -> None:
+        """Take up masters, moments and schedule of another run's checkpoint, of the weights that this one starts from.
+
+        Raises CheckpointError when the folder has no such checkpoint, or one of another model or that was changed.
+        """
+        require_whole(checkpoints, step=step, version=version)
+        saving = self._group.saving
+        source = CheckpointStore(checkpoints, keep=1, ranks=saving, group=self._group.saving_group)
+        position = source.restore(self._optimizer, step=step)
+        self._baselines = dict(position.baselines) if position else {}
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
         """Take one optimizer step on the `rows` of all ranks, of which these are this rank's, or skip it."""

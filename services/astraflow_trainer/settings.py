@@ -32,6 +32,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
     accept_data_loss: bool = False
     """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
     Redis had is given up. Take it away again once it has trained on."""
+    source_work_dir: Path | None = None
+    """Work folder of the trainer of the run that this one was forked from: with its checkpoint of that step the
+    optimizer goes on, too, where it would start fresh."""
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/trainer")
     """Folder for checkpoints, the ledger and the recipe's code."""
     cache_dir: Path | None = None
@@ -54,7 +57,7 @@ class TrainerSettings(JoinSettings, StoreAccess):
     stop.
     """
 
-    @field_validator("work_dir", "cache_dir")
+    @field_validator("work_dir", "cache_dir", "source_work_dir")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser()

@@ -27,6 +27,7 @@ from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
+from astraflow_raas.engine.command import require_engine
 from astraflow_raas.settings import EMBEDDED_ENGINE, NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
@@ -92,7 +93,7 @@ def dev(
         typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
     ] = "",
     engine: Annotated[
-        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: astraflow_engine, sglang, http://…")
+        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: cpu, sglang, or http://…")
     ] = "",
     engine_python: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Interpreter that starts it: SGLang has its own.")
@@ -260,6 +261,7 @@ def _node_options(
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
+    asyncio.run(require_engine(settings.engine, python=settings.engine_python))
     engines = settings.engines_of(recipe.served_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines

@@ -133,6 +133,8 @@ def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
         source = "an endpoint outside"
     elif model.path is not None:
         source = model.path
+    elif (start := model.from_version) is not None:
+        source = f"version {start.version} of policy {start.policy} of run {start.run}"
     else:
         steps = model.warm_start.steps if model.warm_start is not None else 0
         source = f"built from the recipe's architecture, {steps} steps of warm start"

@@ -122,6 +122,8 @@ async def _graded(scorer: RewardScorer, task: TaskSpec) -> str:
 def _prompt_of(policy_id: str, task: TaskSpec, *, recipe: Recipe, source: RecipeSource) -> str:
     """Tokenise the task's messages as the policy will get them. Raises RecipeError when they do not fit."""
     settings = recipe.policy(policy_id)
+    if (start := settings.model.from_version) is not None:
+        return f"not tried, it comes with version {start.version} of run {start.run}"
     if settings.model.path is not None:
         folder = _local(settings.model.path)
         if folder is None:

@@ -23,13 +23,13 @@ _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglan
 _SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 _REMEDIES = {
     EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
-    SGLANG_ENGINE: "in an environment of its own, not in this one",
+    SGLANG_ENGINE: "in an environment of its own: python -m venv /opt/sglang && /opt/sglang/bin/pip install sglang",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """How to start one engine of a policy. `kind` is `astraflow_engine` or `sglang`."""
+    """How to start one engine of a policy. `kind` is `cpu` or `sglang`."""
 
     kind: str
     python: Path
@@ -125,7 +125,7 @@ async def require_engine(kind: str, *, python: Path | None) -> None:
         interpreter = python or Path(sys.executable)
         raise InvalidArgumentError(
             f"the engine {kind!r} cannot run here: {interpreter} has no module {', '.join(missing)}; install it "
-            f"there ({_REMEDIES[kind]}), name another interpreter with --engine-python, or choose another --engine"
+            f"({_REMEDIES[kind]}), name the interpreter that has it with --engine-python, or choose another --engine"
         )
 
 

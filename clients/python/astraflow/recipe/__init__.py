@@ -22,6 +22,7 @@ from astraflow.recipe.settings import (
     WarmStartSettings,
     json_schema,
 )
+from astraflow.recipe.stored_version import StoredVersionSettings
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -41,6 +42,7 @@ __all__ = [
     "RoleSettings",
     "RunSettings",
     "SamplingSettings",
+    "StoredVersionSettings",
     "TokenizerSettings",
     "TrainerSettings",
     "WarmStartSettings",

@@ -27,6 +27,7 @@ from astraflow.recipe.roles import (
     resolve_roles,
 )
 from astraflow.recipe.section import Section, merged
+from astraflow.recipe.stored_version import StoredVersionSettings
 from astraflow.recipe.trackers import AnyTracker
 
 SCHEMA_VERSION = 1
@@ -159,12 +160,14 @@ class SnapshotSettings(Section):
 
 
 class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `snapshot` and
-    `external`.
+    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `from_version`,
+    `snapshot` and `external`.
     """
 
     path: str | None = None
     """A Hugging Face model directory or hub name."""
+    from_version: StoredVersionSettings | None = None
+    """Start with the weights and the tokenizer of a version of another run."""
     from_policy: PolicyName | None = None
     """Start with the weights and the tokenizer that this policy starts with."""
     snapshot: SnapshotSettings | None = None
@@ -180,11 +183,13 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
-        sources = self.path, self.architecture, self.from_policy, self.snapshot, self.external
+        own = self.path, self.architecture, self.from_version
+        sources = (*own, self.from_policy, self.snapshot, self.external)
         if sources.count(None) != len(sources) - 1:
             raise ValueError(
                 "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
-                "(another policy's), `snapshot` (another policy's past versions) and `external` (an endpoint)"
+                "(another policy's), `from_version` (another run's), `snapshot` (another policy's past versions) and "
+                "`external` (an endpoint)"
             )
         missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
         if self.architecture is not None and missing:
@@ -194,9 +199,8 @@ class ModelSettings(Section):
             )
         if self.path is not None and self.tokenizer is not None:
             raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
-        elsewhere = next(
-            (name for name in ("from_policy", "snapshot", "external") if getattr(self, name) is not None), ""
-        )
+        names = ("from_policy", "from_version", "snapshot", "external")
+        elsewhere = next((name for name in names if getattr(self, name) is not None), "")
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
         return self

@@ -19,7 +19,7 @@ def command(
 
 
 KEY = Path("/node/engine.key")
-MODULES = {"astraflow_engine": "astraflow_engine", "sglang": "sglang.launch_server"}
+MODULES = {"cpu": "astraflow_engine", "sglang": "sglang.launch_server"}
 
 
 @pytest.mark.parametrize(("kind", "module"), MODULES.items())
@@ -33,18 +33,18 @@ def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, mo
 
 
 def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
-    argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    argv = command("cpu", threads=2).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     options = dict(itertools.pairwise(argv))
     asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
     assert asked == ("129", "2", "7"), "one place more for the node's own probes"
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
-    argv = command("astraflow_engine", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    argv = command("cpu", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--num-threads" not in argv
-    threadless = command("astraflow_engine", threads=0)
+    threadless = command("cpu", threads=0)
     assert threadless.environment({"A": "1"}) == {"A": "1"}
-    threaded = command("astraflow_engine", threads=3)
+    threaded = command("cpu", threads=3)
     assert threaded.environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
 
 
@@ -93,7 +93,7 @@ def test_engines_share_gpus_evenly_or_not_at_all() -> None:
 
 
 def test_the_key_travels_in_a_file_that_each_engine_can_read() -> None:
-    keys = {"astraflow_engine": ("--api-key-file", "k\n"), "sglang": ("--config", "api-key: k\n")}
+    keys = {"cpu": ("--api-key-file", "k\n"), "sglang": ("--config", "api-key: k\n")}
     for kind, (option, content) in keys.items():
         argv = command(kind).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
         assert argv[argv.index(option) + 1] == str(KEY)
