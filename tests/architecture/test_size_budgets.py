@@ -15,13 +15,13 @@ import pytest
 from support.code_size import by_room, code_lines, code_lines_of, product_modules, suite_modules
 from support.source_tree import REPOSITORY, SERVICES, modules, recipe_modules, roots, source_modules
 
-MODULE_LINES = 612
+MODULE_LINES = 620
 Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
 KIT_LINES = 3_300
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 44_400
-TEST_CODE_LINES = 49_120
+PRODUCT_CODE_LINES = 44_050
+TEST_CODE_LINES = 48_650
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.
