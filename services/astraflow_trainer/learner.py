@@ -17,6 +17,7 @@ from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
+from astraflow_trainer.model.lora import adapted
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
@@ -44,13 +45,18 @@ class PolicyLearner:
         group: RankGroup,
         snapshot: Where = "device",
         identity: str = "",
+        seed: int = 0,
     ) -> None:
-        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's.
+        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
+        an adapter begins with the numbers of `seed`.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU.
         """
         self._group, self._ranks = group, group.training
-        self._policy = PolicyModel(load_causal_lm(model_dir)).train()
+        causal_lm = load_causal_lm(model_dir)
+        if policy.lora is not None:
+            causal_lm = adapted(causal_lm, policy.lora, seed=seed)
+        self._policy = PolicyModel(causal_lm).train()
         mesh = init_device_mesh("cpu", (group.size,))
         shard(self._policy, mesh=mesh)
         training = policy.trainer

@@ -37,6 +37,7 @@ from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
+from astraflow_trainer.model.lora import write_adapter_config
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
@@ -203,6 +204,7 @@ class TrainingSession:
             group=self._group,
             snapshot=self._settings.publish_snapshot,
             identity=claim.identity,
+            seed=self._joined.recipe.run.seed,
         )
         publisher = open_publisher(
             self._store,
@@ -211,7 +213,7 @@ class TrainingSession:
             peers=self._group.publishing,
             held=learner.held,
             mirror_dir=self._settings.work_dir / "published",
-            assets=asset_files(model_dir),
+            assets=self._assets(model_dir),
             log=self._log,
         )
         start = take_up(
@@ -279,6 +281,11 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _assets(self, model_dir: Path) -> list[Path]:
+        """What travels with every version: all that the model has beside weights, and what an adapter is."""
+        lora, folder = self._joined.policy.lora, own_folder(self._settings, self._group.index)
+        return [*asset_files(model_dir), *([write_adapter_config(lora, folder)] if lora else [])]
 
     def _publish_worker(
         self, publisher: ShardPublisher, announcer: Announcer | None, notify: Callable[[], None]

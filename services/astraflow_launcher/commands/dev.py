@@ -262,7 +262,7 @@ def _node_options(
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
     asyncio.run(require_engine(settings.engine, python=settings.engine_python))
-    engines = settings.engines_of(recipe.served_policies)
+    engines = settings.engines_of(recipe.engine_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines
 

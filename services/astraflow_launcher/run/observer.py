@@ -17,8 +17,9 @@ import grpc.aio
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.commands.waits import server_wait
 from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_service_pb2
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, DeadlineError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_launcher.run.child_watch import ChildWatch
@@ -29,6 +30,9 @@ __all__ = ["Observer"]
 
 _ONCE = RetryPolicy(total_s=0.0)
 _TIMEOUT_S = 3.0
+_ALIVE_TIMEOUT_S = 0.9
+_UNANSWERED = 2
+"""Questions in a row without an answer after which the server counts as away."""
 _MAX_PAGE = 1000
 
 
@@ -56,6 +60,8 @@ class Observer:
         self._watched: list[_Watched] = []
         self._trainers: dict[str, Child] = {}
         self._children: list[Child] = []
+        self._num_unanswered = 0
+        self._answered_s = self._started
         self.child_watch = ChildWatch(grace_s=0.0)
         """Says which children are alive and silent."""
 
@@ -125,16 +131,38 @@ class Observer:
         except grpc.aio.AioRpcError as error:
             self.observation.unreachable[name] = from_rpc_error(error).message
 
+    async def _require_server(self) -> None:
+        """Note whether the server answers at all, which it does whatever its Redis does. Raises when it does not."""
+        try:
+            request, once = admin_service_pb2.GetServerInfoRequest(), _ONCE
+            await self._client.call(
+                self._client.admin.GetServerInfo, request, timeout_s=_ALIVE_TIMEOUT_S, retry=once
+            )
+        except (UnavailableError, DeadlineError) as error:
+            self._num_unanswered += 1
+            if self._num_unanswered >= _UNANSWERED:
+                silent_s = time.monotonic() - self._answered_s
+                self.observation.server_wait = server_wait(self._client.address, error, silent_s=silent_s)
+            raise
+        self._num_unanswered, self._answered_s = 0, time.monotonic()
+        self.observation.server_wait = None
+
     async def _ask_server(self) -> None:
+        await self._require_server()
         status = await self._client.call(
             self._client.admin.Status,
             admin_service_pb2.StatusRequest(run_id=self._run_id),
             timeout_s=_TIMEOUT_S,
             retry=_ONCE,
         )
-        for policy in status.policies:
-            if policy.HasField("version"):
-                await self._collect_versions(policy.policy_id, newest=policy.version.version)
+        try:
+            for policy in status.policies:
+                if policy.HasField("version"):
+                    await self._collect_versions(policy.policy_id, newest=policy.version.version)
+        except (UnavailableError, DeadlineError):
+            if not any(wait.stage == "data" for wait in status.waits):
+                raise
+            # What its Redis lacks must be seen, with whatever else the server remembers.
         # Last: who sees a finished run or an evaluation then knows the versions too.
         self.observation.status = status
 

@@ -129,6 +129,8 @@ def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
     model = policy.model
     if name in recipe.snapshots:
         source = f"past versions of {recipe.snapshots[name].of}"
+    elif policy.lora is not None:
+        source = f"a LoRA adapter of rank {policy.lora.rank} of {policy.lora.of}"
     elif model.external is not None:
         source = "an endpoint outside"
     elif model.path is not None:

@@ -82,7 +82,8 @@ def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]
         yield f"data set: task {task.task_id}"
         if workflow.scorer is not None:
             yield f"reward: {asyncio.run(_graded(workflow.scorer, task))}"
-        for policy_id in recipe.served_policies:
+        asked = {role.policy_id for role in recipe.resolved_roles.values()}
+        for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
 
 

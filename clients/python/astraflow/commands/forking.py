@@ -73,6 +73,11 @@ def _starts(
     client: Client, source: run_pb2.Run, recipe: Recipe, *, step: int
 ) -> dict[str, StoredVersionSettings]:
     """The version that each policy with weights of its own had after `step`."""
+    if recipe.adapters:
+        raise InvalidArgumentError(
+            f"run {source.run_id} trains adapters ({', '.join(recipe.adapters)}), and adapters start anew: export one "
+            "with `astraflow weights export`, merge it into its model with peft, and name that folder in `model.path`"
+        )
     request = admin_service_pb2.StatusRequest(run_id=source.run_id)
     status = client.call(client.admin.Status, request)
     finished = {policy.policy_id: policy.last_finished_step for policy in status.policies}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import LoraSettings
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 
 
@@ -104,3 +105,19 @@ def test_the_key_travels_in_a_file_that_each_engine_can_read() -> None:
 def test_an_own_key_of_sglang_is_left_alone(own: tuple[str, ...]) -> None:
     argv = command("sglang", extra=own).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert str(KEY) not in argv
+
+
+def test_sglang_is_started_for_the_adapters_of_its_model() -> None:
+    loras = (
+        LoraSettings(of="base", rank=8, target_modules="attention"),
+        LoraSettings(of="base", rank=32, target_modules="attention"),
+    )
+    argv = command("sglang", loras=loras).argv(model_dir=Path("/m"), version=0, port=1, key_file=KEY)
+    start = argv.index("--enable-lora")
+    assert argv[start : start + 6] == [
+        "--enable-lora", "--max-lora-rank", "32", "--max-loras-per-batch", "5", "--lora-target-modules",
+    ]  # fmt: skip
+    assert argv[start + 6 : start + 10] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert "--enable-lora" not in command("astraflow_engine", loras=loras).argv(
+        model_dir=Path("/m"), version=0, port=1, key_file=KEY
+    ), "the CPU engine takes adapters as it is"
