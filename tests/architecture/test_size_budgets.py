@@ -15,12 +15,12 @@ import pytest
 from support.code_size import by_room, code_lines, code_lines_of, product_modules, suite_modules
 from support.source_tree import REPOSITORY, SERVICES, modules, recipe_modules, roots, source_modules
 
-MODULE_LINES = 620
+MODULE_LINES = 605
 Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
 KIT_LINES = 3_300
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 44_500
+PRODUCT_CODE_LINES = 44_920
 TEST_CODE_LINES = 49_500
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
