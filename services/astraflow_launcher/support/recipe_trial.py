@@ -42,6 +42,7 @@ from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat, train_tokenizer
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_trainer.trackers.adapters import require_installed
 
 __all__ = ["try_recipe"]
 
@@ -75,6 +76,7 @@ def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]
         plugins = DataPlugins.make(recipe, own)
         for policy in recipe.resolved_policies.values():
             StepPlugins.made(policy.trainer.algorithm, source=own, roles=policy.advantages)
+            require_installed(policy.trainer.trackers)
         yield f"roles: {', '.join(workflow.roles)}"
         task = _first_task(plugins, recipe)
         yield f"data set: task {task.task_id}"

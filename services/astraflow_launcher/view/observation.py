@@ -87,6 +87,11 @@ class Observation:
         return self.status.stopped_for if self.status is not None else ""
 
     @property
+    def tracker_faults(self) -> list[tuple[str, trainer_service_pb2.TrackerFault]]:
+        """(policy, fault) of each experiment tracker that lacks steps."""
+        return [(policy, fault) for policy, item in self.trainers.items() for fault in item.tracker_faults]
+
+    @property
     def num_skipped(self) -> int:
         """Steps of all policies that changed no weight."""
         return sum(bool(point.skipped_for) for point in self.steps)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from support.damage import flip_a_byte
 from support.gray.ground import Ground
 
 DAEMONS = ("dataflow", "valkey", "trainer", "node", "engine", "launcher")
-UNREACHABLE = "no dataflow server answers"
+UNREACHABLE = "the dataflow server does not answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,14 @@ class Fault:
     in_ci: bool = False
 
 
-def _frozen(role: str, seconds: float, *, loop: str, in_ci: bool = False, **seen: object) -> Fault:
+def _frozen(role: str, seconds: float, *, loop: str, in_ci: bool = False, **seen: Any) -> Fault:
     return Fault(
         name=f"SIGSTOP {seconds:g} s: {role}",
         loop=loop,
         done=lambda ground: ground.frozen(role),
         lasts_s=seconds,
         in_ci=in_ci,
-        **seen,  # type: ignore[arg-type]
+        **seen,
     )
 
 
@@ -59,7 +60,7 @@ def _clocks(hours: float, *roles: str, in_ci: bool) -> Fault:
 
 
 _SILENT = ("has answered nothing for",)
-_SEEN: dict[str, dict[str, object]] = {
+_SEEN: dict[str, dict[str, Any]] = {
     "dataflow": {"why": (UNREACHABLE,), "lines": _SILENT},
     "valkey": {"lines": _SILENT},
     "trainer": {"lines": _SILENT},

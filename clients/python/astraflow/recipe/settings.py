@@ -32,6 +32,7 @@ from astraflow.recipe.roles import (
     resolve_roles,
 )
 from astraflow.recipe.section import Section, merged
+from astraflow.recipe.trackers import AnyTracker
 
 SCHEMA_VERSION = 1
 
@@ -231,6 +232,15 @@ class TrainerSettings(Section):
     """AdamW."""
     publish: PublishSettings = PublishSettings()
     """How steps become weight versions."""
+    trackers: list[AnyTracker] = Field(default=[], max_length=3)
+    """Experiment trackers that get the metrics of every step: `tensorboard`, `wandb`, `mlflow`."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> TrainerSettings:
+        kinds = [tracker.kind for tracker in self.trackers]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"trackers has one kind twice: {', '.join(kinds)}; name each once")
+        return self
 
 
 class PolicySettings(Section):
