@@ -114,6 +114,7 @@ class Replicas:
         """The calls in these places were answered, or will never be."""
         places.replica.num_calls -= places.number
         places.engine.slots.give_back(places.rank, places.number)
+        self._changed.set()
 
     def _try_take(self, wanted: Callable[[], int]) -> Places | None:
         engines = [(each, each.engine) for each in self.in_service if each.engine is not None]

@@ -389,7 +389,10 @@ class Recipe(Section):
     def adapters(self) -> Mapping[str, LoraSettings]:
         """The policies that are adapters of another one's model, and past versions of such."""
         models = {name: policy.model for name, policy in self.policies.items()}
-        own = {name: models[model.snapshot.of] if model.snapshot else model for name, model in models.items()}
+        own = {
+            name: models.get(model.snapshot.of, model) if model.snapshot else model
+            for name, model in models.items()
+        }
         return {name: model.lora for name, model in own.items() if model.lora}
 
     @property

@@ -118,6 +118,6 @@ def test_sglang_is_started_for_the_adapters_of_its_model() -> None:
         "--enable-lora", "--max-lora-rank", "32", "--max-loras-per-batch", "5", "--lora-target-modules",
     ]  # fmt: skip
     assert argv[start + 6 : start + 10] == ["k_proj", "o_proj", "q_proj", "v_proj"]
-    assert "--enable-lora" not in command("astraflow_engine", loras=loras).argv(
+    assert "--enable-lora" not in command("cpu", loras=loras).argv(
         model_dir=Path("/m"), version=0, port=1, key_file=KEY
     ), "the CPU engine takes adapters as it is"
