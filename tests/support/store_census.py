@@ -15,7 +15,8 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, ObjectNotFound
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Entry, Fence, Manifest, PartRef, decode_entry
 
 

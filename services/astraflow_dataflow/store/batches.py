@@ -214,6 +214,7 @@ class VersionStore:
         *,
         version: Version,
         epoch: int,
+        num_unreadable_before: int,
     ) -> Version:
         """Announce a version once. Raises FencedError, ConflictError, VersionGapError."""
         body = Version()
@@ -227,6 +228,7 @@ class VersionStore:
             epoch,
             version.trainer_epoch,
             flag(version.HasField("rollback_of")),
+            num_unreadable_before,
             body.SerializeToString(deterministic=True),
         )
         publish_ms, stored = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))

@@ -6,6 +6,7 @@ The log and the mirror call it.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import CorruptPart, ObjectNotFound
@@ -18,14 +19,25 @@ _ATTEMPTS = 2
 _CHUNK = 128
 
 
-def fetch_objects(store: ObjectStore, keys: Sequence[str], *, threads: int) -> Iterator[bytes]:
-    """Contents in the order of `keys`, at most `threads` requests at a time. Raises as the store does."""
+def fetch_objects(store: ObjectStore, keys: Sequence[str], *, threads: int) -> Iterator[bytes | None]:
+    """Contents in the order of `keys`, None for what is not there, at most `threads` requests at a time. Raises as the
+    store does.
+    """
+    read = partial(fetch_if_there, store)
     if len(keys) <= 1:
-        yield from map(store.get, keys)
+        yield from map(read, keys)
         return
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights-fetch") as pool:
         for first in range(0, len(keys), _CHUNK):
-            yield from pool.map(store.get, keys[first : first + _CHUNK])
+            yield from pool.map(read, keys[first : first + _CHUNK])
+
+
+def fetch_if_there(store: ObjectStore, key: str) -> bytes | None:
+    """The object, None when there is none. Raises as the store does."""
+    try:
+        return store.get(key)
+    except ObjectNotFound:
+        return None
 
 
 def fetch_part(store: ObjectStore, ref: PartRef) -> bytes:
