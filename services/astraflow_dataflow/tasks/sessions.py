@@ -13,12 +13,13 @@ import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
+from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
 from astraflow.rollout.v1 import engine_load_pb2
 from astraflow_dataflow.records import Event, Life, Offer
 from astraflow_dataflow.runs.registry import RunContext
@@ -27,14 +28,18 @@ from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.awake import Silence
 from astraflow_kit.log import get_logger
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 log = get_logger(__name__)
 
 Request = task_service_pb2.WorkRequest
 Response = task_service_pb2.WorkResponse
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 3.0
 _CONNECTED_MS = 15_000
 _MAX_RENEWALS = bounds_of(task_service_pb2.Renewal, "lease_ids").max_items
 _MAX_WAITING_FOR = bounds_of(task_service_pb2.Credits, "waiting_for").max_len
@@ -42,6 +47,10 @@ _MAX_WEIGHT_FAULTS = bounds_of(task_service_pb2.Credits, "weight_faults").max_it
 _MAX_BOUNDED_BY = bounds_of(task_service_pb2.Credits, "bounded_by").max_len
 _MAX_LOADS = bounds_of(task_service_pb2.Credits, "engine_loads").max_items
 _MAX_LOAD_FAULT = bounds_of(engine_load_pb2.EngineLoad, "fault").max_len
+_MAX_ENGINE_FAULTS = bounds_of(task_service_pb2.Credits, "engine_faults").max_items
+_MAX_ENGINE_FAULT_TEXT = {
+    name: bounds_of(engine_load_pb2.EngineFault, name).max_len for name in ("reason", "detail")
+}
 _MAX_FAULT_TEXT = {
     name: bounds_of(version_pb2.WeightFault, name).max_len for name in ("policy_id", "tensor", "problem")
 }
@@ -61,7 +70,9 @@ class WorkSession:
         leasing: Leasing,
         versions: Versions,
         durability: Durability,
+        silence_s: float,
     ) -> None:
+        """A node from which nothing comes for `silence_s` has no session any more."""
         self._context = context
         self._node_id = hello.node_id
         self._incarnation = hello.incarnation
@@ -86,6 +97,11 @@ class WorkSession:
         self._lost: list[str] = []
         self._drained = False
         self._look_again_s = 0.0
+        self._beat_s = min(HEARTBEAT_S, silence_s / 3)
+        self._num_beats = 0
+        self._silence_s = silence_s
+        self._silence = Silence(period_s=self._beat_s)
+        self._num_heard = 0
         self._failure: AstraflowError | None = None
 
     async def responses(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
@@ -116,6 +132,7 @@ class WorkSession:
         while True:
             ended = reader.done()
             self._require_same_data()
+            self._require_a_node_that_lives()
             for response in await self._news(events):
                 yield response
             for response in await self._leases(inbox):
@@ -124,7 +141,7 @@ class WorkSession:
                 return
             if self._wants_work:
                 work_waiters.wait(inbox)
-            events = await inbox.wait(HEARTBEAT_S)
+            events = await inbox.wait(self._beat_s)
             await asyncio.sleep(_SETTLE_S)
 
     @property
@@ -154,9 +171,17 @@ class WorkSession:
                 retry_after_s=0.1,
             )
 
+    def _require_a_node_that_lives(self) -> None:
+        if self._silence.look(self._num_heard) >= self._silence_s:
+            raise DeadlineError(
+                f"nothing came from node {self._node_id} for {self._silence_s:g} s; open another session, and say "
+                f"something every {self._beat_s:g} s"
+            )
+
     async def _read(self, requests: AsyncIterator[Request], poke: Callable[[], None]) -> None:
         try:
             async for request in requests:
+                self._num_heard += 1
                 await self._take(request)
                 poke()
         except AstraflowError as error:
@@ -198,6 +223,7 @@ class WorkSession:
                 "max_episodes": credits_given.max_episodes,
                 "bounded_by": credits_given.bounded_by[:_MAX_BOUNDED_BY],
                 "engine_loads": _engine_loads(credits_given.engine_loads[:_MAX_LOADS]),
+                "engine_faults": _engine_faults(credits_given.engine_faults[:_MAX_ENGINE_FAULTS]),
             }
         )
 
@@ -221,7 +247,7 @@ class WorkSession:
                     problem=kept.problem,
                 )
         self._faults = faults
-        return json.dumps([MessageToDict(fault, preserving_proto_field_name=True) for fault in faults])
+        return _stored(faults)
 
     async def _renew(self, lease_ids: list[str]) -> None:
         _require_few(lease_ids)
@@ -239,6 +265,8 @@ class WorkSession:
         topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
         if "report" in topics:
             await self._report(heard=False)
+            self._num_beats += 1
+            responses.append(Response(beat=task_service_pb2.Beat(number=self._num_beats)))
         if "durable" in topics:
             responses += self._watermark()
         if "version" in topics:
@@ -260,7 +288,7 @@ class WorkSession:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._look_again_s:
             return set()
-        self._look_again_s = now_s + HEARTBEAT_S
+        self._look_again_s = now_s + self._beat_s
         return {"report", "version", "run", "durable"}
 
     async def _new_versions(self) -> list[version_pb2.Version]:
@@ -339,7 +367,19 @@ def _engine_loads(reported: Sequence[engine_load_pb2.EngineLoad]) -> str:
             value = getattr(load, name)
             if not (math.isfinite(value) and value >= 0):
                 setattr(load, name, 0.0)
-    return json.dumps([MessageToDict(load, preserving_proto_field_name=True) for load in reported])
+    return _stored(reported)
+
+
+def _engine_faults(reported: Sequence[engine_load_pb2.EngineFault]) -> str:
+    """What is kept of a node's engines that it replaces."""
+    for fault in reported:
+        for name, limit in _MAX_ENGINE_FAULT_TEXT.items():
+            setattr(fault, name, getattr(fault, name)[:limit])
+    return _stored(reported)
+
+
+def _stored(messages: Sequence[Message]) -> str:
+    return json.dumps([MessageToDict(message, preserving_proto_field_name=True) for message in messages])
 
 
 def _require_few(lease_ids: Sequence[str]) -> None:

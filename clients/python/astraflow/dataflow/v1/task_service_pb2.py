@@ -30,7 +30,7 @@ from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_ta
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.TaskB\t\xfa\xf3\x18\x05\x38\x01@\xe8\x07\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\xdc\x03\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x1d\n\x0bwaiting_for\x18\x05 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x43\n\rweight_faults\x18\x07 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFaultB\x08\xfa\xf3\x18\x04@\x10P\x01\x12\x14\n\x0cmax_episodes\x18\x08 \x01(\r\x12\x1c\n\nbounded_by\x18\t \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12@\n\x0c\x65ngine_loads\x18\n \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoadB\x08\xfa\xf3\x18\x04@@P\x01\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"^\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x06\x64\x65tail\x18\x03 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x10P\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"%\n\x07Receipt\x12\x1a\n\tlease_ids\x18\x01 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"%\n\x07Renewal\x12\x1a\n\tlease_ids\x18\x01 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x8e\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x42\x06\n\x04kind\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xcf\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12)\n\tmax_tasks\x18\x04 \x01(\rB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\x00p@\x12H\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00>@\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"Q\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x1a\n\tlease_ids\x18\x03 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"h\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x34\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailure\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\x82\x05\n\x0bTaskService\x12o\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12j\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED(\x01\x30\x01\x12x\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12o\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x12\x66\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"Z\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.TaskB\t\xfa\xf3\x18\x05\x38\x01@\xe8\x07\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\xa0\x04\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x1d\n\x0bwaiting_for\x18\x05 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x43\n\rweight_faults\x18\x07 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFaultB\x08\xfa\xf3\x18\x04@\x10P\x01\x12\x14\n\x0cmax_episodes\x18\x08 \x01(\r\x12\x1c\n\nbounded_by\x18\t \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12@\n\x0c\x65ngine_loads\x18\n \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoadB\x08\xfa\xf3\x18\x04@@P\x01\x12\x42\n\rengine_faults\x18\x0b \x03(\x0b\x32!.astraflow.rollout.v1.EngineFaultB\x08\xfa\xf3\x18\x04@@P\x01\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"^\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x06\x64\x65tail\x18\x03 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x10P\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"%\n\x07Receipt\x12\x1a\n\tlease_ids\x18\x01 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"%\n\x07Renewal\x12\x1a\n\tlease_ids\x18\x01 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbb\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x12+\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x1b.astraflow.dataflow.v1.BeatH\x00\x42\x06\n\x04kind\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xcf\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12)\n\tmax_tasks\x18\x04 \x01(\rB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\x00p@\x12H\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00>@\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"Q\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x1a\n\tlease_ids\x18\x03 \x03(\tB\x07\xfa\xf3\x18\x03@\x80 \"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"h\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x34\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailure\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\x82\x05\n\x0bTaskService\x12o\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12j\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED(\x01\x30\x01\x12x\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x15\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x12o\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x12\x66\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,6 +50,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREDITS'].fields_by_name['bounded_by']._serialized_options = b'\372\363\030\004 @P\001'
   _globals['_CREDITS'].fields_by_name['engine_loads']._loaded_options = None
   _globals['_CREDITS'].fields_by_name['engine_loads']._serialized_options = b'\372\363\030\004@@P\001'
+  _globals['_CREDITS'].fields_by_name['engine_faults']._loaded_options = None
+  _globals['_CREDITS'].fields_by_name['engine_faults']._serialized_options = b'\372\363\030\004@@P\001'
   _globals['_LEASEFAILURE'].fields_by_name['detail']._loaded_options = None
   _globals['_LEASEFAILURE'].fields_by_name['detail']._serialized_options = b'\372\363\030\005 \200\020P\001'
   _globals['_RECEIPT'].fields_by_name['lease_ids']._loaded_options = None
@@ -83,37 +85,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=439
   _globals['_HELLO']._serialized_end=546
   _globals['_CREDITS']._serialized_start=549
-  _globals['_CREDITS']._serialized_end=1025
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=951
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=1005
-  _globals['_LEASEFAILURE']._serialized_start=1027
-  _globals['_LEASEFAILURE']._serialized_end=1121
-  _globals['_WORKREQUEST']._serialized_start=1124
-  _globals['_WORKREQUEST']._serialized_end=1401
-  _globals['_RECEIPT']._serialized_start=1403
-  _globals['_RECEIPT']._serialized_end=1440
-  _globals['_RENEWAL']._serialized_start=1442
-  _globals['_RENEWAL']._serialized_end=1479
-  _globals['_CANCEL']._serialized_start=1481
-  _globals['_CANCEL']._serialized_end=1523
-  _globals['_WORKRESPONSE']._serialized_start=1526
-  _globals['_WORKRESPONSE']._serialized_end=1796
-  _globals['_DRAIN']._serialized_start=1798
-  _globals['_DRAIN']._serialized_end=1821
-  _globals['_LEASETASKSREQUEST']._serialized_start=1824
-  _globals['_LEASETASKSREQUEST']._serialized_end=2159
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=951
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=1005
-  _globals['_LEASETASKSRESPONSE']._serialized_start=2161
-  _globals['_LEASETASKSRESPONSE']._serialized_end=2247
-  _globals['_RENEWLEASESREQUEST']._serialized_start=2249
-  _globals['_RENEWLEASESREQUEST']._serialized_end=2330
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=2332
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=2377
-  _globals['_FAILTASKREQUEST']._serialized_start=2379
-  _globals['_FAILTASKREQUEST']._serialized_end=2483
-  _globals['_FAILTASKRESPONSE']._serialized_start=2485
-  _globals['_FAILTASKRESPONSE']._serialized_end=2521
-  _globals['_TASKSERVICE']._serialized_start=2524
-  _globals['_TASKSERVICE']._serialized_end=3166
+  _globals['_CREDITS']._serialized_end=1093
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=1019
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=1073
+  _globals['_LEASEFAILURE']._serialized_start=1095
+  _globals['_LEASEFAILURE']._serialized_end=1189
+  _globals['_WORKREQUEST']._serialized_start=1192
+  _globals['_WORKREQUEST']._serialized_end=1469
+  _globals['_RECEIPT']._serialized_start=1471
+  _globals['_RECEIPT']._serialized_end=1508
+  _globals['_RENEWAL']._serialized_start=1510
+  _globals['_RENEWAL']._serialized_end=1547
+  _globals['_CANCEL']._serialized_start=1549
+  _globals['_CANCEL']._serialized_end=1591
+  _globals['_WORKRESPONSE']._serialized_start=1594
+  _globals['_WORKRESPONSE']._serialized_end=1909
+  _globals['_BEAT']._serialized_start=1911
+  _globals['_BEAT']._serialized_end=1933
+  _globals['_DRAIN']._serialized_start=1935
+  _globals['_DRAIN']._serialized_end=1958
+  _globals['_LEASETASKSREQUEST']._serialized_start=1961
+  _globals['_LEASETASKSREQUEST']._serialized_end=2296
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=1019
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=1073
+  _globals['_LEASETASKSRESPONSE']._serialized_start=2298
+  _globals['_LEASETASKSRESPONSE']._serialized_end=2384
+  _globals['_RENEWLEASESREQUEST']._serialized_start=2386
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2467
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2469
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=2514
+  _globals['_FAILTASKREQUEST']._serialized_start=2516
+  _globals['_FAILTASKREQUEST']._serialized_end=2620
+  _globals['_FAILTASKRESPONSE']._serialized_start=2622
+  _globals['_FAILTASKRESPONSE']._serialized_end=2658
+  _globals['_TASKSERVICE']._serialized_start=2661
+  _globals['_TASKSERVICE']._serialized_end=3303
 # @@protoc_insertion_point(module_scope)
