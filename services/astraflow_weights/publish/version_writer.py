@@ -217,7 +217,6 @@ class VersionWriter:
         self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
         data = self._append(
-            due,
             lambda sequence: Manifest(
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
@@ -238,7 +237,7 @@ class VersionWriter:
                 created_time_s=self._clock.wall_time_s(),
                 rollback_of=rollback_of,
                 probe=probe,
-            ),
+            )
         )
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
@@ -252,7 +251,6 @@ class VersionWriter:
         if self.log.owner is not None and self.log.owner.epoch >= self.epoch:
             raise self._fenced()
         self._append(
-            None,
             lambda sequence: Fence(
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
@@ -261,20 +259,20 @@ class VersionWriter:
                 nonce=self._owner.nonce,
                 previous_epoch=self.log.owner.epoch if self.log.owner else None,
                 created_time_s=self._clock.wall_time_s(),
-            ),
+            )
         )
 
-    def _append(self, version: int | None, make: Callable[[int], Entry]) -> bytes:
+    def _append(self, make: Callable[[int], Entry]) -> bytes:
         """Create the entry at the next free number; its bytes. Raises Fenced as soon as somebody else's epoch is not
-        lower, Unavailable when `version` is not the next one any more: an entry that nobody can read may be it.
+        lower, Unavailable when its version is not the next one any more: an entry that nobody can read may be it.
         """
         for _ in range(self._settings.commit_attempts):
-            if version is not None and version != len(self.log.records):
-                raise Unavailable(
-                    f"an entry that cannot be read may be version {version}; publish again, under the next number"
-                )
             key = self._keys.entry(self.log.next_sequence)
             wanted = make(self.log.next_sequence)
+            if isinstance(wanted, Manifest) and wanted.version != len(self.log.records):
+                raise Unavailable(
+                    f"an entry that cannot be read may be version {wanted.version}; publish again, under the next number"
+                )
             data = self._create_or_read(key, encode_entry(wanted))
             found = self.log.absorb(data)
             # Our own entry, perhaps with an older time: an earlier attempt arrived and its answer was lost.

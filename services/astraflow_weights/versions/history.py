@@ -123,14 +123,6 @@ class History:
         """The newest version whose entry can be read."""
         return next((record for record in reversed(self.records) if not record.damage), None)
 
-    def check_place(self, entry: Entry, sequence: int) -> None:
-        """Raises CorruptManifest for an entry of elsewhere."""
-        if (entry.run_id, entry.policy_id, entry.sequence) != (self.run_id, self.policy_id, sequence):
-            raise CorruptManifest(
-                f"log entry {sequence} of {self.run_id}/{self.policy_id} says it is entry "
-                f"{entry.sequence} of {entry.run_id}/{entry.policy_id}; objects were copied or renamed"
-            )
-
     def take(self, entry: Entry, digest: bytes) -> None:
         """Take in entry `next_sequence`, whose sha256 is `digest`.
 

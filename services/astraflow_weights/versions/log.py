@@ -7,16 +7,13 @@ that the log has; damaged ones are passed over, for they are never the only path
 it writes nothing. One owner per object: not thread-safe.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from google.protobuf.message import DecodeError
-
 from astraflow.errors import IncompatibleError, UnknownVersionError
-from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import CorruptManifest
@@ -24,13 +21,12 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.checkpoint import LogCheckpoint, decode_checkpoint, encode_checkpoint
 from astraflow_weights.versions.collection_records import Sweep, decode_sweep
-from astraflow_weights.versions.fetch import fetch_if_there, fetch_objects
+from astraflow_weights.versions.fetch import EntryReader, fetch_if_there, fetch_objects
 from astraflow_weights.versions.history import History, Owner, VersionRecord
 from astraflow_weights.versions.manifest import (
     AddedPath,
     Entry,
     Manifest,
-    decode_entry,
     decode_path,
 )
 
@@ -63,7 +59,7 @@ class VersionLog:
         self.checkpointed = 0
         """First entry that is not in the newest checkpoint that this log began at, or that its owner wrote."""
         self._damaged_checkpoints: tuple[str, ...] = ()
-        self._rescued: dict[int, bytes] = {}
+        self._entries = EntryReader(store, self._keys)
         self._held: dict[int, Manifest] = {}
         self._paths: dict[str, AddedPath] = {}
         self._damaged_paths: tuple[str, ...] = ()
@@ -76,7 +72,7 @@ class VersionLog:
         other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
         other._history = self._history.copy()
         other.checkpointed, other._damaged_checkpoints = self.checkpointed, self._damaged_checkpoints
-        other._rescued, other._held = dict(self._rescued), dict(self._held)
+        other._entries, other._held = self._entries.copy(), dict(self._held)
         other._paths, other._damaged_paths = dict(self._paths), self._damaged_paths
         other._next_round, other._sweeps = self._next_round, set(self._sweeps)
         other._damaged_sweeps = self._damaged_sweeps
@@ -110,7 +106,7 @@ class VersionLog:
     @property
     def rescued(self) -> Mapping[int, bytes]:
         """Entries that cannot be read, but of which there is a copy that can."""
-        return self._rescued
+        return self._entries.rescued
 
     @property
     def damaged_checkpoints(self) -> Sequence[str]:
@@ -186,7 +182,7 @@ class VersionLog:
         if version in self._held:
             return self._held[version]
         data = fetch_if_there(self._store, self._keys.entry(record.sequence))
-        entry, _, problem = self._find(record.sequence, data, digest=record.manifest_sha256)
+        entry, _, problem = self._entries.find(record.sequence, data, digest=record.manifest_sha256)
         if isinstance(entry, Manifest):
             return entry
         raise self._unusable(record, problem)
@@ -198,7 +194,7 @@ class VersionLog:
         entry that contradicts those before it, IncompatibleError.
         """
         sequence = self.next_sequence
-        entry, data, problem = self._find(sequence, data)
+        entry, data, problem = self._entries.find(sequence, data)
         if entry is None:
             log.error("log_entry.unreadable", key=self._keys.entry(sequence), message=f"{problem}; {REMEDY}")
             self._history.pass_over(problem)
@@ -246,7 +242,9 @@ class VersionLog:
         assert anchor is not None
         found = fetch_if_there(self._store, self._keys.entry(anchor.sequence))
         # One that is damaged is the same one: nobody writes over an entry.
-        if found is None or (sha256(found) != anchor.sha256 and self._read(found, anchor.sequence)[0]):
+        if found is None or (
+            sha256(found) != anchor.sha256 and self._entries.read(found, anchor.sequence)[0]
+        ):
             raise CorruptManifest(
                 f"it was made of another log: entry {anchor.sequence} is not the one it names"
             )
@@ -258,57 +256,13 @@ class VersionLog:
     def _ask_again(self) -> None:
         """The newest entries that could not be read: perhaps they can be now, or a copy lies beside them."""
         for sequence in sorted(self._history.unreadable)[-_ASKED_AGAIN:]:
-            entry, data, _ = self._find(
+            entry, data, _ = self._entries.find(
                 sequence, fetch_if_there(self._store, self._keys.entry(sequence)), attempts=1
             )
             if entry is not None:
                 with suppress(CorruptManifest):
                     self._history.take_late(entry, sha256(data))
                     log.info("log_entry.readable", key=self._keys.entry(sequence))
-
-    def _find(
-        self, sequence: int, data: bytes | None, *, digest: bytes = b"", attempts: int = 2
-    ) -> tuple[Entry | None, bytes, str]:
-        """An entry of which `data` was read, the bytes that verify, and what is wrong when none do: asked for again, as
-        parts are, then looked for where copies may be.
-        """
-        copy, hint = partial(self._stored, self._keys.copy(sequence)), partial(self._hint, sequence)
-        again = [partial(self._stored, self._keys.entry(sequence))] * (attempts - 1)
-        sources: list[Callable[[], bytes | None]] = [lambda: data, *again, copy, hint]
-        problem = ""
-        for source in sources:
-            found = source()
-            entry, complaint = self._read(found, sequence, digest=digest)
-            if entry is not None and found is not None:
-                if source is hint:
-                    self._rescued[sequence] = found
-                return entry, found, ""
-            problem = problem or complaint
-        return None, b"", problem
-
-    def _read(self, data: bytes | None, sequence: int, *, digest: bytes = b"") -> tuple[Entry | None, str]:
-        """The entry in the bytes, or what is wrong with them. Raises IncompatibleError."""
-        if data is None:
-            return None, "it is gone; entries must never be deleted"
-        try:
-            entry = decode_entry(data)
-            self._history.check_place(entry, sequence)
-        except CorruptManifest as error:
-            return None, error.message
-        if digest and sha256(data) != digest:
-            return None, "it was changed after it was created; entries must never change"
-        return entry, ""
-
-    def _stored(self, key: str) -> bytes | None:
-        return fetch_if_there(self._store, key)
-
-    def _hint(self, sequence: int) -> bytes | None:
-        """The entry that `latest` holds a copy of, if it is this one."""
-        try:
-            hint = manifest_pb2.LatestHint.FromString(self._stored(self._keys.latest) or b"")
-        except DecodeError:
-            return None
-        return hint.entry if hint.sequence == sequence and hint.entry else None
 
     def _unusable(self, record: VersionRecord, problem: str) -> CorruptManifest:
         key = self._keys.entry(record.sequence)
@@ -325,7 +279,7 @@ class VersionLog:
         new = [key for key in listed if key not in self._paths and key not in self._damaged_paths]
         damaged = [key for key in self._damaged_paths if key in listed]
         paths = {key: self._paths[key] for key in listed if key in self._paths}
-        for key, content in zip(new, pool.map(self._stored, new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
             if content is None:
                 # Collected since it was listed.
                 continue
@@ -348,7 +302,7 @@ class VersionLog:
     def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Take in what was collected; a sweep is never changed or deleted."""
         new, damaged = [key for key in listed if key not in self._sweeps], []
-        for key, content in zip(new, pool.map(self._stored, new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
             try:
                 sweep = decode_sweep(self._keys, content or b"")
             except (CorruptManifest, IncompatibleError):
