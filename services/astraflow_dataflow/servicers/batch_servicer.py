@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 _MAX_REASON = bounds_of(pb.NackBatchRequest, "reason").max_len
 _MAX_DOUBT = bounds_of(pb.ReleasePolicyRequest, "doubt").max_len
+_WAITING_FOR = bounds_of(pb.HoldPolicyRequest, "waiting_for").pattern
+_MAX_DETAIL = bounds_of(pb.HoldPolicyRequest, "detail").max_len
 _IDENTITY = re.compile(bounds_of(pb.AcceptedLoss, "identity").pattern)
 _STAGES = (pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED)
 
@@ -60,7 +62,13 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.hold(run.run_id, request.policy_id, epoch=request.trainer_epoch)
+        if not re.fullmatch(_WAITING_FOR, request.waiting_for):
+            raise InvalidArgumentError(
+                f"waiting_for {request.waiting_for!r} must be a slug: at most 64 characters of [a-z0-9_]"
+            )
+        if not 0 <= request.progress <= 1:
+            raise InvalidArgumentError(f"progress {request.progress} must be in [0, 1]")
+        await self.store.batches.hold(run.run_id, request, detail=request.detail[:_MAX_DETAIL])
         return pb.HoldPolicyResponse()
 
     async def ReleasePolicy(

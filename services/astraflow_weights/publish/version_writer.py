@@ -271,7 +271,7 @@ class VersionWriter:
             wanted = make(self.log.next_sequence)
             if isinstance(wanted, Manifest) and wanted.version != len(self.log.records):
                 raise Unavailable(
-                    f"an entry that cannot be read may be version {wanted.version}; publish again, under the next number"
+                    f"an entry that cannot be read may be version {wanted.version}; publish again under the next number"
                 )
             data = self._create_or_read(key, encode_entry(wanted))
             found = self.log.absorb(data)

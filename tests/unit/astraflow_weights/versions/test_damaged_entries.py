@@ -187,7 +187,7 @@ def test_an_entry_that_rots_under_a_writer_makes_it_encode_again(world: Publishe
             world.store.put(key, data[:-1])
 
     world.store.before_put = rot
-    with pytest.raises(Exception, match="publish again, under the next number"):
+    with pytest.raises(Exception, match="publish again under the next number"):
         world.publish()
     committed = world.publisher.publish(world.models[-1], step=LAST + 1)
     assert committed.version == LAST + 2

@@ -11,7 +11,7 @@ import { file_astraflow_dataflow_v1_durability } from "./durability_pb.js";
 import type { Version, WeightFault } from "./version_pb.js";
 import { file_astraflow_dataflow_v1_version } from "./version_pb.js";
 import { file_astraflow_options_v1_options } from "../../options/v1/options_pb.js";
-import type { EngineLoad } from "../../rollout/v1/engine_load_pb.js";
+import type { EngineFault, EngineLoad } from "../../rollout/v1/engine_load_pb.js";
 import { file_astraflow_rollout_v1_engine_load } from "../../rollout/v1/engine_load_pb.js";
 import type { Lease, Task } from "../../rollout/v1/task_pb.js";
 import { file_astraflow_rollout_v1_task } from "../../rollout/v1/task_pb.js";
@@ -23,7 +23,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/task_service.proto.
  */
 export const file_astraflow_dataflow_v1_task_service: GenFile = /*@__PURE__*/
-  fileDesc("Cihhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdGFza19zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEiWgoSU3VibWl0VGFza3NSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRI0CgV0YXNrcxgCIAMoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2tCCfrzGAU4AUDoByI8ChNTdWJtaXRUYXNrc1Jlc3BvbnNlEhEKCXN1Ym1pdHRlZBgBIAEoDRISCgpkdXBsaWNhdGVzGAIgASgNImsKBUhlbGxvEg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEhMKC2luY2FybmF0aW9uGAMgASgEEiwKBGhlbGQYBCABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdhbCLcAwoHQ3JlZGl0cxINCgV0YXNrcxgBIAEoDRJNChBzZXJ2aW5nX3ZlcnNpb25zGAIgAygLMjMuYXN0cmFmbG93LmRhdGFmbG93LnYxLkNyZWRpdHMuU2VydmluZ1ZlcnNpb25zRW50cnkSFgoOdG9rZW5zX3NhbXBsZWQYAyABKAQSFwoPZW5naW5lX3Jlc3RhcnRzGAQgASgNEh0KC3dhaXRpbmdfZm9yGAUgASgJQgj68xgEIEBQARIcCg9sZWFzZXNfcmVjZWl2ZWQYBiABKARIAIgBARJDCg13ZWlnaHRfZmF1bHRzGAcgAygLMiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldlaWdodEZhdWx0Qgj68xgEQBBQARIUCgxtYXhfZXBpc29kZXMYCCABKA0SHAoKYm91bmRlZF9ieRgJIAEoCUII+vMYBCBAUAESQAoMZW5naW5lX2xvYWRzGAogAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZEII+vMYBEBAUAEaNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4AUISChBfbGVhc2VzX3JlY2VpdmVkIl4KDExlYXNlRmFpbHVyZRIQCghsZWFzZV9pZBgBIAEoCRIOCgZyZWFzb24YAiABKAkSGQoGZGV0YWlsGAMgASgJQgn68xgFIIAQUAESEQoJcmV0cnlhYmxlGAQgASgIIpUCCgtXb3JrUmVxdWVzdBItCgVoZWxsbxgBIAEoCzIcLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5IZWxsb0gAEjEKB2NyZWRpdHMYAiABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ3JlZGl0c0gAEjEKB3JlbmV3YWwYAyABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdhbEgAEjYKB2ZhaWx1cmUYBCABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VGYWlsdXJlSAASMQoHcmVjZWlwdBgFIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZWNlaXB0SABCBgoEa2luZCIlCgdSZWNlaXB0EhoKCWxlYXNlX2lkcxgBIAMoCUIH+vMYA0CAICIlCgdSZW5ld2FsEhoKCWxlYXNlX2lkcxgBIAMoCUIH+vMYA0CAICIqCgZDYW5jZWwSEAoIbGVhc2VfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIo4CCgxXb3JrUmVzcG9uc2USLAoFbGVhc2UYASABKAsyGy5hc3RyYWZsb3cucm9sbG91dC52MS5MZWFzZUgAEi8KBmNhbmNlbBgCIAEoCzIdLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5DYW5jZWxIABIxCgd2ZXJzaW9uGAMgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb25IABItCgVkcmFpbhgEIAEoCzIcLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbkgAEjUKCXdhdGVybWFyaxgFIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYXRlcm1hcmtIAEIGCgRraW5kIhcKBURyYWluEg4KBnJlYXNvbhgBIAEoCSLPAgoRTGVhc2VUYXNrc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSEwoLaW5jYXJuYXRpb24YAyABKAQSKQoJbWF4X3Rhc2tzGAQgASgNQhb68xgSCQAAAAAAAPA/EQAAAAAAAHBAEkgKDXdhaXRfZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CFvrzGBIJAAAAAAAAAAARAAAAAAAAPkASVwoQc2VydmluZ192ZXJzaW9ucxgGIAMoCzI9LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZVRhc2tzUmVxdWVzdC5TZXJ2aW5nVmVyc2lvbnNFbnRyeRo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIlYKEkxlYXNlVGFza3NSZXNwb25zZRIrCgZsZWFzZXMYASADKAsyGy5hc3RyYWZsb3cucm9sbG91dC52MS5MZWFzZRITCgt3YWl0aW5nX2ZvchgCIAEoCSJRChJSZW5ld0xlYXNlc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSGgoJbGVhc2VfaWRzGAMgAygJQgf68xgDQIAgIi0KE1JlbmV3TGVhc2VzUmVzcG9uc2USFgoObG9zdF9sZWFzZV9pZHMYASADKAkiaAoPRmFpbFRhc2tSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEjQKB2ZhaWx1cmUYAyABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VGYWlsdXJlIiQKEEZhaWxUYXNrUmVzcG9uc2USEAoIcmVxdWV1ZWQYASABKAgyggUKC1Rhc2tTZXJ2aWNlEm8KC1N1Ym1pdFRhc2tzEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN1Ym1pdFRhc2tzUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdWJtaXRUYXNrc1Jlc3BvbnNlIgnK8xgBA9DzGAISagoEV29yaxIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Xb3JrUmVxdWVzdBojLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Xb3JrUmVzcG9uc2UiFcrzGAEB0PMYA9rzGAgKBkZFTkNFRCgBMAESeAoKTGVhc2VUYXNrcxIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZVRhc2tzUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZVRhc2tzUmVzcG9uc2UiFcrzGAEB0PMYA9rzGAgKBkZFTkNFRBJvCgtSZW5ld0xlYXNlcxIpLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld0xlYXNlc1JlcXVlc3QaKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdMZWFzZXNSZXNwb25zZSIJyvMYAQHQ8xgCEmYKCEZhaWxUYXNrEiYuYXN0cmFmbG93LmRhdGFmbG93LnYxLkZhaWxUYXNrUmVxdWVzdBonLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5GYWlsVGFza1Jlc3BvbnNlIgnK8xgBAdDzGAIaQ+rzGD8KCU5PVF9GT1VORAoTRkFJTEVEX1BSRUNPTkRJVElPTgoOSU5WQUxJRF9SRUNJUEUKDVBMVUdJTl9GQUlMRURCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_dataflow_v1_durability, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_google_protobuf_duration]);
+  fileDesc("Cihhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdGFza19zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEiWgoSU3VibWl0VGFza3NSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRI0CgV0YXNrcxgCIAMoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2tCCfrzGAU4AUDoByI8ChNTdWJtaXRUYXNrc1Jlc3BvbnNlEhEKCXN1Ym1pdHRlZBgBIAEoDRISCgpkdXBsaWNhdGVzGAIgASgNImsKBUhlbGxvEg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEhMKC2luY2FybmF0aW9uGAMgASgEEiwKBGhlbGQYBCABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdhbCKgBAoHQ3JlZGl0cxINCgV0YXNrcxgBIAEoDRJNChBzZXJ2aW5nX3ZlcnNpb25zGAIgAygLMjMuYXN0cmFmbG93LmRhdGFmbG93LnYxLkNyZWRpdHMuU2VydmluZ1ZlcnNpb25zRW50cnkSFgoOdG9rZW5zX3NhbXBsZWQYAyABKAQSFwoPZW5naW5lX3Jlc3RhcnRzGAQgASgNEh0KC3dhaXRpbmdfZm9yGAUgASgJQgj68xgEIEBQARIcCg9sZWFzZXNfcmVjZWl2ZWQYBiABKARIAIgBARJDCg13ZWlnaHRfZmF1bHRzGAcgAygLMiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldlaWdodEZhdWx0Qgj68xgEQBBQARIUCgxtYXhfZXBpc29kZXMYCCABKA0SHAoKYm91bmRlZF9ieRgJIAEoCUII+vMYBCBAUAESQAoMZW5naW5lX2xvYWRzGAogAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZEII+vMYBEBAUAESQgoNZW5naW5lX2ZhdWx0cxgLIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0Qgj68xgEQEBQARo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQhIKEF9sZWFzZXNfcmVjZWl2ZWQiXgoMTGVhc2VGYWlsdXJlEhAKCGxlYXNlX2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCRIZCgZkZXRhaWwYAyABKAlCCfrzGAUggBBQARIRCglyZXRyeWFibGUYBCABKAgilQIKC1dvcmtSZXF1ZXN0Ei0KBWhlbGxvGAEgASgLMhwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkhlbGxvSAASMQoHY3JlZGl0cxgCIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5DcmVkaXRzSAASMQoHcmVuZXdhbBgDIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld2FsSAASNgoHZmFpbHVyZRgEIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZUZhaWx1cmVIABIxCgdyZWNlaXB0GAUgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlY2VpcHRIAEIGCgRraW5kIiUKB1JlY2VpcHQSGgoJbGVhc2VfaWRzGAEgAygJQgf68xgDQIAgIiUKB1JlbmV3YWwSGgoJbGVhc2VfaWRzGAEgAygJQgf68xgDQIAgIioKBkNhbmNlbBIQCghsZWFzZV9pZBgBIAEoCRIOCgZyZWFzb24YAiABKAkiuwIKDFdvcmtSZXNwb25zZRIsCgVsZWFzZRgBIAEoCzIbLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkxlYXNlSAASLwoGY2FuY2VsGAIgASgLMh0uYXN0cmFmbG93LmRhdGFmbG93LnYxLkNhbmNlbEgAEjEKB3ZlcnNpb24YAyABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbkgAEi0KBWRyYWluGAQgASgLMhwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluSAASNQoJd2F0ZXJtYXJrGAUgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhdGVybWFya0gAEisKBGJlYXQYBiABKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmVhdEgAQgYKBGtpbmQiFgoEQmVhdBIOCgZudW1iZXIYASABKAQiFwoFRHJhaW4SDgoGcmVhc29uGAEgASgJIs8CChFMZWFzZVRhc2tzUmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHbm9kZV9pZBgCIAEoCRITCgtpbmNhcm5hdGlvbhgDIAEoBBIpCgltYXhfdGFza3MYBCABKA1CFvrzGBIJAAAAAAAA8D8RAAAAAAAAcEASSAoNd2FpdF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIW+vMYEgkAAAAAAAAAABEAAAAAAAA+QBJXChBzZXJ2aW5nX3ZlcnNpb25zGAYgAygLMj0uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxlYXNlVGFza3NSZXF1ZXN0LlNlcnZpbmdWZXJzaW9uc0VudHJ5GjYKFFNlcnZpbmdWZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEiVgoSTGVhc2VUYXNrc1Jlc3BvbnNlEisKBmxlYXNlcxgBIAMoCzIbLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkxlYXNlEhMKC3dhaXRpbmdfZm9yGAIgASgJIlEKElJlbmV3TGVhc2VzUmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHbm9kZV9pZBgCIAEoCRIaCglsZWFzZV9pZHMYAyADKAlCB/rzGANAgCAiLQoTUmVuZXdMZWFzZXNSZXNwb25zZRIWCg5sb3N0X2xlYXNlX2lkcxgBIAMoCSJoCg9GYWlsVGFza1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSNAoHZmFpbHVyZRgDIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZUZhaWx1cmUiJAoQRmFpbFRhc2tSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoCDKCBQoLVGFza1NlcnZpY2USbwoLU3VibWl0VGFza3MSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3VibWl0VGFza3NSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlN1Ym1pdFRhc2tzUmVzcG9uc2UiCcrzGAED0PMYAhJqCgRXb3JrEiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldvcmtSZXF1ZXN0GiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLldvcmtSZXNwb25zZSIVyvMYAQHQ8xgD2vMYCAoGRkVOQ0VEKAEwARJ4CgpMZWFzZVRhc2tzEiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkxlYXNlVGFza3NSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxlYXNlVGFza3NSZXNwb25zZSIVyvMYAQHQ8xgD2vMYCAoGRkVOQ0VEEm8KC1JlbmV3TGVhc2VzEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbmV3TGVhc2VzUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld0xlYXNlc1Jlc3BvbnNlIgnK8xgBAdDzGAISZgoIRmFpbFRhc2sSJi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRmFpbFRhc2tSZXF1ZXN0GicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkZhaWxUYXNrUmVzcG9uc2UiCcrzGAEB0PMYAhpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_durability, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_google_protobuf_duration]);
 
 /**
  * Request of SubmitTasks.
@@ -205,6 +205,13 @@ export type Credits = Message<"astraflow.dataflow.v1.Credits"> & {
    * @generated from field: repeated astraflow.rollout.v1.EngineLoad engine_loads = 10;
    */
   engineLoads: EngineLoad[];
+
+  /**
+   * Engines that are being replaced, or waited for, now.
+   *
+   * @generated from field: repeated astraflow.rollout.v1.EngineFault engine_faults = 11;
+   */
+  engineFaults: EngineFault[];
 };
 
 /**
@@ -439,6 +446,15 @@ export type WorkResponse = Message<"astraflow.dataflow.v1.WorkResponse"> & {
      */
     value: Watermark;
     case: "watermark";
+  } | {
+    /**
+     * The server lives; sent every 3 s, whatever else is. A node that has received nothing for several of them is right
+     * to open another session.
+     *
+     * @generated from field: astraflow.dataflow.v1.Beat beat = 6;
+     */
+    value: Beat;
+    case: "beat";
   } | { case: undefined; value?: undefined };
 };
 
@@ -448,6 +464,27 @@ export type WorkResponse = Message<"astraflow.dataflow.v1.WorkResponse"> & {
  */
 export const WorkResponseSchema: GenMessage<WorkResponse> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_task_service, 9);
+
+/**
+ * A sign of life of the server: it has looked at what the session waits for.
+ *
+ * @generated from message astraflow.dataflow.v1.Beat
+ */
+export type Beat = Message<"astraflow.dataflow.v1.Beat"> & {
+  /**
+   * Counts the beats of this session, from 1.
+   *
+   * @generated from field: uint64 number = 1;
+   */
+  number: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.Beat.
+ * Use `create(BeatSchema)` to create a new message.
+ */
+export const BeatSchema: GenMessage<Beat> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_task_service, 10);
 
 /**
  * A request to leave.
@@ -468,7 +505,7 @@ export type Drain = Message<"astraflow.dataflow.v1.Drain"> & {
  * Use `create(DrainSchema)` to create a new message.
  */
 export const DrainSchema: GenMessage<Drain> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 10);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 11);
 
 /**
  * Request of LeaseTasks.
@@ -524,7 +561,7 @@ export type LeaseTasksRequest = Message<"astraflow.dataflow.v1.LeaseTasksRequest
  * Use `create(LeaseTasksRequestSchema)` to create a new message.
  */
 export const LeaseTasksRequestSchema: GenMessage<LeaseTasksRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 12);
 
 /**
  * Response of LeaseTasks.
@@ -553,7 +590,7 @@ export type LeaseTasksResponse = Message<"astraflow.dataflow.v1.LeaseTasksRespon
  * Use `create(LeaseTasksResponseSchema)` to create a new message.
  */
 export const LeaseTasksResponseSchema: GenMessage<LeaseTasksResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 13);
 
 /**
  * Request of RenewLeases.
@@ -588,7 +625,7 @@ export type RenewLeasesRequest = Message<"astraflow.dataflow.v1.RenewLeasesReque
  * Use `create(RenewLeasesRequestSchema)` to create a new message.
  */
 export const RenewLeasesRequestSchema: GenMessage<RenewLeasesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 14);
 
 /**
  * Response of RenewLeases.
@@ -609,7 +646,7 @@ export type RenewLeasesResponse = Message<"astraflow.dataflow.v1.RenewLeasesResp
  * Use `create(RenewLeasesResponseSchema)` to create a new message.
  */
 export const RenewLeasesResponseSchema: GenMessage<RenewLeasesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 15);
 
 /**
  * Request of FailTask.
@@ -644,7 +681,7 @@ export type FailTaskRequest = Message<"astraflow.dataflow.v1.FailTaskRequest"> &
  * Use `create(FailTaskRequestSchema)` to create a new message.
  */
 export const FailTaskRequestSchema: GenMessage<FailTaskRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 16);
 
 /**
  * Response of FailTask.
@@ -665,7 +702,7 @@ export type FailTaskResponse = Message<"astraflow.dataflow.v1.FailTaskResponse">
  * Use `create(FailTaskResponseSchema)` to create a new message.
  */
 export const FailTaskResponseSchema: GenMessage<FailTaskResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 17);
 
 /**
  * Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
@@ -690,7 +727,8 @@ export const TaskService: GenService<{
    * leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
    * keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
    * stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-   * retried by the library: the node reconnects itself.
+   * retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+   * from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
    *
    * @generated from rpc astraflow.dataflow.v1.TaskService.Work
    */
