@@ -1,7 +1,7 @@
 """A policy's versions as the store's log tells them.
 
 Invariant: it takes in what `History` makes of the entries, beginning at the newest checkpoint that is sound. An entry
-that does not verify is asked for again and looked for where copies may be; what cannot be had is told and passed over,
+that does not verify is asked for again and looked for where copies may be; what cannot be had is reported and passed over,
 and asked for at every later refresh. Paths that were added beside the log count only when they lead to a model root
 that the log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask it;
 it writes nothing. One owner per object: not thread-safe.
