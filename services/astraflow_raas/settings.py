@@ -108,6 +108,12 @@ class NodeSettings(JoinSettings, StoreAccess):
     coalesce_max_new_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = 128
     """Calls up to this length that the episodes of one task make at the same moment share one engine
     request."""
+    fetch_threads: Annotated[int, Field(ge=1, le=64)] = 8
+    """Parts of a version fetched at a time."""
+    apply_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Tiles of a version decoded and written at a time; each takes 8 MiB of memory and a core while a version is
+    applied.
+    """
     spool_episodes: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28

@@ -130,7 +130,11 @@ def _chain_faults(store: ObjectStore, manifests: Sequence[Manifest]) -> Iterator
 
 def _rebuilt(store: ObjectStore, manifest: Manifest, *, before: dict[str, Array]) -> dict[str, Array]:
     """The version by its delta when it has one, which a snapshot must agree with; else by its snapshot."""
-    snapshot = decode_snapshot(_bytes(store, manifest.snapshot)) if manifest.snapshot else None
+    snapshot = (
+        decode_snapshot(_bytes(store, manifest.snapshot), schema=manifest.schema)
+        if manifest.snapshot
+        else None
+    )
     for delta in manifest.deltas:
         if delta.base_version == manifest.version - 1:
             apply_delta(before, _bytes(store, delta.parts))

@@ -243,7 +243,11 @@ class _PolicyMaker:
         run_id = self._inputs.request.run_id
         found = self._mirrors.find(run_id, name)
 
-        mirrors = MirrorSettings(record_changes=self._loads_changes)
+        mirrors = MirrorSettings(
+            fetch_threads=self._settings.fetch_threads,
+            apply_threads=self._settings.apply_threads,
+            record_changes=self._loads_changes,
+        )
 
         def open_mirror(model_bytes: int) -> Mirror:
             return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes), settings=mirrors)

@@ -88,6 +88,7 @@ def open_publisher(
         assets=assets,
         inline_snapshots=False,
         context=joined.policy.trainer.publish.codec == "rice_ctx",
+        encode_threads=settings.encode_threads,
     )
 
 
@@ -163,7 +164,9 @@ def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: Ve
 
 def _settings(joined: JoinedRun) -> PublishSettings:
     recipe = joined.policy.trainer.publish
-    return PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
+    return PublishSettings(
+        snapshot_every_versions=recipe.snapshot_every_versions, encode_threads=recipe.encode_threads
+    )
 
 
 def _fetch_newest(store: ObjectStore, writer: VersionWriter, *, mirror_dir: Path) -> str:

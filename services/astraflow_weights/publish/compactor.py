@@ -12,8 +12,8 @@ from functools import partial
 
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
 from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.collection.collector import Collector
@@ -165,7 +165,7 @@ class Compactor:
                 return
             head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
             tiles = encode_snapshot_tiles(kept.shards)
-            parts = write_parts(tiles, head=head, specs=kept.shards.specs, part_bytes=TARGET_PART_BYTES)
+            parts = list(write_parts(tiles, head=head, schema=Schema.of(kept.shards.specs)))
         # One that is offered has the same parts under the same names: what is missing of them is there again.
         self._announce(kept.version, None, parts)
         self._owes_snapshot = False

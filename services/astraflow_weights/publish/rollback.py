@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from astraflow.errors import PreconditionError
 from astraflow_kit import failpoints
 from astraflow_weights.codec import (
+    Schema,
     apply_delta,
     encode_delta,
     encode_snapshot,
@@ -96,13 +97,13 @@ def _path_back(store: ObjectStore, log: VersionLog, *, version: int, threads: in
         chain = chained_delta(store, log, base_version=version, version=newest, threads=threads)
     except (NoPath, CorruptPart) as broken:
         return _between_models(store, log, version=version, threads=threads, broken=broken)
-    return _inverted(chain, target=len(log.records))
+    return _inverted(chain, target=len(log.records), schema=log.manifest(version).schema)
 
 
-def _inverted(chain: Chain, *, target: int) -> _PathBack:
-    back = invert_delta(chain.parts, base=chain.base, target_version=target)
+def _inverted(chain: Chain, *, target: int, schema: Schema) -> _PathBack:
+    back = invert_delta(chain.parts, schema=schema, base=chain.base, target_version=target)
     # There and back again: proves the inverse without the model it leads to.
-    circle = merge_deltas([chain.parts, back], base=chain.base)
+    circle = merge_deltas([chain.parts, back], schema=schema, base=chain.base)
     if changed := summarize_delta(circle).num_changed:
         raise VerificationFailed(
             f"the inverse of the deltas does not lead back, {changed} elements differ: report this defect",

@@ -14,6 +14,7 @@ from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_weights.codec.digest import TensorDigest, model_root
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
 from astraflow_weights.publish.compaction import wants_snapshot
 from astraflow_weights.publish.uploads import Uploads
@@ -29,11 +30,16 @@ from astraflow_weights.versions.manifest import (
     DeltaRef,
     Entry,
     Fence,
-    Manifest,
+    ManifestEntry,
     PartRef,
     encode_entry,
 )
 from astraflow_weights.versions.probe import Probe
+from astraflow_weights.versions.references.digest_table import DigestTable, KeyRef, KeyTable
+
+# So many entries at most refer to one key manifest: that many versions are lost to those who hold none of them when it
+# rots.
+_KEY_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,7 @@ class VersionWriter:
         self._clock = clock
         self.uploads = Uploads(store, keys=self._keys, threads=settings.upload_threads)
         self._intents = UploadIntents(store, keys=self._keys, clock=clock)
+        self._key: KeyTable | None = None
 
     @classmethod
     def open(
@@ -211,13 +218,16 @@ class VersionWriter:
         The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
         root, due = model_root(tensors), len(self.log.records)
+        schema = Schema.of(tensor.spec for tensor in tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
         self._renew_announcement([*(snapshot or ()), *(part for delta in deltas for part in delta.parts)])
+        self.uploads.upload_schema(schema)
         self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
+        table = DigestTable.of([tensor.digest for tensor in tensors], key=self._key_for(schema))
         data = self._append(
-            lambda sequence: Manifest(
+            lambda sequence: ManifestEntry(
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
                 version=due,
@@ -228,7 +238,8 @@ class VersionWriter:
                 parent_version=due - 1 if due else None,
                 snapshot=snapshot,
                 deltas=deltas,
-                tensors=tensors,
+                schema_sha256=schema.digest,
+                table=table,
                 model_root=root,
                 assets=assets,
                 num_changed=num_changed,
@@ -242,7 +253,17 @@ class VersionWriter:
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
         record = self.log.records[-1]
+        if table.key is None:
+            ref = KeyRef(sequence=record.sequence, sha256=record.manifest_sha256)
+            self._key = KeyTable(ref=ref, schema_sha256=schema.digest, digests=table.digests)
         return _committed(record, existed=False, hint_written=self._write_hint(record, data))
+
+    def _key_for(self, schema: Schema) -> KeyTable | None:
+        """What the next manifest may refer to: this writer's last key manifest, unless that is old."""
+        key = self._key
+        if key is None or key.schema_sha256 != schema.digest:
+            return None
+        return key if self.log.next_sequence - key.ref.sequence < _KEY_EVERY else None
 
     def _fence(self) -> None:
         self.log.refresh()
@@ -269,7 +290,7 @@ class VersionWriter:
         for _ in range(self._settings.commit_attempts):
             key = self._keys.entry(self.log.next_sequence)
             wanted = make(self.log.next_sequence)
-            if isinstance(wanted, Manifest) and wanted.version != len(self.log.records):
+            if isinstance(wanted, ManifestEntry) and wanted.version != len(self.log.records):
                 raise Unavailable(
                     f"an entry that cannot be read may be version {wanted.version}; publish again under the next number"
                 )

@@ -13,6 +13,7 @@ refused. The writer, the log and the mirror ask; nobody else builds or parses ke
                                              added paths: snapshots made after the manifest, created once
     <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
     <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
+    <run>/<policy>/schemas/<sha256>          names, dtypes and shapes of the tensors, content-named
     <run>/<policy>/intents/<epoch:020d>-<nonce>.pb
                                              upload intents, deleted by their writers
     <run>/<policy>/leases/<holder>-<count:08d>.pb
@@ -83,6 +84,7 @@ class PolicyKeys:
         self.snapshots = f"{self.root}snapshots/"
         self.parts = f"{self.root}parts/"
         self.assets = f"{self.root}assets/"
+        self.schemas = f"{self.root}schemas/"
         self.intents = f"{self.root}intents/"
         self.leases = f"{self.root}leases/"
         self.tombstones = f"{self.root}tombstones/"
@@ -138,3 +140,7 @@ class PolicyKeys:
     def asset(self, sha256_hex: str) -> str:
         """Key of the asset with that digest."""
         return f"{self.assets}{sha256_hex}"
+
+    def schema(self, sha256_hex: str) -> str:
+        """Key of the schema with that digest."""
+        return f"{self.schemas}{sha256_hex}"

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from astraflow_weights.errors import CorruptManifest
-from astraflow_weights.versions.manifest import AddedPath, DeltaRef, Entry, Fence, Manifest, PartRef
+from astraflow_weights.versions.manifest import (
+    AddedPath,
+    DeltaRef,
+    Entry,
+    Fence,
+    Manifest,
+    ManifestHead,
+    PartRef,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +138,7 @@ class History:
         """
         epoch, nonce = _writer(entry)
         is_ignored = self.owner is not None and epoch < self.owner.epoch
-        if isinstance(entry, Manifest) and not is_ignored:
+        if isinstance(entry, ManifestHead) and not is_ignored:
             self._commit(entry, digest)
         else:
             self.num_spare += 1
@@ -151,12 +159,12 @@ class History:
         self.records.append(self._lost(self.next_sequence, problem))
         self.next_sequence += 1
 
-    def take_late(self, entry: Entry, digest: bytes) -> None:
+    def take_late(self, entry: Entry | Manifest, digest: bytes) -> None:
         """Take in an entry that was passed over. Raises CorruptManifest for one that contradicts the others."""
         missed = self.unreadable[entry.sequence]
         epoch, nonce = _writer(entry)
         place = self._place_of(entry)
-        if isinstance(entry, Manifest) and epoch >= missed.epoch_before:
+        if isinstance(entry, ManifestHead) and epoch >= missed.epoch_before:
             if place is None or place.version != entry.version:
                 raise CorruptManifest(
                     f"log entry {entry.sequence} commits version {entry.version}, which later entries exclude"
@@ -169,9 +177,9 @@ class History:
             self.owner = Owner(epoch=epoch, nonce=nonce)
         del self.unreadable[entry.sequence]
 
-    def _place_of(self, entry: Entry) -> VersionRecord | None:
+    def _place_of(self, entry: Entry | Manifest) -> VersionRecord | None:
         """The version that was kept free for an entry, if one was."""
-        if isinstance(entry, Manifest) and entry.version < len(self.records):
+        if isinstance(entry, ManifestHead) and entry.version < len(self.records):
             record = self.records[entry.version]
             below = self.records[entry.version - 1].sequence if entry.version else -1
             above = self.records[entry.version + 1 : entry.version + 2]
@@ -179,7 +187,7 @@ class History:
             return record if record.damage and fits else None
         return next((record for record in self.records if record.sequence == entry.sequence), None)
 
-    def _commit(self, manifest: Manifest, digest: bytes) -> None:
+    def _commit(self, manifest: ManifestHead, digest: bytes) -> None:
         kept = len(self.records)
         while kept > manifest.version and self._is_no_version(self.records[kept - 1], manifest):
             kept -= 1
@@ -196,7 +204,7 @@ class History:
         self.records.append(self._record_of(manifest, digest))
         self.num_spare = 0
 
-    def _is_no_version(self, record: VersionRecord, successor: Manifest) -> bool:
+    def _is_no_version(self, record: VersionRecord, successor: ManifestHead) -> bool:
         """Whether a writer who could read more says so, by giving the number to its own version: an entry passed over
         was a fence, or shut out the writer of this record.
         """
@@ -223,7 +231,7 @@ class History:
             damage=problem,
         )
 
-    def _record_of(self, manifest: Manifest, digest: bytes) -> VersionRecord:
+    def _record_of(self, manifest: ManifestHead, digest: bytes) -> VersionRecord:
         back = None if manifest.rollback_of is None else self.records[manifest.rollback_of]
         if back is not None and not back.damage and manifest.model_root != back.model_root:
             raise CorruptManifest(
@@ -245,7 +253,7 @@ class History:
         )
 
 
-def _writer(entry: Entry) -> tuple[int, bytes]:
+def _writer(entry: Entry | Manifest) -> tuple[int, bytes]:
     if isinstance(entry, Fence):
         return entry.epoch, entry.nonce
     return entry.writer_epoch, entry.writer_nonce

@@ -219,9 +219,10 @@ def _codec_shares(store: ObjectStore, parts: Sequence[PartRef], *, threads: int)
 def _counts_by_codec(data: bytes) -> dict[TileCodec, list[int]]:
     """Tiles, body bytes and changed elements; the part itself is not kept."""
     counts: dict[TileCodec, list[int]] = {}
-    for tile in open_part(data).tiles:
-        figures = counts.setdefault(tile.codec, [0, 0, 0])
+    part = open_part(data)
+    for codec, body, changed in zip(part.codecs, part.bodies, part.num_changed.tolist(), strict=True):
+        figures = counts.setdefault(codec, [0, 0, 0])
         figures[0] += 1
-        figures[1] += len(tile.body)
-        figures[2] += tile.num_changed
+        figures[1] += len(body)
+        figures[2] += changed
     return counts

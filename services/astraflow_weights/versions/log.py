@@ -1,10 +1,10 @@
 """A policy's versions as the store's log tells them.
 
 Invariant: it takes in what `History` makes of the entries, beginning at the newest checkpoint that is sound. An entry
-that does not verify is asked for again and looked for where copies may be; what cannot be had is reported and passed over,
-and asked for at every later refresh. Paths that were added beside the log count only when they lead to a model root
-that the log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask it;
-it writes nothing. One owner per object: not thread-safe.
+that does not verify is asked for again and looked for where copies may be; what cannot be had is reported and passed
+over, and asked for at every later refresh. Paths that were added beside the log count only when they lead to a model
+root that the log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask
+it; it writes nothing. One owner per object: not thread-safe.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,10 @@ from astraflow_weights.versions.manifest import (
     AddedPath,
     Entry,
     Manifest,
+    ManifestEntry,
     decode_path,
 )
+from astraflow_weights.versions.references.following import References
 
 log = get_logger(__name__)
 
@@ -55,6 +57,7 @@ class VersionLog:
         self.policy_id = policy_id
         self._store = store
         self._keys = PolicyKeys(run_id, policy_id)
+        self._references = References(store, keys=self._keys)
         self._history = History(run_id=run_id, policy_id=policy_id)
         self.checkpointed = 0
         """First entry that is not in the newest checkpoint that this log began at, or that its owner wrote."""
@@ -173,7 +176,7 @@ class VersionLog:
         return record
 
     def manifest(self, version: int) -> Manifest:
-        """Read the whole manifest of a known version again from the store.
+        """Read the whole manifest of a known version again from the store, with what it refers to.
 
         Raises UnknownVersionError, CorruptManifest when the entry is gone or changed and no copy is there,
         Unavailable, StoreRefused.
@@ -183,8 +186,8 @@ class VersionLog:
             return self._held[version]
         data = fetch_if_there(self._store, self._keys.entry(record.sequence))
         entry, _, problem = self._entries.find(record.sequence, data, digest=record.manifest_sha256)
-        if isinstance(entry, Manifest):
-            return entry
+        if isinstance(entry, ManifestEntry):
+            return self._references.follow(entry)
         raise self._unusable(record, problem)
 
     def absorb(self, data: bytes | None) -> Entry | None:

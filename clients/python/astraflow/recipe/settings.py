@@ -358,6 +358,8 @@ class PublishSettings(Section):
     """Seconds between marking old parts and deleting them."""
     probe: bool = True
     """Publish with each version what it answers to fixed prompts; nodes compare what their engines answer."""
+    encode_threads: int = Field(default=2, ge=1, le=64)
+    """Tiles of a version encoded at a time, while finished parts are sent; a device trainer has cores to spare."""
     codec: Literal["rice", "rice_ctx"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
     billed links. How to choose: docs/weights.md.

@@ -90,7 +90,7 @@ def test_paths_added_later_are_rebuilt_and_checked_too(store: FaultyStore) -> No
         for version in (2, 3)
     ]
     uploads = open_writer(store, epoch=2).uploads
-    parts = uploads.upload_parts(codec.merge_deltas(chain))
+    parts = uploads.upload_parts(codec.merge_deltas(chain, schema=read_log(store).manifest(3).schema))
     path = manifest.AddedPath(
         run_id=RUN, policy_id=POLICY, version=3, base_version=1, model_root=record.model_root, parts=parts
     )

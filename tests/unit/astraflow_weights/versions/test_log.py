@@ -10,6 +10,7 @@ import pytest
 
 from astraflow.errors import UnknownVersionError
 from astraflow_weights.codec.digest import model_root
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptManifest, Edge
 from astraflow_weights.store import ObjectInfo
 from astraflow_weights.versions import manifest as entries
@@ -26,6 +27,8 @@ TOGETHER_S = 30.0
 def write(store: FaultyStore, *added: entries.Entry) -> VersionLog:
     for entry in added:
         store.put_if_absent(KEYS.entry(entry.sequence), entries.encode_entry(entry))
+    schema = Schema.of(tensor.spec for tensor in TENSORS)
+    store.put_if_absent(KEYS.schema(schema.digest.hex()), schema.content)
     return VersionLog(store, run_id=RUN, policy_id=POLICY)
 
 
@@ -105,7 +108,9 @@ def test_an_unknown_version_is_worth_asking_for_again(log: VersionLog) -> None:
 
 def test_the_whole_manifest_is_read_back(log: VersionLog) -> None:
     log.refresh()
-    assert log.manifest(0) == manifest(1, version=0)
+    found = log.manifest(0)
+    assert found.tensors == TENSORS
+    assert found.entry() == manifest(1, version=0)
 
 
 def test_an_entry_that_changed_since_it_was_read_is_refused(store: FaultyStore, log: VersionLog) -> None:
