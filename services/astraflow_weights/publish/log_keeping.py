@@ -1,4 +1,4 @@
-"""Keeps a log quick to read and whole: checkpoints of it, and copies of entries that only the hint still holds.
+"""Keeps a log quick to read and whole: checkpoints of it, and copies of entries that others refer to.
 
 Invariant: creates what follows from the log, once, and deletes nothing but its own older checkpoints; killed at any
 instant it leaves a log that reads the same. The compactor calls it.
@@ -13,13 +13,14 @@ _KEPT = 3
 
 
 def keep_log(store: ObjectStore, log: VersionLog, *, every_entries: int) -> None:
-    """Store copies of rescued entries, and a checkpoint of what `log` has read when `every_entries` are in none.
+    """Store the copies that are due, and a checkpoint of what `log` has read when `every_entries` are in none.
 
     Raises as the store does.
     """
     keys = PolicyKeys(log.run_id, log.policy_id)
-    for sequence, entry in log.rescued.items():
+    for sequence, entry in list(log.rescued.items()):
         store.put_if_absent(keys.copy(sequence), entry)
+        del log.rescued[sequence]
     made = log.checkpoint() if log.next_sequence - log.checkpointed >= every_entries else None
     if made is None:
         return

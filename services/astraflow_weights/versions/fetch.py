@@ -4,7 +4,7 @@ Invariant: what is returned for a reference has the reference's length and sha25
 sealed and in its own place. The log and the mirror call it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,7 +15,8 @@ from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import CorruptManifest, CorruptPart, ObjectNotFound
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.manifest import Entry, PartRef, decode_entry
+from astraflow_weights.versions.manifest import Entry, ManifestEntry, PartRef, decode_entry
+from astraflow_weights.versions.references.digest_table import KeyRef
 
 # Wrong bytes are mostly the network's fault, so ask once more before the object itself is blamed.
 _ATTEMPTS = 2
@@ -63,17 +64,12 @@ def fetch_part(store: ObjectStore, ref: PartRef) -> bytes:
 class EntryReader:
     """Finds entries of one policy's log: asks again, as for parts, then looks where copies may be."""
 
-    def __init__(
-        self, store: ObjectStore, keys: PolicyKeys, *, rescued: Mapping[int, bytes] | None = None
-    ) -> None:
+    def __init__(self, store: ObjectStore, keys: PolicyKeys) -> None:
         self._store = store
         self._keys = keys
-        self.rescued = dict(rescued or {})
-        """Entries that only the hint still holds."""
-
-    def copy(self) -> "EntryReader":
-        """What was found so far, for another owner."""
-        return EntryReader(self._store, self._keys, rescued=self.rescued)
+        self.rescued: dict[int, bytes] = {}
+        """Entries of which a copy is worth having: only the hint holds them, or manifests after them refer to them."""
+        self._key: tuple[int, bytes] | None = None
 
     def find(
         self, sequence: int, data: bytes | None, *, digest: bytes = b"", attempts: int = _ATTEMPTS
@@ -95,6 +91,25 @@ class EntryReader:
                 return entry, found, ""
             problem = problem or complaint
         return None, b"", problem
+
+    def note(self, entry: Entry, data: bytes) -> None:
+        """Remember a key manifest, for once another one refers to it more than one version hangs on it."""
+        if not isinstance(entry, ManifestEntry):
+            return
+        if entry.table.key is None:
+            self._key = entry.sequence, data
+        elif self._key is not None and self._key[0] == entry.table.key.sequence:
+            sequence, content = self._key
+            self.rescued[sequence] = content
+            self._key = None
+
+    def referred(self, key: KeyRef) -> Entry:
+        """The key manifest that another one refers to. Raises CorruptManifest, and as `find` does."""
+        name = self._keys.entry(key.sequence)
+        entry, _, problem = self.find(key.sequence, self._stored(name), digest=key.sha256)
+        if entry is None:
+            raise CorruptManifest(f"{name!r} is referred to: {problem}")
+        return entry
 
     def read(self, data: bytes | None, sequence: int, *, digest: bytes = b"") -> tuple[Entry | None, str]:
         """The entry in the bytes, or what is wrong with them. Raises IncompatibleError."""

@@ -57,12 +57,12 @@ class VersionLog:
         self.policy_id = policy_id
         self._store = store
         self._keys = PolicyKeys(run_id, policy_id)
-        self._references = References(store, keys=self._keys)
         self._history = History(run_id=run_id, policy_id=policy_id)
         self.checkpointed = 0
         """First entry that is not in the newest checkpoint that this log began at, or that its owner wrote."""
         self._damaged_checkpoints: tuple[str, ...] = ()
         self._entries = EntryReader(store, self._keys)
+        self._references = References(store, keys=self._keys, entries=self._entries)
         self._held: dict[int, Manifest] = {}
         self._paths: dict[str, AddedPath] = {}
         self._damaged_paths: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class VersionLog:
         other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
         other._history = self._history.copy()
         other.checkpointed, other._damaged_checkpoints = self.checkpointed, self._damaged_checkpoints
-        other._entries, other._held = self._entries.copy(), dict(self._held)
+        other._entries.rescued, other._held = dict(self._entries.rescued), dict(self._held)
         other._paths, other._damaged_paths = dict(self._paths), self._damaged_paths
         other._next_round, other._sweeps = self._next_round, set(self._sweeps)
         other._damaged_sweeps = self._damaged_sweeps
@@ -107,8 +107,8 @@ class VersionLog:
         return {self._keys.entry(each.sequence): each.problem for each in self._history.unreadable.values()}
 
     @property
-    def rescued(self) -> Mapping[int, bytes]:
-        """Entries that cannot be read, but of which there is a copy that can."""
+    def rescued(self) -> dict[int, bytes]:
+        """Entries to be copied: manifests that others refer to, and those that only `latest` holds. Remove what is."""
         return self._entries.rescued
 
     @property
@@ -203,6 +203,7 @@ class VersionLog:
             self._history.pass_over(problem)
             return None
         self._history.take(entry, sha256(data))
+        self._entries.note(entry, data)
         return entry
 
     def restore(self, manifest: Manifest, *, manifest_sha256: bytes) -> None:
