@@ -58,8 +58,8 @@ def claim_another_root(store: FaultyStore, manifest: ManifestEntry) -> None:
     overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
 
 
-def leave_a_gap(store: FaultyStore, manifest: ManifestEntry) -> None:
-    store.delete(KEYS.entry(manifest.sequence - 1))
+def leave_a_gap(store: FaultyStore, _: ManifestEntry) -> None:
+    store.delete(KEYS.entry(0))
 
 
 def write_as_another(store: FaultyStore, manifest: ManifestEntry) -> None:
