@@ -22,7 +22,7 @@ from astraflow_weights.daemon_settings import StoreAccess
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 _SHARES = r"^$|^[^=,]+=[0-9]+(,[^=,]+=[0-9]+)*$"
 _MAX_ENGINES = 64
-EMBEDDED_ENGINE = "astraflow_engine"
+EMBEDDED_ENGINE = "cpu"
 SGLANG_ENGINE = "sglang"
 
 
@@ -46,7 +46,7 @@ class NodeSettings(JoinSettings, StoreAccess):
     something every 3 s."""
 
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
-    """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
+    """`cpu`, which comes with AstraFlow, `sglang`, or the http:// address of an engine that already runs (single-policy
     runs)."""
     serve: Annotated[str, Field(pattern=_SHARES), CommandOption(metavar="POLICY=N,…")] = ""
     """Engines of each policy on this node, as in solver=2,verifier=1; a policy that is not named has one."""

@@ -104,7 +104,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         heartbeat = stack.enter_context(Heartbeat(client, **names, progress=progress))
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
-        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
+        group = await asyncio.to_thread(_meet, rank, settings)
         session = TrainingSession(
             settings,
             client=client,
@@ -139,7 +139,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
     with _client(settings) as client:
         joined = await _join(client, settings, folder=folder, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
-        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
+        group = await asyncio.to_thread(_meet, rank, settings)
         controls = Controls()
         session = TrainingSession(
             settings,
@@ -220,6 +220,10 @@ class _Training:
                 raise
             raise reason from error
         self._group.farewell(None)
+
+
+def _meet(rank: RankSettings, settings: TrainerSettings) -> RankGroup:
+    return join_rank_group(rank, timeout_s=settings.rank_timeout_s, silence_s=settings.rank_silence_s)
 
 
 def _client(settings: TrainerSettings) -> Client:

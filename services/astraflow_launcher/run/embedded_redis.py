@@ -6,6 +6,7 @@ Only the command line is made here; the supervisor runs it.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from astraflow.errors import UnavailableError
 
-__all__ = ["find_server", "server_command", "wait_until_answering"]
+__all__ = ["answers", "find_server", "server_command", "wait_until_answering"]
 
 
 def find_server() -> Path | None:
@@ -50,6 +51,20 @@ def wait_until_answering(port: int, *, timeout_s: float) -> None:
     raise UnavailableError(
         f"the Redis server on 127.0.0.1:{port} did not answer PING within {timeout_s:.0f} s"
     )
+
+
+async def answers(port: int, *, timeout_s: float = 5.0) -> bool:
+    """Whether the server on loopback `port` answers a command in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith((b"+", b"-"))
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
 
 
 def _answers(port: int) -> bool:

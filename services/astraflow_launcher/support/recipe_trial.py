@@ -80,7 +80,8 @@ def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]
         yield f"data set: task {task.task_id}"
         if workflow.scorer is not None:
             yield f"reward: {asyncio.run(_graded(workflow.scorer, task))}"
-        for policy_id in recipe.served_policies:
+        asked = {role.policy_id for role in recipe.resolved_roles.values()}
+        for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
 
 
@@ -120,6 +121,8 @@ async def _graded(scorer: RewardScorer, task: TaskSpec) -> str:
 def _prompt_of(policy_id: str, task: TaskSpec, *, recipe: Recipe, source: RecipeSource) -> str:
     """Tokenise the task's messages as the policy will get them. Raises RecipeError when they do not fit."""
     settings = recipe.policy(policy_id)
+    if (start := settings.model.from_version) is not None:
+        return f"not tried, it comes with version {start.version} of run {start.run}"
     if settings.model.path is not None:
         folder = _local(settings.model.path)
         if folder is None:

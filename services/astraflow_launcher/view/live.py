@@ -25,7 +25,7 @@ from astraflow.commands.status import (
     trajectory_parts,
     wait_parts,
 )
-from astraflow.commands.waits import in_order, is_alarm
+from astraflow.commands.waits import is_alarm
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
@@ -112,7 +112,7 @@ class LineView(QuietView):
         """
         now = {
             (wait.stage, wait.policy_id, wait.reason): wait
-            for wait in in_order(observation.status.waits if observation.status else ())
+            for wait in observation.waits
             if is_alarm(wait) or wait.waited_duration.seconds >= _LONG_WAIT_S
         }
         for key, wait in now.items():
@@ -230,9 +230,13 @@ def _weight_cells(observation: Observation, policy: str) -> tuple[str, str]:
 
 def _run_parts(observation: Observation) -> list[RenderableType]:
     """What `astraflow status` shows of trajectories, nodes and waits."""
-    status = observation.status
-    if status is None:
+    status = admin_service_pb2.StatusResponse()
+    if observation.status is not None:
+        status.CopyFrom(observation.status)
+    elif observation.server_wait is None:
         return [Text("dataflow: starting", style="dim")]
+    del status.waits[:]
+    status.waits.extend(observation.waits)
     failed = [
         *stop_parts(status.stopped_for),
         *failure_parts(status.failures, dead_letters=status.dead_letters),

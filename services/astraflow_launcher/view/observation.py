@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from astraflow.commands.waits import in_order
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.raas.v1 import node_service_pb2
@@ -50,6 +51,8 @@ class Observation:
     """Since the launcher started."""
     server: str = ""
     """Where the dataflow server is: what `--join` takes, and its pages for people."""
+    server_wait: admin_service_pb2.Wait | None = None
+    """Set while the server does not answer; `status` is then its last."""
     status: admin_service_pb2.StatusResponse | None = None
     trainers: dict[str, trainer_service_pb2.StatusResponse] = field(default_factory=dict)
     nodes: dict[str, node_service_pb2.StatusResponse] = field(default_factory=dict)
@@ -63,7 +66,15 @@ class Observation:
     """Restarts of each child process."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Daemons that did not answer the last question, and why."""
+    silent: dict[str, float] = field(default_factory=dict)
+    """Children that are alive and have answered nothing, and for how many seconds."""
     first_reward_s: float | None = None
+
+    @property
+    def waits(self) -> list[admin_service_pb2.Wait]:
+        """What waits now, in the order in which a person must see to it."""
+        own = [self.server_wait] if self.server_wait is not None else []
+        return in_order([*own, *(self.status.waits if self.status else ())])
 
     @property
     def run_finished(self) -> bool:

@@ -114,7 +114,6 @@ class Replicas:
         """The calls in these places were answered, or will never be."""
         places.replica.num_calls -= places.number
         places.engine.slots.give_back(places.rank, places.number)
-        self._changed.set()
 
     def _try_take(self, wanted: Callable[[], int]) -> Places | None:
         engines = [(each, each.engine) for each in self.in_service if each.engine is not None]
@@ -144,6 +143,7 @@ class Replicas:
     def _has_changed(self, replica: Replica) -> None:
         if replica.engine is not None:
             self.version, self._lost_s = replica.version, math.inf
+            replica.engine.slots.freed.add(self._changed.set)
         elif self._lost_s == math.inf and not any(each.engine for each in self.all):
             self._lost_s = asyncio.get_running_loop().time()
         self._changed.set()

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
@@ -218,16 +219,15 @@ class VersionWriter:
         The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
         root, due = model_root(tensors), len(self.log.records)
-        schema = Schema.of(tensor.spec for tensor in tensors)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
         self._renew_announcement([*(snapshot or ()), *(part for delta in deltas for part in delta.parts)])
-        self.uploads.upload_schema(schema)
+        referring = self._referring(tensors)
         self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
-        table = DigestTable.of([tensor.digest for tensor in tensors], key=self._key_for(schema))
         data = self._append(
             lambda sequence: ManifestEntry(
+                **referring,
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
                 version=due,
@@ -238,12 +238,9 @@ class VersionWriter:
                 parent_version=due - 1 if due else None,
                 snapshot=snapshot,
                 deltas=deltas,
-                schema_sha256=schema.digest,
-                table=table,
                 model_root=root,
                 assets=assets,
                 num_changed=num_changed,
-                num_elements=sum(tensor.spec.num_elements for tensor in tensors),
                 learning_rate=learning_rate,
                 created_time_s=self._clock.wall_time_s(),
                 rollback_of=rollback_of,
@@ -252,11 +249,29 @@ class VersionWriter:
         )
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
+        record = self._committed_record(**referring)
+        return _committed(record, existed=False, hint_written=self._write_hint(record, data))
+
+    def _referring(self, tensors: tuple[TensorDigest, ...]) -> dict[str, Any]:
+        """What a manifest says of its tensors; their schema is stored."""
+        schema = Schema.of(tensor.spec for tensor in tensors)
+        self.uploads.upload_schema(schema)
+        return {
+            "schema_sha256": schema.digest,
+            "table": DigestTable.of([tensor.digest for tensor in tensors], key=self._key_for(schema)),
+            "num_elements": sum(tensor.spec.num_elements for tensor in tensors),
+        }
+
+    def _committed_record(
+        self, *, schema_sha256: bytes, table: DigestTable, num_elements: int
+    ) -> VersionRecord:
+        """The version that was just made, to which later ones may refer."""
         record = self.log.records[-1]
+        assert record.num_elements == num_elements
         if table.key is None:
             ref = KeyRef(sequence=record.sequence, sha256=record.manifest_sha256)
-            self._key = KeyTable(ref=ref, schema_sha256=schema.digest, digests=table.digests)
-        return _committed(record, existed=False, hint_written=self._write_hint(record, data))
+            self._key = KeyTable(ref=ref, schema_sha256=schema_sha256, digests=table.digests)
+        return record
 
     def _key_for(self, schema: Schema) -> KeyTable | None:
         """What the next manifest may refer to: this writer's last key manifest, unless that is old."""

@@ -4,9 +4,9 @@ Invariant: every key of the weight path is made here, and ids that could climb o
 refused. The writer, the log and the mirror ask; nobody else builds or parses keys.
 
     <run>/<policy>/seq/<sequence:020d>.pb    log entries, created once
-    <run>/<policy>/copies/<sequence:020d>.pb copies of log entries that cannot be read, created once
+    <run>/<policy>/copies/<sequence:020d>.pb copies of log entries, created once
     <run>/<policy>/checkpoints/<sequence:020d>.pb
-                                             the log below an entry, created once, deleted when two newer ones exist
+                                             the log below an entry, created once, deleted when three newer ones exist
     <run>/<policy>/merged/<base:020d>-<version:020d>.pb
                                              added paths: deltas over several versions, created once
     <run>/<policy>/snapshots/<version:020d>.pb

@@ -1,8 +1,12 @@
 """What is uploaded is stored under a name that no collector may delete."""
 
+import threading
+from collections.abc import Iterator
+
 from astraflow_weights.codec import Schema, decode_snapshot, digest, encode_snapshot
 from astraflow_weights.publish.uploads import Uploads
 from support import published_models, weight_models
+from support.scripted_batches import PATIENCE_S
 
 MODEL = weight_models.make_model()
 SCHEMA = Schema.of_model(MODEL)
@@ -46,6 +50,18 @@ def test_beside_a_tombstone_that_cannot_be_read_every_name_is_fresh(store: weigh
     assert weight_models.same_model(
         decode_snapshot([store.get(ref.key) for ref in fresh], schema=SCHEMA), MODEL
     )
+
+
+def test_a_part_is_sent_while_the_next_one_is_made(store: weight_models.FaultyStore) -> None:
+    sent = threading.Event()
+    store.before_put = lambda key, data: sent.set()
+
+    def made() -> Iterator[bytes]:
+        yield PARTS[0]
+        assert sent.wait(PATIENCE_S), "the first part waits for the second"
+        yield from PARTS[1:]
+
+    assert len(uploads_of(store).upload_parts(made())) == len(PARTS)
 
 
 def test_a_tombstone_that_was_removed_is_forgotten(store: weight_models.FaultyStore) -> None:
