@@ -75,7 +75,7 @@ class ChildWatch:
             child.replace()
 
     def told(self, name: str) -> str:
-        """What a person is told of a child that is silent."""
+        """What a person reads of a child that is silent."""
         then = f"; replaced after {self.grace_s:.0f} s" if self.grace_s else ""
         return f"alive, and has answered nothing for {self.silent[name]:.0f} s{then}"
 

@@ -223,9 +223,8 @@ class VersionLog:
         next_round = self._next_round
         while self._keys.sweep(next_round) in self._sweeps:
             next_round += 1
-        checkpoint = LogCheckpoint(
-            history=self._history, paths=tuple(self._paths.values()), next_round=next_round
-        )
+        paths = tuple(self._paths.values())
+        checkpoint = LogCheckpoint(history=self._history, paths=paths, next_round=next_round)
         return self._keys.checkpoint(self.next_sequence), encode_checkpoint(checkpoint)
 
     def _begin_at_checkpoint(self) -> None:
@@ -237,8 +236,8 @@ class VersionLog:
             except (CorruptManifest, IncompatibleError) as error:
                 log.warning("log_checkpoint.unusable", key=key, message=error.message)
                 damaged.append(key)
-                continue
-            break
+            else:
+                break
         self._damaged_checkpoints = tuple(damaged)
 
     def _take_in(self, checkpoint: LogCheckpoint) -> None:
@@ -260,9 +259,8 @@ class VersionLog:
     def _ask_again(self) -> None:
         """The newest entries that could not be read: perhaps they can be now, or a copy lies beside them."""
         for sequence in sorted(self._history.unreadable)[-_ASKED_AGAIN:]:
-            entry, data, _ = self._entries.find(
-                sequence, fetch_if_there(self._store, self._keys.entry(sequence)), attempts=1
-            )
+            found = fetch_if_there(self._store, self._keys.entry(sequence))
+            entry, data, _ = self._entries.find(sequence, found, attempts=1)
             if entry is not None:
                 with suppress(CorruptManifest):
                     self._history.take_late(entry, sha256(data))
@@ -293,8 +291,7 @@ class VersionLog:
                 damaged.append(key)
                 continue
             if path.version >= len(self.records) or self.records[path.version].damage:
-                # Made for a version committed since the entries were listed, or whose entry cannot be read: read again
-                # at the next refresh.
+                # Its version was committed since the entries were listed, or cannot be read: read again next time.
                 continue
             if self._fits(path, key):
                 paths[key] = path

@@ -141,7 +141,7 @@ def _pinned(
         yield
     except BaseException:
         for undo in made:
-            with suppress(AstraflowError):  # a pin too many costs room; what failed is what is told
+            with suppress(AstraflowError):  # a pin too many costs room; what failed is what is reported
                 client.call(client.versions.UnpinVersion, undo)
         raise
 
