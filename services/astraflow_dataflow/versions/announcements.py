@@ -115,6 +115,10 @@ def _require_sane(version: version_pb2.Version, *, num_unreadable_before: int) -
         raise InvalidArgumentError(
             f"version {version.version} is above {_MAX_VERSION}; start a new run from these weights"
         )
+    if num_unreadable_before > _MAX_VERSION:
+        raise InvalidArgumentError(
+            f"num_unreadable_before {num_unreadable_before} is above {_MAX_VERSION}, the highest version number"
+        )
     if version.HasField("rollback_of") and version.rollback_of >= version.version:
         raise InvalidArgumentError(
             f"version {version.version} goes back to version {version.rollback_of}, which is not older"
