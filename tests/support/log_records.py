@@ -5,7 +5,7 @@ from typing import Any
 
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.history import VersionRecord
 from astraflow_weights.versions.manifest import (
     AddedPath,
     DeltaRef,

@@ -22,7 +22,8 @@ from astraflow_weights.mirror.tile_repair import fetch_repair, plan_repair
 from astraflow_weights.mirror.tile_steps import kind_of, steps_of
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Manifest
 from astraflow_weights.versions.planner import PullPlan, plan_pull
 from astraflow_weights.versions.pull import PullCounts, check_size

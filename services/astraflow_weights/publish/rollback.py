@@ -72,7 +72,8 @@ def roll_back(
 def _commit(
     store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> CommittedVersion:
-    newest = writer.log.records[-1]
+    newest = writer.log.latest()
+    assert newest is not None
     delta = writer.uploads.upload_parts(back.from_newest)
     snapshot = None
     if writer.wants_snapshot(delta_bytes=sum(part.size_bytes for part in delta)):
@@ -91,12 +92,12 @@ def _commit(
 
 
 def _path_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> _PathBack:
-    newest = len(log.records) - 1
+    newest = _newest(log)
     try:
         chain = chained_delta(store, log, base_version=version, version=newest, threads=threads)
     except (NoPath, CorruptPart) as broken:
         return _between_models(store, log, version=version, threads=threads, broken=broken)
-    return _inverted(chain, target=newest + 1, schema=log.manifest(version).schema)
+    return _inverted(chain, target=len(log.records), schema=log.manifest(version).schema)
 
 
 def _inverted(chain: Chain, *, target: int, schema: Schema) -> _PathBack:
@@ -115,7 +116,7 @@ def _between_models(
     store: ObjectStore, log: VersionLog, *, version: int, threads: int, broken: Exception
 ) -> _PathBack:
     """The path back where no chain of deltas leads from the old version to the newest one any more."""
-    newest = len(log.records) - 1
+    newest, target = _newest(log), len(log.records)
     try:
         after = build_version(store, log, target=version, threads=threads)
         before = build_version(store, log, target=newest, threads=threads)
@@ -124,8 +125,8 @@ def _between_models(
             f"version {version} can no longer be built: {error.message} (deltas from it: {broken}); choose "
             "another one, and pin versions that you may want back (`astraflow weights pin`)"
         ) from error
-    back = encode_delta(before, after, base_version=newest, target_version=newest + 1)
-    same = encode_delta(after, after, base_version=version, target_version=newest + 1)
+    back = encode_delta(before, after, base_version=newest, target_version=target)
+    same = encode_delta(after, after, base_version=version, target_version=target)
     return _PathBack(from_newest=back, from_old=same, num_changed=summarize_delta(back).num_changed)
 
 
@@ -133,7 +134,7 @@ def _snapshot(
     store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> tuple[PartRef, ...]:
     """Parts of a snapshot of the new version, which is built and compared for it."""
-    newest = len(writer.log.records) - 1
+    newest = _newest(writer.log)
     model = build_version(store, writer.log, target=newest, threads=threads)
     apply_delta(model, back.from_newest)
     if tensor_digests(model) != manifest.tensors:
@@ -141,4 +142,10 @@ def _snapshot(
             f"going back from version {newest} does not give version {manifest.version}: report this defect",
             version=manifest.version,
         )
-    return writer.uploads.upload_parts(encode_snapshot(model, version=newest + 1))
+    return writer.uploads.upload_parts(encode_snapshot(model, version=len(writer.log.records)))
+
+
+def _newest(log: VersionLog) -> int:
+    newest = log.latest()
+    assert newest is not None
+    return newest.version

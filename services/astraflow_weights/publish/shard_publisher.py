@@ -40,8 +40,16 @@ class _Plan:
 
     existing: CommittedVersion | None
     """The version that these bytes have already for the step."""
+    newest: int | None
+    """The newest version that can be read; below `next_version` - 1 where an entry cannot."""
     newest_root: bytes | None
     next_version: int
+
+    @property
+    def base(self) -> int:
+        """Version that the next delta starts from."""
+        assert self.newest is not None
+        return self.newest
 
 
 class ShardPublisher:
@@ -90,7 +98,7 @@ class ShardPublisher:
         plan = self._plan(step=-1, root=b"")
         self._require_root(root, plan)
         if base is not None and root is not None:
-            self.kept.keep(base, version=plan.next_version - 1, root=root)
+            self.kept.keep(base, version=plan.base, root=root)
 
     @property
     def newest(self) -> CommittedVersion | None:
@@ -135,7 +143,7 @@ class ShardPublisher:
                 committed = self._send(
                     model, tensors, plan=plan, step=step, learning_rate=learning_rate, probe=probe
                 )
-        if committed.version >= plan.next_version - 1:
+        if plan.newest is None or committed.version >= plan.newest:
             self.kept.keep(model, version=committed.version, root=root)
         return committed
 
@@ -149,11 +157,11 @@ class ShardPublisher:
         learning_rate: float | None,
         probe: Probe | None,
     ) -> CommittedVersion:
-        delta = self._send_delta(model, version=plan.next_version)
+        delta = self._send_delta(model, plan)
         snapshot = (
             self._send_snapshot(model, version=plan.next_version) if self._wants_snapshot(delta) else None
         )
-        deltas = (DeltaRef(base_version=plan.next_version - 1, parts=delta.refs),) if delta else ()
+        deltas = (DeltaRef(base_version=plan.base, parts=delta.refs),) if delta else ()
 
         def commit(writer: VersionWriter) -> CommittedVersion:
             assets = self._uploads.upload_assets(self._assets)
@@ -185,7 +193,7 @@ class ShardPublisher:
             if self._writer is not None:
                 self._writer.end_uploads()
 
-    def _send_delta(self, model: ShardedModel, *, version: int) -> ShardParts | None:
+    def _send_delta(self, model: ShardedModel, plan: _Plan) -> ShardParts | None:
         kept = self.kept.newest
         if kept is None:
             return None
@@ -193,7 +201,7 @@ class ShardPublisher:
         if known is not None and known.base_root != kept.root:
             # They lead here from something else than the newest version, as when a replay publishes again.
             model = replace(model, changes=None)
-        head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
+        head = PartSetHead(kind=PartKind.DELTA, base_version=plan.base, target_version=plan.next_version)
         tiles = partial(
             encode_delta_tiles, kept.shards, model, context=self._context, threads=self._encode_threads
         )
@@ -233,6 +241,7 @@ class ShardPublisher:
             newest = writer.log.latest()
             return _Plan(
                 existing=existing,
+                newest=newest.version if newest else None,
                 newest_root=newest.model_root if newest else None,
                 next_version=len(writer.log.records),
             )
@@ -244,7 +253,7 @@ class ShardPublisher:
         if plan.newest_root != root and not (root is None and self.base_lost):
             raise ConflictError(
                 "the base of this publisher is not the newest version in the log "
-                f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
+                f"({'none' if plan.newest is None else plan.newest}); fetch that with a Mirror and "
                 "open a new publisher"
             )
 

@@ -18,7 +18,8 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import stored_leases
 from astraflow_weights.versions.fetch import fetch_part
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull

@@ -203,14 +203,14 @@ def encode_entry(entry: Entry) -> bytes:
         message.manifest.CopyFrom(_manifest_message(_checked_head(entry)))
     else:
         message.fence.CopyFrom(manifest_pb2.Fence(**_to_fields(entry, manifest_pb2.Fence)))
-    return seal_entry(message)
+    return sealed(message)
 
 
 def encode_path(path: AddedPath) -> bytes:
     """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
     fields = _to_fields(_checked_path(path), manifest_pb2.AddedPath)
     message = manifest_pb2.AddedPath(**fields, parts=map(_ref_message, path.parts))
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
+    return sealed(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
 
 
 def decode_path(data: bytes) -> AddedPath:
@@ -243,7 +243,7 @@ def decode_entry(data: bytes) -> Entry:
     raise CorruptManifest(f"a log entry of {len(data)} bytes is neither a manifest nor a fence")
 
 
-def seal_entry(message: manifest_pb2.Entry) -> bytes:
+def sealed(message: Message) -> bytes:
     """Bytes of an object of the log, its seal last."""
     content = message.SerializeToString(deterministic=True)
     return content + _SEAL_HEAD + sha256(content)
@@ -253,7 +253,7 @@ def open_entry(data: bytes) -> manifest_pb2.Entry:
     """What the bytes hold, its seal checked. Raises CorruptManifest, and IncompatibleError for another schema
     version.
     """
-    message = _unsealed(data)
+    message = _parsed(data)
     if message.schema_version != SCHEMA_VERSION:
         raise IncompatibleError(
             f"log entry has schema version {message.schema_version}, this release reads {SCHEMA_VERSION}; "
@@ -262,12 +262,17 @@ def open_entry(data: bytes) -> manifest_pb2.Entry:
     return message
 
 
-def _unsealed(data: bytes) -> manifest_pb2.Entry:
+def unsealed(data: bytes) -> bytes:
+    """Return `data` when its seal belongs to it. Raises CorruptManifest."""
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != _SEAL_HEAD + sha256(content):
-        raise CorruptManifest(f"a log entry of {len(data)} bytes is damaged: its seal does not match")
+        raise CorruptManifest(f"an object of {len(data)} bytes is damaged: its seal does not match")
+    return data
+
+
+def _parsed(data: bytes) -> manifest_pb2.Entry:
     try:
-        return manifest_pb2.Entry.FromString(data)
+        return manifest_pb2.Entry.FromString(unsealed(data))
     except DecodeError as error:
         raise CorruptManifest(f"a log entry of {len(data)} bytes cannot be read: {error}") from error
 

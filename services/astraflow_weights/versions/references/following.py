@@ -9,7 +9,8 @@ from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptManifest, ObjectNotFound
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.manifest import Manifest, ManifestEntry, decode_entry, resolved
+from astraflow_weights.versions.fetch import EntryReader
+from astraflow_weights.versions.manifest import Manifest, ManifestEntry, resolved
 from astraflow_weights.versions.references.digest_table import KeyRef
 
 # Wrong bytes are mostly the network's fault, so ask once more before the object itself is blamed.
@@ -19,8 +20,9 @@ _ATTEMPTS = 2
 class References:
     """Of one policy. One owner per object: not thread-safe."""
 
-    def __init__(self, store: ObjectStore, *, keys: PolicyKeys) -> None:
+    def __init__(self, store: ObjectStore, *, keys: PolicyKeys, entries: EntryReader) -> None:
         """Sends no request."""
+        self._entries = entries
         self._store = store
         self._keys = keys
         self._schemas: dict[bytes, Schema] = {}
@@ -45,7 +47,7 @@ class References:
 
     def _digests(self, key: KeyRef) -> tuple[bytes, ...]:
         if self._key is None or self._key[0] != key.sha256:
-            entry = decode_entry(self._object(self._keys.entry(key.sequence), key.sha256))
+            entry = self._entries.referred(key)
             if not isinstance(entry, ManifestEntry) or entry.table.key is not None:
                 raise CorruptManifest(f"log entry {key.sequence} is referred to and has not all digests")
             self._key = key.sha256, entry.table.digests

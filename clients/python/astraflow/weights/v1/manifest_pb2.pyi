@@ -789,27 +789,31 @@ Global___SweptPath: _TypeAlias = SweptPath  # noqa: Y015
 
 @_typing.final
 class LatestHint(_message.Message):
-    """The `latest` object: a hint for people and for prefetching, overwritten at will and possibly stale. Nothing is
-    decided by it.
+    """The `latest` object: a hint for people, and a copy of the newest manifest, overwritten at will and possibly stale.
+    Nothing is decided by it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Newest version its writer knew."""
     sequence: _builtins.int
     """Entry of that version's manifest."""
+    entry: _builtins.bytes
+    """All bytes of that entry: what a reader takes who cannot read the entry itself, when its seal holds."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        entry: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

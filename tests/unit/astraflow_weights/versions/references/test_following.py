@@ -77,7 +77,7 @@ def rot_the_key_manifest(store: FaultyStore, log: VersionLog) -> None:
     [
         (rot_the_schema, "schemas/.* was changed after it was created"),
         (lose_the_schema, "schemas/.* is gone"),
-        (rot_the_key_manifest, "seq/.* was changed after it was created"),
+        (rot_the_key_manifest, "seq/.* is referred to: log entry 1 of .* says it is entry 2"),
     ],
 )
 def test_damage_to_what_is_referred_to_is_named(
