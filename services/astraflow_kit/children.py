@@ -16,8 +16,9 @@ async def kill_family(child: asyncio.subprocess.Process) -> None:
     while child.returncode is None:
         with suppress(ProcessLookupError):
             if loop.time() < give_up_s:
-                # Again and again: a guard that has just been started may not listen yet.
-                child.send_signal(signal.SIGINT)
+                # Again and again: a guard that has just been started may not listen yet. Not by `send_signal`, which
+                # takes the status of one that has ended away from asyncio, and asyncio then makes one up (255).
+                os.kill(child.pid, signal.SIGINT)
             else:
                 os.killpg(child.pid, signal.SIGKILL)
         with suppress(TimeoutError):

@@ -8,7 +8,7 @@ import pytest
 from support.development import dev, finish
 from support.sglang_server import CPU_ENVIRONMENT, CPU_OPTIONS, SGLANG_PYTHON, needs_sglang
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ci, needs_sglang, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, needs_sglang, pytest.mark.timeout(560)]
 
 
 def test_a_run_on_sglang_needs_two_options(tmp_path: Path) -> None:
@@ -17,4 +17,4 @@ def test_a_run_on_sglang_needs_two_options(tmp_path: Path) -> None:
     with dev(tmp_path, *options, variables=variables) as launcher:
         summary = finish(launcher, tmp_path, timeout_s=500)
     assert (summary["steps"], summary["conservation_error"], summary["heldout_n"]) == (1, 0, 8)
-    assert summary["nodes"]["node-1"]["tokens"] > 0
+    assert [node["tokens"] > 0 for node in summary["nodes"]] == [True]
