@@ -58,6 +58,8 @@ class MathVerify:
         self._boxes = boxes
         self._require_box = require_box
         self._parsed_answer = lru_cache(maxsize=4096)(self._parsed)
+        # The package loads its grammar on first use, which would come out of the first answer's second.
+        self._library.verify(self._parsed("x+1"), self._parsed("1+x"), timeout_seconds=None)
 
     def __call__(self, task: TaskSpec, completion: str) -> Score:
         """Return the score. Raises RewardFailed when the task's own answer cannot be read."""

@@ -1,5 +1,6 @@
 """Answers that mean the same, answers that do not, and answers that would cost a core for ever."""
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -117,6 +118,24 @@ def test_a_costly_answer_is_wrong_without_being_computed(given: str) -> None:
     spent_s = time.process_time()
     assert graded("5", rf"\boxed{{{given}}}") == 0.0
     assert time.process_time() - spent_s < 0.5
+
+
+FIRST_ANSWER = r"""
+import sys
+from astraflow.plugins import TaskSpec
+from astraflow_raas.rewards.math_verify import MathVerify
+
+reward = MathVerify()
+before = set(sys.modules)
+reward(TaskSpec("t", (), {"answer": r"\frac \pi4 + 2 - \sqrt2"}), r"\boxed{\frac \pi4 + 2 - \sqrt3}")
+print(*sorted(name for name in set(sys.modules) - before if not name.startswith("sympy")))
+"""
+
+
+def test_the_first_answer_has_its_second_for_itself() -> None:
+    """What the package loads on first use is loaded before any answer is timed."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_ANSWER], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
 
 
 def for_ever(*_: object, **__: object) -> bool:
