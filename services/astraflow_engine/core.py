@@ -190,8 +190,11 @@ class EngineCore:
         self._version = version
         self._totals.num_swaps += 1
 
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Let requests name `adapter` from now on. Raises InvalidRequest for a name that is taken."""
+    def load_adapter(self, name: str, adapter: Adapter) -> dict[str, str]:
+        """Let requests name `adapter` from now on; names and folders of those that are loaded then.
+
+        Raises InvalidRequest for a name that is taken.
+        """
         if name in self._adapters:
             raise InvalidRequest(f"adapter {name!r} is loaded; unload it first, or choose another name")
         if len(self._adapters) >= _MAX_ADAPTERS:
@@ -199,15 +202,15 @@ class EngineCore:
                 f"{_MAX_ADAPTERS} adapters are loaded, the most there may be; unload one first"
             )
         self._adapters[name] = adapter
+        return self._loaded_adapters()
 
-    def unload_adapter(self, name: str) -> None:
-        """Let no request name it any more; those that do already end with it. Raises InvalidRequest."""
+    def unload_adapter(self, name: str) -> dict[str, str]:
+        """Let no request name it any more; those that do already end with it. Returns, raises as `load_adapter`."""
         self._adapter(name)
         del self._adapters[name]
+        return self._loaded_adapters()
 
-    @property
-    def adapters(self) -> dict[str, str]:
-        """Names and folders of those that are loaded."""
+    def _loaded_adapters(self) -> dict[str, str]:
         return {name: str(adapter.path) for name, adapter in self._adapters.items()}
 
     def flush(self) -> None:

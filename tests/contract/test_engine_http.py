@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from astraflow.recipe import LoraSettings
-from astraflow_raas.engine.command import ATTENTION, lora_args
+from astraflow_raas.engine.command import lora_args
 from support.engine_contract import CHECKS, EngineUnderTest, make_client
 from support.engine_process import EngineProcess, running_engine
 from support.sglang_server import needs_sglang, running_sglang
 from support.tiny_models import TinyShape, save_tiny_adapter, save_tiny_model
 
 CONTEXT_LENGTH = 4_096
+ATTENTION = LoraSettings(of="base", rank=4, target_modules="attention")
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -40,7 +41,7 @@ def engine(
     first, second = (save_tiny_model(root / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1))
     adapters = (
         save_tiny_adapter(root / "all", model=first, seed=1),
-        save_tiny_adapter(root / "attention", model=first, seed=2, target_modules=list(ATTENTION)),
+        save_tiny_adapter(root / "attention", model=first, seed=2, target_modules=list(ATTENTION.modules)),
     )
     options = ["--weight-version", "0", "--max-running-requests", "8"]
     if start is running_sglang:

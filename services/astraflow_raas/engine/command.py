@@ -19,8 +19,6 @@ from astraflow_kit.ports import LOOPBACK
 from astraflow_raas.engine.changed_elements import LOADER, ChangedOrders
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_LORA_MODULES = {"attention": ATTENTION, "all-linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
 # A crashing SGLang otherwise stays for a minute, in case somebody wants dumps of its GPUs and its schedulers.
 _SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
@@ -105,7 +103,7 @@ class EngineCommand:
 
 def lora_args(loras: Sequence[LoraSettings]) -> list[str]:
     """Options with which SGLang can load adapters like these while it serves."""
-    modules = {module for lora in loras for module in _LORA_MODULES[lora.target_modules]}
+    modules = {module for lora in loras for module in lora.modules}
     return [
         "--enable-lora",
         *("--max-lora-rank", str(max(lora.rank for lora in loras))),

@@ -17,8 +17,6 @@ from astraflow.recipe import LoraSettings
 __all__ = ["adapted", "write_adapter_config"]
 
 CONFIG_FILE = "adapter_config.json"
-_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
-_ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 
 
 def adapted(
@@ -30,7 +28,7 @@ def adapted(
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=cast("int", settings.alpha),  # peft computes with any number
-        target_modules=list(_modules(settings)),
+        target_modules=list(settings.modules),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
@@ -50,12 +48,8 @@ def write_adapter_config(settings: LoraSettings, folder: Path) -> Path:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": settings.rank,
-        "target_modules": list(_modules(settings)),
+        "target_modules": list(settings.modules),
         "task_type": "CAUSAL_LM",
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
-
-
-def _modules(settings: LoraSettings) -> tuple[str, ...]:
-    return _ATTENTION if settings.target_modules == "attention" else _LINEAR

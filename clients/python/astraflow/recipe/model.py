@@ -14,6 +14,9 @@ from astraflow.recipe.roles import PolicyName
 from astraflow.recipe.section import Section
 from astraflow.recipe.stored_version import StoredVersionSettings
 
+_ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
+_ALL_LINEAR = tuple(sorted((*_ATTENTION, "down_proj", "gate_proj", "up_proj")))
+
 
 class ArchitectureSettings(Section):
     """A model built from numbers instead of downloaded."""
@@ -141,6 +144,11 @@ class LoraSettings(Section):
     """What is added is scaled by alpha / rank."""
     target_modules: Literal["all-linear", "attention"] = "all-linear"
     """All linear layers but the output head, or those of attention only."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The layers by their names in a decoder block, sorted."""
+        return _ATTENTION if self.target_modules == "attention" else _ALL_LINEAR
 
 
 class ModelSettings(Section):
