@@ -201,16 +201,13 @@ class Dataflow:
 
     async def status(self) -> Mapping[str, object]:
         """What /status shows: the Status answer of every run that the caller may see, or why there is none."""
-        runs = {
-            run_id: await self._status_of(run_id)
-            for run_id in await self.store.runs.ids()
-            if caller().may_see(run_id)
-        }
+        run_ids = await self.last_known.run_ids()
+        runs = {run_id: await self._status_of(run_id) for run_id in run_ids if caller().may_see(run_id)}
         return {"pid": os.getpid(), "runs": runs}
 
     async def _status_of(self, run_id: str) -> Mapping[str, object]:
         try:
-            message = await self.reporting.status(await self.registry.get(run_id))
+            message = await self.last_known.status(run_id)
         except AstraflowError as error:
             return {"error": error.reason, "message": error.message}
         return MessageToDict(

@@ -29,6 +29,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "raas.activated": "the engine serves the new version, the server does not know it yet",
         # trainer
         "trainer.intent_recorded": "the server knows what the step will train on, nothing is trained",
+        "trainer.micro_batch": "a micro-batch is about to be computed, by every rank",
         "trainer.step_taken": "the optimizer step is taken, neither the ledger nor the server knows",
         "trainer.step_acked": "the step is acknowledged, its version is not published",
         "trainer.before_publish": "a version is about to be encoded, its step is acknowledged",

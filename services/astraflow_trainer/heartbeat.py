@@ -45,6 +45,8 @@ class Report:
 
 def report_of(state: State) -> Report:
     """What the server must hear of a trainer in this state; nothing of what the server sees itself."""
+    if state.hung:
+        return Report("trainer_hung", state.hung)
     if state.store_wait:
         return Report(state.store_wait, state.store_detail)
     if state.phase is Phase.STARTING and state.waiting_for:

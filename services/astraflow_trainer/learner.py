@@ -7,7 +7,7 @@ collective but `held`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,13 +46,14 @@ class PolicyLearner:
         snapshot: Where = "device",
         identity: str = "",
         seed: int = 0,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
-        an adapter begins with the numbers of `seed`.
+        an adapter begins with the numbers of `seed`. `moved` is called at each micro-batch.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU.
         """
-        self._group, self._ranks = group, group.training
+        self._group, self._ranks, self._moved = group, group.training, moved
         causal_lm = load_causal_lm(model_dir)
         if policy.lora is not None:
             causal_lm = adapted(causal_lm, policy.lora, seed=seed)
@@ -132,6 +133,7 @@ class PolicyLearner:
             ranks=self._ranks,
             reference=self._reference,
             baselines=self._baselines,
+            moved=self._moved,
         )
 
     def published_bytes(self) -> ModelBytes:

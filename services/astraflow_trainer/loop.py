@@ -192,7 +192,7 @@ class TrainingLoop:
         newest_step = max(self._published, default=0)
         if batch.finished_before and batch.bound.step < newest_step and batch.bound.step in self._published:
             return self._published[batch.bound.step]
-        with self._blocked.copying():
+        with self._blocked.copying(), self._progress.computing():
             model = self._learner.published_bytes()
         self._publisher.submit(batch.bound.step, model)
         if batch.bound.step > newest_step:
@@ -233,7 +233,8 @@ class TrainingLoop:
             rows = self._source.fetch(batch)
             self._progress.training()
             trained_from = time.monotonic()
-            metrics = self._learner.train(rows)
+            with self._progress.computing():
+                metrics = self._learner.train(rows)
             skipped = self._source.finish(batch, skipped=metrics.outcome is Outcome.SKIPPED)
         version = None if skipped else self._publish(batch)
         damaged, self._num_damaged = self._num_damaged, 0

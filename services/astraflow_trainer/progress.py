@@ -11,7 +11,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -60,6 +61,8 @@ class State:
     store_wait: str = ""
     """Slug of what the weight store lacks, also while training goes on; empty when it lacks nothing."""
     store_detail: str = ""
+    hung: str = ""
+    """What a training thread that stands still was in the middle of; empty while it moves."""
     step: int = 0
     version: int | None = None
     trainer_epoch: int = 0
@@ -119,6 +122,9 @@ class Progress:
     _records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=KEPT_RECORDS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clock: _Clock = field(default_factory=_Clock)
+    _moves: int = 0
+    _computing: int | None = None
+    """Thread that computes now, which then moves again and again."""
     _wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=set)
 
     @property
@@ -155,6 +161,35 @@ class Progress:
         with self._lock:
             self._clock.work(time.monotonic())
         self._set(phase=Phase.TRAINING, waiting_for="")
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """In the block this thread waits for nobody but the other ranks, and says `moved` again and again."""
+        self.moved()
+        self._computing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._computing = None
+
+    def moved(self) -> None:
+        """A micro-batch is begun; called by the training thread alone."""
+        self._moves += 1
+
+    @property
+    def computing_thread(self) -> int | None:
+        """The thread that computes now; None when none does."""
+        return self._computing
+
+    @property
+    def num_moves(self) -> int:
+        """Grows whenever the thread that computes gets on."""
+        return self._moves
+
+    def hangs(self, where: str) -> None:
+        """Say what the training thread stands still in; empty once it moves. Called by the event loop."""
+        if where != self.state.hung:
+            self._set(hung=where)
 
     def durable(self, step: int) -> None:
         """Record that a durable checkpoint covers `step`."""

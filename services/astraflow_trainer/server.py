@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
@@ -44,6 +44,7 @@ from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
+from astraflow_trainer.stall import stalled
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.trackers.adapters import Subject, require_installed
 from astraflow_trainer.trackers.feed import TrackerFeed, feeds
@@ -126,9 +127,10 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             metrics=metrics,
             run_id=joined.run_id,
         )
+        stalls = partial(stalled, progress, after_s=settings.training_stall_s)
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
-            [grpc_server, pages, _Training(session, controls, group, client)],
+            [grpc_server, pages, _Training(session, controls, group, client, stalls)],
             lifecycle=life,
             on_started=lambda: lifecycle.write_address_file(
                 settings.address_file,
@@ -144,17 +146,19 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
         joined = await _join(client, settings, folder=folder, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
         group = await asyncio.to_thread(_meet, rank, settings)
-        controls = Controls()
+        controls, progress = Controls(), Progress()
         session = TrainingSession(
             settings,
             client=client,
             joined=joined,
             store=open_store(joined.store_uri, settings=settings.store),
             group=group,
-            progress=Progress(),
+            progress=progress,
             controls=controls,
         )
-        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group, client)]
+        stalls = partial(stalled, progress, after_s=settings.training_stall_s)
+        training = _Training(session, controls, group, client, stalls)
+        services = [*probes_of_pod(settings, rank, life), training]
         await lifecycle.run_services(services, lifecycle=life)
 
 
@@ -170,9 +174,16 @@ class _Training:
     """The training thread as a service of the lifecycle."""
 
     def __init__(
-        self, session: TrainingSession, controls: Controls, group: RankGroup, client: Client
+        self,
+        session: TrainingSession,
+        controls: Controls,
+        group: RankGroup,
+        client: Client,
+        stalls: Callable[[], Coroutine[Any, Any, AstraflowError]],
     ) -> None:
+        """`stalls` returns what to end with once the thread stands still."""
         self._client = client
+        self._stalls = stalls
         self._session = session
         self._controls = controls
         self._group = group
@@ -181,16 +192,18 @@ class _Training:
         """Nothing to bind."""
 
     async def run(self) -> None:
-        """Train to the end in a thread. Raises, within seconds, what ended another rank."""
+        """Train to the end in a thread. Raises, within seconds, what ended another rank, or that the thread hangs."""
         lost = self._watch()
+        stalled = asyncio.create_task(self._stalls())
         training = asyncio.create_task(asyncio.to_thread(self._train))
-        waited: list[asyncio.Future[Any]] = [training, lost]
+        waited: list[asyncio.Future[Any]] = [training, lost, stalled]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if training.done():
+            stalled.cancel()
             training.result()
             return
-        error = lost.result()
-        # The thread may be blocked in an exchange with the lost rank, which nothing can interrupt.
+        error = lost.result() if lost.done() else stalled.result()
+        # The thread may be blocked in an exchange with the lost rank, or for good, which nothing can interrupt.
         asyncio.get_running_loop().call_later(
             _LOST_RANK_GRACE_S, os._exit, int(lifecycle.exit_code_of(error))
         )

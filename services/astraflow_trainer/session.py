@@ -205,6 +205,7 @@ class TrainingSession:
             snapshot=self._settings.publish_snapshot,
             identity=claim.identity,
             seed=self._joined.recipe.run.seed,
+            moved=self._progress.moved,
         )
         publisher = open_publisher(
             self._store,

@@ -52,6 +52,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
     """Longest time a rank waits for the others in one exchange; a rank that died is noticed at once."""
     rank_silence_s: Annotated[float, Field(ge=0.3, le=86_400)] = 30.0
     """Time without a beat of another rank, which is there and stands still, after which all ranks start again."""
+    training_stall_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    """Time in which a step's computing must begin another micro-batch, or be over; a trainer that stands still longer
+    ends with status 75, to be started again. Shown as `trainer_hung` from half of it on. 0: never."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds between the first stop signal, which ends training after the step in progress, and a hard
     stop.

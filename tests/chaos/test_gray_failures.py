@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from support.development import ROOT
-from support.gray.faults import DAMAGES, FAULTS, Fault
+from support.gray.faults import DAMAGES, FAULTS, Damage, Fault
 from support.gray.ground import missing_tools
 from support.gray.life import Lived, Row, live
+from support.gray.losses import LOSSES, Loss, live_through
 from support.gray.resume import Resumes
 from support.results_pages import replace_section
 
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+TABLE: Sequence[Fault | Damage | Loss] = (*FAULTS, *DAMAGES, *LOSSES)
 IN_CI = [fault for fault in FAULTS if fault.in_ci]
 _RESULTS = ROOT / "docs" / "results" / "chaos.md"
 _SIDE_BY_SIDE = 3
@@ -34,7 +36,8 @@ Valkey, trainer, node, engine, launcher; the quickstart in small) met and that w
 loop met the same run, one after the other. *noticed* is how long after its beginning `astraflow why`, asked again and
 again, and the launcher's lines said so, *lasted* when it was healed, *recovered* when two more steps were trained after
 that. In the rows of `resume` loops a file was damaged while nothing ran: times count from the next launch to what it
-said, to its first step and to its end. The audit is that of the kills above."""
+said, to its first step and to its end. Where Redis lost data under a run the launch must end by itself; *recovered* is
+what the same command took over a Redis that had them again. The audit is that of the kills above."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Lived]:
 
 
 def test_every_fault_has_a_name_of_its_own() -> None:
-    names = [row.name for row in (*FAULTS, *DAMAGES)]
+    names = [row.name for row in TABLE]
     assert len(names) == len(set(names))
 
 
@@ -78,7 +81,7 @@ def test_nothing_was_lost_doubled_or_torn(lived: Callable[[str], Lived], loop: s
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_the_whole_table(tmp_path: Path) -> None:
-    loops = list(dict.fromkeys(row.loop for row in (*FAULTS, *DAMAGES)))
+    loops = list(dict.fromkeys(row.loop for row in TABLE))
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         found = list(pool.map(lambda loop: _live_all(tmp_path, loop), loops))
     replace_section(_RESULTS, "Gray failures: hangs, refusals, losses", _section(found))
@@ -91,6 +94,8 @@ def _live_all(folder: Path, loop: str) -> Lived:
     home = folder / loop.replace(" ", "-").replace(":", "")
     if damages := [damage for damage in DAMAGES if damage.loop == loop]:
         return Resumes(home).live(damages)
+    if losses := [loss for loss in LOSSES if loss.loop == loop]:
+        return live_through(home, losses)
     return live(home, [fault.name for fault in FAULTS if fault.loop == loop])
 
 

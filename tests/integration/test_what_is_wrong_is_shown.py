@@ -5,7 +5,9 @@ import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import redis.asyncio
 from rich.console import Console
@@ -14,6 +16,7 @@ from astraflow.client import AsyncClient
 from astraflow.commands.why import NO_SERVER
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import RetryableError, UnavailableError
+from astraflow_kit.lifecycle import read_address_file
 from astraflow_launcher.run.observer import Observer
 from astraflow_launcher.view.live import LineView, render
 from support.cli import run
@@ -78,6 +81,11 @@ REFUSES: dict[str, tuple[Commands, Commands, str]] = {
         (("REPLICAOF", "NO", "ONE"),),
         "a read-only replica of 127.0.0.1:1, link down",
     ),
+    "redis_silent": (
+        (("CLIENT", "PAUSE", 600_000, "WRITE"),),
+        (("CLIENT", "UNPAUSE"),),
+        "it answers reads and holds back writes",
+    ),
     "redis_disk_full": (
         (("CONFIG", "SET", "save", "3600 1000000"), ("BGSAVE",)),
         (("CONFIG", "SET", "save", ""),),
@@ -137,8 +145,21 @@ async def test_a_redis_that_hangs_is_named_and_what_was_read_before_is_still_tol
             with pytest.raises(UnavailableError, match="nothing can be said of task"):
                 await world.why("task")
             assert "redis_silent" in await shown_by_both_views(process.address, "redis_silent")
+            page = await _status_page(process)
+            assert page["run"]["waits"][0]["reason"] == "redis_silent"
+            assert page["run"]["policies"], "what was read before is shown on the page, too"
         await until(lambda: _is_told(world, ""))
         assert (await world.status()).read_time.ToMilliseconds() > status.read_time.ToMilliseconds()
+
+
+async def _status_page(process: DataflowProcess) -> dict[str, Any]:
+    """What /status says of each run."""
+    published = read_address_file(process.folder / "address.json")
+    assert published is not None
+    async with httpx.AsyncClient(base_url=f"http://{published.http}", timeout=5) as pages:
+        answer = await pages.get("/status", headers={"accept": "application/json"})
+    runs: dict[str, Any] = answer.json()["runs"]
+    return runs
 
 
 async def test_a_server_that_hangs_or_is_gone_is_named_with_its_address_and_what_goes_on(

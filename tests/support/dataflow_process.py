@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import psutil
+
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow_kit.lifecycle import read_address_file
 from astraflow_kit.ports import free_port
-from support.dataflow_world import World
+from support.dataflow_world import World, until
 
 
 class DataflowProcess:
@@ -77,6 +79,21 @@ class DataflowProcess:
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
+
+    async def frozen(self) -> None:
+        """Wait until a failpoint has stopped it."""
+        assert self._process is not None, "start it first"
+        process = psutil.Process(self._process.pid)
+
+        async def is_stopped() -> bool:
+            return process.status() == psutil.STATUS_STOPPED
+
+        await until(is_stopped)
+
+    def go_on(self) -> None:
+        """Let a frozen one continue."""
+        assert self._process is not None, "start it first"
+        self._process.send_signal(signal.SIGCONT)
 
     def log(self) -> str:
         """The end of its log."""

@@ -47,6 +47,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     versions: list[version_pb2.Version] = field(default_factory=list)
     failure: grpc.StatusCode | None = None
     before_listing: Callable[[], None] = lambda: None
+    listings_meet: asyncio.Barrier | None = None
+    """Where listings wait for each other before they are answered."""
     on_update: Callable[[], None] = lambda: None
     created: list[run_pb2.Run] = field(default_factory=list)
     identity: str = ""
@@ -85,6 +87,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         """Versions, newest first, in pages of at most 1,000."""
         self.num_listings += 1
         self.before_listing()
+        if self.listings_meet is not None:
+            await self.listings_meet.wait()
         size = min(request.page_size or 50, 1000)
         end = int(request.page_token or len(self.versions))
         found = list(reversed(self.versions[max(0, end - size) : end]))

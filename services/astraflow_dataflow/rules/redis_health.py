@@ -16,6 +16,7 @@ SLOW_S = 0.25
 SLOW_PROBES = 5
 """Redis is slow when so many probes in a row took `SLOW_S` or longer."""
 
+JUMP_MS = 15_000
 _STAGE = "data"
 _RELEASES = {
     "redis_silent": "start it again, or bring the network to it back; the server goes on by itself, and meanwhile "
@@ -77,6 +78,22 @@ class RedisHealth:
             released_by=_RELEASES[reason],
             since_ms=int(self._since[1] * 1000),
         )
+
+
+@dataclass
+class ClockJumps:
+    """Notices when Redis' wall clock was set: ages by it then say nothing of the time that passed."""
+
+    jumped_ms: int = 0
+    """What that clock said after its last jump; 0 when it never jumped."""
+    _offset_ms: float | None = None
+
+    def look(self, redis_ms: int, *, monotonic_s: float) -> None:
+        """Redis says that it is `redis_ms`; an answer that came late by less than `JUMP_MS` is no jump."""
+        offset_ms = redis_ms - 1000 * monotonic_s
+        if self._offset_ms is not None and abs(offset_ms - self._offset_ms) > JUMP_MS:
+            self.jumped_ms = redis_ms
+        self._offset_ms = offset_ms
 
 
 def _refusal(reason: str, figures: Mapping[str, str]) -> str:

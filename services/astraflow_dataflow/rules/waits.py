@@ -38,6 +38,12 @@ _REPORTED = {
         "an operator paused the trainer",
         "an operator ends the pause (TrainerService.Resume)",
     ),
+    "trainer_hung": (
+        "batch",
+        "the training thread stands still",
+        "the trainer ends by itself after ASTRAFLOW_TRAINING_STALL_S and is started again with the same batch; "
+        "the log of the trainer has the stack (training.hung)",
+    ),
     "store_missing": (
         "publish",
         "the weight store is not there",
@@ -109,8 +115,11 @@ def current_waits(
     skipped: int = 0,
     refused: Refused | None = None,
     trainer_lease_s: float = math.inf,
+    clock_jumped_ms: int = 0,
 ) -> list[Wait]:
-    """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent."""
+    """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent, counted from
+    the last jump of Redis' clock at the earliest.
+    """
     if audit.life is Life.FINISHED:
         return []
     connected = [node for node in nodes if node.connected]
@@ -129,7 +138,10 @@ def current_waits(
             waits += _node_waits(policy, connected)
         waits += _reported_waits(policy, now_ms=audit.now_ms)
         if not policy.frozen:
-            waits += _batch_waits(policy, now_ms=audit.now_ms, lease_ms=1000 * trainer_lease_s)
+            heard_ms = _heard_ms(policy, now_ms=audit.now_ms, jumped_ms=clock_jumped_ms)
+            waits += _batch_waits(
+                policy, now_ms=audit.now_ms, heard_ms=heard_ms, lease_ms=1000 * trainer_lease_s
+            )
             waits += _publish_waits(policy)
     return waits
 
@@ -408,7 +420,14 @@ def _reported_waits(policy: PolicyState, *, now_ms: int) -> Iterator[Wait]:
     )
 
 
-def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterator[Wait]:
+def _heard_ms(policy: PolicyState, *, now_ms: int, jumped_ms: int) -> int:
+    """When its trainer called last, by a clock that was set since; 0 when it released the policy."""
+    if not policy.heard_ms or jumped_ms <= policy.heard_ms <= now_ms:
+        return policy.heard_ms
+    return jumped_ms or now_ms
+
+
+def _batch_waits(policy: PolicyState, *, now_ms: int, heard_ms: int, lease_ms: float) -> Iterator[Wait]:
     if policy.doubt:
         yield Wait(
             stage="batch",
@@ -444,15 +463,15 @@ def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterat
             else "no trainer has claimed the policy",
             released_by="its trainer claims it: start one, or wait while the one that runs loads its model",
         )
-    elif policy.heard_ms and now_ms - policy.heard_ms > lease_ms:
-        silent_s, bound_s = (now_ms - policy.heard_ms) // 1000, lease_ms / 1000
+    elif heard_ms and now_ms - heard_ms > lease_ms:
+        silent_s, bound_s = (now_ms - heard_ms) // 1000, lease_ms / 1000
         yield Wait(
             stage="batch",
             policy_id=policy.policy_id,
             reason="trainer_silent",
             detail=f"trainer {policy.trainer} claimed it and has not called for {silent_s} s, the bound is {bound_s:g}",
             released_by="it calls again; if it hangs or its machine is gone, another trainer takes over where it was",
-            since_ms=policy.heard_ms,
+            since_ms=heard_ms,
         )
 
 

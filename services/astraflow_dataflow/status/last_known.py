@@ -32,10 +32,17 @@ class LastKnown:
     reporting: Reporting
     _statuses: dict[str, pb.StatusResponse] = field(default_factory=dict)
 
+    async def run_ids(self) -> list[str]:
+        """Return all runs; while Redis is silent, those that were read before."""
+        try:
+            return await self._answer(self.reporting.store.runs.ids())
+        except _Silent:
+            return sorted(self._statuses)
+
     async def status(self, run_id: str) -> pb.StatusResponse:
         """Return the state of a run. Raises as `Reporting.status`, UnavailableError when nothing is remembered."""
         try:
-            status = await self._read(run_id, self.reporting.status)
+            status = await self._answer(self._of_run(run_id, self.reporting.status))
         except _Silent:
             return self._remembered(run_id)
         self._statuses[status.run_id] = status
@@ -44,7 +51,9 @@ class LastKnown:
     async def why(self, run_id: str, task_id: str) -> pb.WhyResponse:
         """Return what each stage waits for; of a task nothing is remembered. Raises as `Reporting.why`."""
         try:
-            return await self._read(run_id, lambda context: self.reporting.why(context, task_id))
+            return await self._answer(
+                self._of_run(run_id, lambda context: self.reporting.why(context, task_id))
+            )
         except _Silent:
             last = self._remembered(run_id)
         if task_id:
@@ -64,9 +73,9 @@ class LastKnown:
         """The run was deleted."""
         self._statuses.pop(run_id, None)
 
-    async def _read(self, run_id: str, ask: Callable[[RunContext], Awaitable[T]]) -> T:
-        """What `ask` returns of the run. Raises _Silent once Redis is known not to answer."""
-        reading = asyncio.ensure_future(self._of_run(run_id, ask))
+    async def _answer(self, asked: Awaitable[T]) -> T:
+        """What is asked of Redis. Raises _Silent once that is known not to answer."""
+        reading = asyncio.ensure_future(asked)
         asked_s = 0.0
         try:
             while not (await asyncio.wait((reading,), timeout=_LOOK_S))[0]:

@@ -20,6 +20,9 @@ log = get_logger(__name__)
 
 _PERIOD_S, _TIMEOUT_S = 0.4, 0.8
 _SILENT_S = 2.0
+_HOLDS_BACK = (
+    "it answers reads and holds back writes, as in a failover or after CLIENT PAUSE (CLIENT UNPAUSE ends it)"
+)
 
 
 class RedisWatch:
@@ -74,9 +77,17 @@ class RedisWatch:
         if self._has_been_silent:
             if hangs:
                 self._connection.note_silent()
+                why = _HOLDS_BACK if await self._answers_reads() else why
             self._health.silent(silent_s, why, now_s=time.time())
         elif refused_as or not why:
             self._health.answered(latency_s, now_s=time.time(), refused_as=refused_as, figures=figures)
+
+    async def _answers_reads(self) -> bool:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._connection.answers_reads()
+        except TimeoutError:
+            return False
 
     async def _figures(self) -> dict[str, str]:
         try:

@@ -17,6 +17,7 @@ from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
+from astraflow_dataflow.rules.redis_health import ClockJumps
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
@@ -46,6 +47,7 @@ class Reporting:
     redis: RedisWatch
     trainer_lease_s: float
     """Time without a call after which a trainer is silent."""
+    _clock: ClockJumps = field(default_factory=ClockJumps)
     _books: dict[str, WaitBook] = field(default_factory=dict)
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
@@ -149,6 +151,7 @@ class Reporting:
     ) -> list[admin_service_pb2.Wait]:
         connected = [node.node_id for node in nodes if node.connected]
         refused = await self.store.admin.refused(context.run_id, connected)
+        self._clock.look(audit.now_ms, monotonic_s=time.monotonic())
         faults = context.plugins.faults
         for fault in faults.all():
             self.metrics.set(
@@ -162,6 +165,7 @@ class Reporting:
             skipped=context.skipped,
             refused=refused,
             trainer_lease_s=self.trainer_lease_s,
+            clock_jumped_ms=self._clock.jumped_ms,
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)

@@ -121,6 +121,14 @@ class Connection:
         except redis_errors.RedisError as error:
             raise translate(error) from error
 
+    async def answers_reads(self) -> bool:
+        """Whether a silent Redis answers what changes nothing; the caller bounds the time."""
+        try:
+            await self._plain.execute_command("PING")
+        except redis_errors.RedisError:
+            return False
+        return True
+
     async def figures(self) -> dict[str, str]:
         """Return what INFO says of memory, persistence and replication."""
         sections = [await self._info(name) for name in ("memory", "persistence", "replication")]
@@ -291,14 +299,21 @@ class Connection:
     async def _ask_until_it_answers(self) -> None:
         log.warning("redis.silent", address=self._shown)
         while True:
-            try:
-                async with asyncio.timeout(_DEADLINE_S):
-                    await self._plain.execute_command("PING")
-            except (TimeoutError, redis_errors.RedisError):
-                await asyncio.sleep(_ASK_AGAIN_S)
-            else:
+            if await self._answers_a_write():
                 log.info("redis.answers", address=self._shown)
                 return
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _answers_a_write(self) -> bool:
+        """Whether a probe is answered, if only by refusing it; a Redis that holds back writes answers reads."""
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                await self.probe()
+        except TimeoutError:
+            return False
+        except errors.AstraflowError as error:
+            return "reason" in error.metadata
+        return True
 
     async def _check_server(self) -> None:
         server, memory = await self._info("server"), await self._info("memory")

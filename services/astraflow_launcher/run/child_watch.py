@@ -1,8 +1,9 @@
 """Children that are alive and get nothing done: noticed, named and replaced.
 
-Invariant: only a process that has answered once is expected to go on answering, for a start takes as long as it takes;
-time in which the launcher slept counts for nobody. What is replaced is killed first, and all that a child does is
-fenced by its incarnation, epoch or lease, so nothing of it can come late. `development_run` owns the watch.
+Invariant: a start takes as long as it takes, so a process that has not answered yet counts as silent only while it uses
+no processor time either, and for four times as long; time in which the launcher slept counts for nobody. What is
+replaced is killed first, and all that a child does is fenced by its incarnation, epoch or lease, so nothing of it can
+come late. `development_run` owns the watch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
+import psutil
 from grpc_health.v1 import health_pb2
 
 from astraflow.client import channel_options
@@ -24,6 +26,7 @@ __all__ = ["ChildWatch", "serves"]
 
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
+_START_GRACES, _START_SHOWN_S = 4, 60.0
 SHOWN_S = 5.0
 """A silence that is worth a person's attention."""
 
@@ -34,9 +37,10 @@ class ChildWatch:
     """Asks every child again and again. `silent` says who has not answered, and for how many seconds."""
 
     def __init__(self, *, grace_s: float, look_s: float = _LOOK_S) -> None:
-        """A child that has answered nothing for `grace_s` is replaced; 0: never."""
+        """A child that has answered nothing for `grace_s`, one that starts four times that, is replaced; 0: never."""
         self.grace_s = grace_s
         self.silent: dict[str, float] = {}
+        self._graces_s: dict[str, float] = {}
         self._look_s = look_s
         self._asked: list[tuple[Child, Ask]] = []
 
@@ -58,26 +62,28 @@ class ChildWatch:
                 pid, num_answers = process.pid if process is not None else 0, 0
             if child.running and await ask(child):
                 num_answers += 1
-            silent_s = silence.look((pid, num_answers))
-            self._note(child, silent_s if num_answers and child.running else 0.0)
+            silent_s = silence.look((pid, num_answers, None if num_answers else _cpu_s(pid)))
+            self._note(child, silent_s if child.running else 0.0, starts=not num_answers)
             await asyncio.sleep(self._look_s)
         self._note(child, 0.0)
 
-    def _note(self, child: Child, silent_s: float) -> None:
-        name = child.spec.name
-        if silent_s < min(SHOWN_S, self.grace_s or SHOWN_S):
+    def _note(self, child: Child, silent_s: float, *, starts: bool = False) -> None:
+        shown_s, graces = (_START_SHOWN_S, _START_GRACES) if starts else (SHOWN_S, 1)
+        name, grace_s = child.spec.name, graces * self.grace_s
+        if silent_s < min(shown_s, grace_s or shown_s):
             self.silent.pop(name, None)
             return
         if name not in self.silent:
-            log.warning("child.silent", child=name, since_s=round(silent_s, 1), replaced_after_s=self.grace_s)
-        self.silent[name] = silent_s
-        if 0 < self.grace_s <= silent_s:
+            log.warning("child.silent", child=name, since_s=round(silent_s, 1), replaced_after_s=grace_s)
+        self.silent[name], self._graces_s[name] = silent_s, grace_s
+        if 0 < grace_s <= silent_s:
             child.replace()
 
     def told(self, name: str) -> str:
         """What a person reads of a child that is silent."""
-        then = f"; replaced after {self.grace_s:.0f} s" if self.grace_s else ""
-        return f"alive, and has answered nothing for {self.silent[name]:.0f} s{then}"
+        silent_s, grace_s = self.silent[name], self._graces_s[name]
+        then = f"; replaced after {grace_s:.0f} s" if grace_s else ""
+        return f"alive, and has answered nothing for {silent_s:.0f} s{then}"
 
 
 async def serves(child: Child) -> bool:
@@ -97,3 +103,12 @@ async def serves(child: Child) -> bool:
         # Any answer shows that it moves, a refusal too.
         return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process has used, in steps of about 10 ms; 0 for one that is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

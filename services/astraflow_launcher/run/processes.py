@@ -65,7 +65,7 @@ class Child:
         self.exit_code: int | None = None
         self._recent: deque[float] = deque()
         self._quick_ends = 0
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.companions: list[Child] = []
         """The other children of its group."""
 
@@ -92,14 +92,16 @@ class Child:
             while True:
                 started_s = time.monotonic()
                 self.exit_code = await self._run_once()
-                if self._stopping or self.exit_code == ExitCode.OK:
+                if self._stopping.is_set() or self.exit_code == ExitCode.OK:
                     return
                 self._refuse_when_broken()
                 await self._end_companions()
                 self.restarts += 1
                 wait_s = self._backoff_s(lived_s=time.monotonic() - started_s)
                 log.warning("child.restarting", child=self.spec.name, exit_code=self.exit_code, wait_s=wait_s)
-                await asyncio.sleep(wait_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), wait_s)
+                    return
         finally:
             self.finished.set()
 
@@ -168,7 +170,7 @@ class Child:
 
     async def stop(self, *, grace_s: float) -> None:
         """Ask the child to drain, and end its process group when it has not within `grace_s`."""
-        self._stopping = True
+        self._stopping.set()
         process = self.process
         if process is None or process.returncode is not None:
             return

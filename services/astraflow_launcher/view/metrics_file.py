@@ -3,7 +3,8 @@ happen.
 
 Every line has `kind`, `run_id`, `policy` and the counter (`step` or `version`) that joins it with the
 daemons' logs. Invariant: each of them has one line, also over a run that is resumed in the same folder; a line
-cut short by a kill is removed; a number that is not finite is null.
+cut short by a kill is removed, one that a disk damaged is left where it is and written again when it is known; a number
+that is not finite is null.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from astraflow_kit.log import get_logger
 from astraflow_launcher.view.observation import Observation, StepPoint
 
 __all__ = ["MetricsFile", "to_json"]
+
+log = get_logger(__name__)
 
 _Key = tuple[object, ...]
 _NOT_METRICS = frozenset({"kind", "run_id", "policy", "step", "seconds"})
@@ -26,14 +30,24 @@ class MetricsFile:
     """Appends what is new in an observation. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
-        lines = _whole_lines(path)
-        self.earlier_steps: list[StepPoint] = [_point(line) for line in lines if line["kind"] == "step"]
+        self.earlier_steps: list[StepPoint] = []
         """Steps that earlier launchers of this run wrote, oldest first."""
-        self._known: set[_Key] = {_key(line) for line in lines}
+        self._known: set[_Key] = set()
+        for number, content in enumerate(_whole_lines(path), start=1):
+            try:
+                self._take_in(json.loads(content))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("metrics.line_damaged", path=str(path), line=number, message=repr(error))
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         self._run_id = run_id
         self._steps = 0
         self._versions: dict[str, int] = {}
+
+    def _take_in(self, line: dict[str, Any]) -> None:
+        key = _key(line)
+        if line["kind"] == "step":
+            self.earlier_steps.append(_point(line))
+        self._known.add(key)
 
     def write(self, observation: Observation) -> None:
         """Append steps, versions and complete evaluations that are not there yet."""
@@ -96,7 +110,7 @@ def _finite(value: object) -> object:
     return value
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
+def _whole_lines(path: Path) -> list[bytes]:
     """The lines of the file, after removing a last one that a kill cut short."""
     if not path.exists():
         return []
@@ -105,7 +119,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     if len(whole) < len(data):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    return whole.splitlines()
 
 
 def _key(line: Mapping[str, Any]) -> _Key:

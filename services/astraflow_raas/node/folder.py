@@ -14,6 +14,9 @@ from pathlib import Path
 
 from astraflow.errors import ConflictError
 from astraflow_kit.folder_lock import FolderLock, lock_folder
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
 
 _MAX_NAMES = 1000
 _NAME_LENGTH = 56
@@ -95,7 +98,13 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
 def _next_incarnation(path: Path) -> int:
     """Higher than ever before in this folder, and than that of an earlier machine under the same name."""
     counter = path / "incarnation"
-    last = int(counter.read_text()) if counter.is_file() else 0
+    try:
+        last = int(counter.read_bytes())
+    except FileNotFoundError:
+        last = 0
+    except ValueError:
+        log.warning("node.incarnation_damaged", path=str(counter), message="the time takes its place")
+        last = 0
     number = max(last + 1, int(time.time() * 1000))
     draft = path / ".incarnation"
     draft.write_text(f"{number}\n")

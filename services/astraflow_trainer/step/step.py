@@ -7,7 +7,7 @@ schedule untouched. Called by the trainer's loop.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ import torch
 
 from astraflow.recipe.algorithm import AlgorithmSettings, KlReference, ProximalAnchor
 from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow_kit import failpoints
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel, TokenScores
@@ -127,10 +128,12 @@ def train_step(
     ranks: Ranks | None = None,
     reference: PolicyModel | None = None,
     baselines: dict[str, float] | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> StepMetrics:
     """Train on this rank's `rows` of one batch; every rank calls it with its own share (which may be empty).
 
     `baselines` are the running baselines, by name: they become those after this batch, also when the step is skipped.
+    `moved` is called whenever a micro-batch is begun.
     `reference` is the frozen model of a KL term with `KlReference.MODEL`. Raises ValueError when it is
     missing, or when a row is longer than `tokens_per_microbatch`.
     """
@@ -140,7 +143,7 @@ def train_step(
     if plan.counts.num_tokens == 0:
         return _metrics(plan, optimizer=optimizer, skip_reason=SkipReason.NO_SIGNAL)
     learning_rate = optimizer.learning_rate
-    computed = _compute(policy, plan=plan, settings=settings, ranks=ranks, reference=reference)
+    computed = _compute(policy, plan=plan, settings=settings, ranks=ranks, reference=reference, moved=moved)
     loss = computed.statistics.metrics()
     gradient_norm = optimizer.gradient_norm()
     skip_reason = _guard(loss.loss, gradient_norm=gradient_norm)
@@ -221,10 +224,11 @@ def _compute(
     settings: StepSettings,
     ranks: Ranks,
     reference: PolicyModel | None,
+    moved: Callable[[], None],
 ) -> _Computed:
     """Forward and backward of all micro-batches; the gradient is left on the model's parameters."""
     algorithm = settings.algorithm
-    first = _first_pass(policy, plan=plan, settings=algorithm)
+    first = _first_pass(policy, plan=plan, settings=algorithm, moved=moved)
     region = settings.plugins.loss or resolve_region(
         torch.cat([scores.logprob_N for scores in first]) if first else torch.zeros(0),
         behavior_N=torch.cat([batch.behavior_logprob_N for batch in plan.batches])
@@ -237,7 +241,7 @@ def _compute(
         ranks=ranks,
     )
     statistics = LossStatistics.empty()
-    for number, batch in enumerate(plan.batches):
+    for number, batch in enumerate(_begun(plan.batches, moved)):
         live = len(first) == 1
         scores = first[0] if live else policy.score(batch)
         inputs = _loss_inputs(
@@ -250,7 +254,16 @@ def _compute(
     return _Computed(statistics=statistics.over_ranks(ranks), region=region)
 
 
-def _first_pass(policy: PolicyModel, *, plan: _Plan, settings: AlgorithmSettings) -> list[TokenScores]:
+def _begun(batches: Sequence[MicroBatch], moved: Callable[[], None]) -> Iterator[MicroBatch]:
+    for batch in batches:
+        moved()
+        failpoints.hit("trainer.micro_batch")
+        yield batch
+
+
+def _first_pass(
+    policy: PolicyModel, *, plan: _Plan, settings: AlgorithmSettings, moved: Callable[[], None]
+) -> list[TokenScores]:
     """Scores of all micro-batches under the weights of the step's start; empty when nothing needs them.
 
     With a single micro-batch on every rank the scores keep their graph and serve as the forward pass too.
@@ -258,7 +271,7 @@ def _first_pass(policy: PolicyModel, *, plan: _Plan, settings: AlgorithmSettings
     if not (settings.needs_step_bounds or isinstance(settings.anchor, ProximalAnchor)):
         return []
     with torch.set_grad_enabled(len(plan.batches) == 1):
-        return [policy.score(batch) for batch in plan.batches]
+        return [policy.score(batch) for batch in _begun(plan.batches, moved)]
 
 
 def _loss_inputs(

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import redis
 
 from astraflow_kit.lifecycle import ExitCode
 from support.chaos import Monkey, Story
+from support.damage import flip_a_byte
 from support.development import RunFiles, dev, wait_for
 from support.gray.clocks import Clocks
 
@@ -62,6 +64,14 @@ class Ground:
         pid = self.monkey.pid_of(role)
         assert pid is not None
         return pid
+
+    @contextlib.contextmanager
+    def reached(self, failpoint: str) -> Iterator[None]:
+        """A daemon comes to the moment at which the loop is armed; what it does there is not undone."""
+        wait_for(
+            lambda: any(hit.acted for hit in self.files.read_hits() if hit.name == failpoint), what=failpoint
+        )
+        yield
 
     @contextlib.contextmanager
     def clocks_ahead(self, hours: float, *roles: str) -> Iterator[None]:
@@ -123,6 +133,28 @@ class Ground:
             finally:
                 client.client_unpause()
 
+    @contextlib.contextmanager
+    def redis_set_back(self) -> Iterator[None]:
+        """Redis dies and comes back as it was a moment before: what it may lose is lost."""
+        folder, kept = self._mount_point("redis"), self.files.folder / "redis-kept"
+        with self.redis() as client:
+            client.client_pause(60_000, all=False)
+            shutil.copytree(folder, kept)
+            client.client_unpause()
+        taken = self.files.steps_taken()
+        wait_for(lambda: self.files.steps_taken() > taken, what="a step that is lost", period_s=0.01)
+        launcher, pid = self.require_pid("launcher"), self.require_pid("valkey")
+        os.kill(launcher, signal.SIGSTOP)  # it would start Redis again meanwhile
+        try:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: self.monkey.pid_of("valkey") is None, what="its end", period_s=0.01)
+            shutil.rmtree(folder / "appendonlydir")
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+        finally:
+            os.kill(launcher, signal.SIGCONT)
+        shutil.rmtree(kept)
+        yield
+
     # ----------------------------------------------------------------- disks
 
     @contextlib.contextmanager
@@ -156,6 +188,32 @@ class Ground:
             assert list(point.iterdir()) == [], "something was written into the mount point"
         finally:
             self._mount("store")
+
+    @contextlib.contextmanager
+    def store_parts_damaged(self) -> Iterator[None]:
+        """Every part that is stored meanwhile has a byte changed before anybody fetches it; then all are whole."""
+        whole: dict[Path, bytes] = {}
+        ended = threading.Event()
+        pattern, store = "*/*/parts/*.afwd", self._mount_point("store")
+        known = set(store.glob(pattern))
+
+        def damage() -> None:
+            while not ended.wait(0.001):
+                for path in set(store.glob(pattern)) - known:
+                    known.add(path)
+                    whole[path] = path.read_bytes()
+                    path.chmod(0o644)
+                    flip_a_byte(path)
+
+        damaging = threading.Thread(target=damage)
+        damaging.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            damaging.join()
+            for path, content in whole.items():
+                path.write_bytes(content)
 
     def _mount(self, name: str) -> None:
         _mount("--bind", str(self._disks[name] / "data"), str(self._mount_point(name)))

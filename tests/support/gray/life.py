@@ -139,7 +139,10 @@ class _Life:
 
     def meet_all(self, faults: Sequence[Fault]) -> Lived:
         ground = self._ground
-        with dev(self._folder, "--steps", "100000", variables=ground.variables) as launcher:
+        variables = {**ground.variables, "ASTRAFLOW_FAILPOINTS_LOG": str(self._files.hits)}
+        for fault in faults:
+            variables |= fault.variables
+        with dev(self._folder, "--steps", "100000", variables=variables) as launcher:
             ground.monkey.launcher = launcher
             wait_for(
                 lambda: self._files.steps_taken() >= 1 or launcher.poll() is not None,

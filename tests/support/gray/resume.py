@@ -12,11 +12,11 @@ from support.gray.faults import Damage
 from support.gray.life import Lived, Row, line_with
 
 _FIRST_STEPS, _STEPS_EACH = 4, 2
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 _LOOK_S = 0.1
 
 
-class _Talk:
+class Talk:
     """What the launcher and the daemons write from now on."""
 
     def __init__(self, files: RunFiles) -> None:
@@ -55,7 +55,7 @@ class Resumes:
     def live(self, damages: Sequence[Damage]) -> Lived:
         """Train a little, then damage one file after the other."""
         with dev(self._files.folder, "--steps", str(self._steps)) as launcher:
-            finish(launcher, self._files.folder, timeout_s=_PATIENCE_S)
+            finish(launcher, self._files.folder, timeout_s=PATIENCE_S)
         rows = [self._meet(damage) for damage in damages]
         found = audit(self._files.folder)
         return Lived(rows, found.violations, found.figures)
@@ -80,14 +80,14 @@ class Resumes:
             shutil.copytree(self._kept, self._files.data_dir, symlinks=True)
         if damage.refused or row.wrong:
             with dev(self._files.folder, "--steps", str(self._steps)) as launcher:
-                finish(launcher, self._files.folder, timeout_s=_PATIENCE_S)
+                finish(launcher, self._files.folder, timeout_s=PATIENCE_S)
         return row
 
     def _resume(self, damage: Damage, row: Row) -> None:
-        files, talk, began_s = self._files, _Talk(self._files), time.monotonic()
+        files, talk, began_s = self._files, Talk(self._files), time.monotonic()
         taken = files.steps_taken()
         with dev(files.folder, "--steps", str(self._steps)) as launcher:
-            while (status := launcher.poll()) is None and time.monotonic() - began_s < _PATIENCE_S:
+            while (status := launcher.poll()) is None and time.monotonic() - began_s < PATIENCE_S:
                 self._look(damage, row, talk, taken=taken, began_s=began_s)
                 time.sleep(_LOOK_S)
         self._look(damage, row, talk, taken=taken, began_s=began_s)
@@ -98,7 +98,7 @@ class Resumes:
         if damage.refused is (status == 0):
             row.wrong.append(f"the launch ended with status {status}:\n{talk.text()[:2500]}")
 
-    def _look(self, damage: Damage, row: Row, talk: _Talk, *, taken: int, began_s: float) -> None:
+    def _look(self, damage: Damage, row: Row, talk: Talk, *, taken: int, began_s: float) -> None:
         if row.recovered_s is None and self._files.steps_taken() > taken:
             row.recovered_s = time.monotonic() - began_s
         if not row.lines_said and (line := line_with(damage.said, talk.text())):

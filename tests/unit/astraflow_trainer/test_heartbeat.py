@@ -21,6 +21,7 @@ MISSING = State(phase=Phase.TRAINING, store_wait="store_missing", store_detail="
         (State(Phase.STARTING, "warm_start", 0.45, detail="steps"), Report("warm_start", "steps", 0.45)),
         (State(Phase.WAITING, "ready_groups"), Report()),
         (State(Phase.WAITING, PAUSED), Report("paused")),
+        (State(Phase.TRAINING, hung="in sum"), Report("trainer_hung", "in sum")),
         (MISSING, Report("store_missing", "file:///x is not mounted")),
     ],
 )

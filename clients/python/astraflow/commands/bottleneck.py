@@ -28,6 +28,7 @@ _BLOCKING = {
     "store_read_only": "the weight store may not be written",
     "store_full": "the weight store is full",
     "store_unreachable": "the weight store does not answer",
+    "trainer_hung": "a trainer stands still in a step",
     "trainer_silent": "a trainer is silent",
     "no_node": "no node works for the run",
     "no_capable_node": "no node can run the task",

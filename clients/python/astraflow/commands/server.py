@@ -209,14 +209,12 @@ class ServerOptions(DialOptions):
                     client.server_info()
                 yield client
             except UnavailableError as error:
-                if not isinstance(
-                    error.__cause__, RpcError
-                ):  # something else that the command asked, as a store
+                # Something else that the command asked, as a store, or a server that says what it lacks.
+                if not isinstance(error.__cause__, RpcError) or error.retry_after_s is not None:
                     raise
                 raise UnavailableError(
                     f"no dataflow server answers at {server.address} ({server.found_by}); start it, or give another "
-                    f"--join HOST:PORT. It said: {error.message}",
-                    retry_after_s=error.retry_after_s,
+                    f"--join HOST:PORT. It said: {error.message}"
                 ) from error
 
     def show(self, answer: M, text: Callable[[M], RenderableType]) -> None:

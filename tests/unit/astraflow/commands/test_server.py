@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpc import RpcError
 
 from astraflow.commands.server import Server, ServerOptions, find_server
 from astraflow.connecting.compatibility import CONTRACT_VERSION
@@ -99,6 +100,15 @@ def test_a_store_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: p
         ServerOptions(join=Server("127.0.0.1:1", "--join")).client(),
     ):
         raise UnavailableError("the store is away")
+
+
+def test_a_server_that_says_what_it_lacks_need_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("astraflow.client.Client.server_info", lambda _self: None)
+    with (
+        pytest.raises(UnavailableError, match=r"^Redis gave no answer$"),
+        ServerOptions(join=Server("127.0.0.1:1", "--join")).client(),
+    ):
+        raise UnavailableError("Redis gave no answer", retry_after_s=0.2) from RpcError()
 
 
 def test_a_server_of_another_contract_version_is_told_before_anything_is_asked_of_it() -> None:

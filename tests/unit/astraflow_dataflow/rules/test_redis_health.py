@@ -1,6 +1,6 @@
 """What the newest probes of Redis say is wrong, and since when."""
 
-from astraflow_dataflow.rules.redis_health import SLOW_PROBES, SLOW_S, RedisHealth
+from astraflow_dataflow.rules.redis_health import JUMP_MS, SLOW_PROBES, SLOW_S, ClockJumps, RedisHealth
 
 
 def made(*latencies_s: float) -> RedisHealth:
@@ -33,3 +33,16 @@ def test_a_problem_keeps_its_beginning_until_it_is_another_or_over() -> None:
     assert "maxmemory is 1G" in health.problem.detail
     health.answered(0.01, now_s=14.0)
     assert health.problem is None
+
+
+def test_a_clock_that_was_set_is_told_from_answers_that_come_late() -> None:
+    clock = ClockJumps()
+    for redis_ms, monotonic_s in [(10_000, 500.0), (20_000, 510.0), (30_000, 520.0 + JUMP_MS / 1000)]:
+        clock.look(redis_ms, monotonic_s=monotonic_s)
+    assert clock.jumped_ms == 0
+    hours_ms = 3 * 3_600_000
+    for redis_ms in (hours_ms + 60_000, hours_ms + 61_000):
+        clock.look(redis_ms, monotonic_s=490.0 + (redis_ms - hours_ms) / 1000)
+    assert clock.jumped_ms == hours_ms + 60_000
+    clock.look(62_000, monotonic_s=552.0)
+    assert clock.jumped_ms == 62_000, "and back"

@@ -56,6 +56,23 @@ def test_each_reason_has_its_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("heard_ms", "jumped_ms", "is_silent"),
+    [
+        (100, 800, False),  # the clock was set forward since
+        (100, 400, True),  # and for longer than the lease ago
+        (5_000_000, 800, False),  # set back
+        (5_000_000, 400, True),
+        (100, 0, True),
+        (0, 100, False),  # it was released
+    ],
+)
+def test_a_clock_that_is_set_makes_no_trainer_silent(heard_ms: int, jumped_ms: int, is_silent: bool) -> None:
+    audit = dataclasses.replace(with_policy(heard_ms=heard_ms), now_ms=1000)
+    found = reasons(audit, NODE, trainer_lease_s=0.5, clock_jumped_ms=jumped_ms)
+    assert found == ([("batch", "trainer_silent")] if is_silent else [])
+
+
+@pytest.mark.parametrize(
     ("policy", "release"),
     [
         ({"outstanding": 4}, "nodes finish the outstanding groups"),

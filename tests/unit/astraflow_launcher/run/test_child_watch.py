@@ -46,8 +46,21 @@ async def watching(watch: ChildWatch) -> AsyncIterator[None]:
             await task
 
 
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Processor time of every child that has not answered: the sum of what is in the list; a start uses some."""
+    seconds = [1.0]
+
+    def cpu_s(_pid: int) -> float:
+        seconds.append(seconds[0])
+        return sum(seconds)
+
+    monkeypatch.setattr("astraflow_launcher.run.child_watch._cpu_s", cpu_s)
+    return seconds
+
+
 async def test_a_child_that_falls_silent_is_replaced_once_and_the_next_one_has_its_own_time(
-    tmp_path: Path,
+    tmp_path: Path, used: list[float]
 ) -> None:
     answers, watch = Answers(), ChildWatch(grace_s=GRACE_S, look_s=0.02)
     async with Supervisor(stop_grace_s=1) as supervisor:
@@ -58,10 +71,23 @@ async def test_a_child_that_falls_silent_is_replaced_once_and_the_next_one_has_i
             first, answers.given = process.pid, False
             await eventually(lambda: process.child.restarts == 1, what="it is replaced")
             await eventually(lambda: process.child.running and process.pid != first, what="the next one runs")
-            await asyncio.sleep(2 * GRACE_S)
-            assert process.child.restarts == 1, "a start takes as long as it takes"
+            looks = len(used)
+            await eventually(lambda: len(used) > looks + 5 * GRACE_S / 0.02, what="more than its time")
+            assert process.child.restarts == 1, "a start that does something takes as long as it takes"
             assert watch.silent == {}
             answers.given = True
+
+
+async def test_a_child_that_hangs_before_its_first_answer_is_replaced_too(
+    tmp_path: Path, used: list[float]
+) -> None:
+    answers, watch = Answers(), ChildWatch(grace_s=GRACE_S, look_s=0.02)
+    answers.given, used[:] = False, [0.0]
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        process = await IdleProcess.start(supervisor, tmp_path, name="node-1")
+        watch.add(process.child, answers)
+        async with watching(watch):
+            await eventually(lambda: process.child.restarts == 1, what="it is replaced")
 
 
 async def test_who_is_not_replaced_is_named_until_it_answers(

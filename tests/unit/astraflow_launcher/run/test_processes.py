@@ -99,6 +99,15 @@ async def test_a_child_that_never_becomes_ready_is_reported_with_its_log(tmp_pat
             await supervisor.wait_ready(child, timeout_s=0.3)
 
 
+async def test_a_child_that_is_stopped_between_two_lives_stays_down(tmp_path: Path) -> None:
+    async with Supervisor() as supervisor:
+        child = await supervisor.start(_spec(tmp_path, "print('lived'); raise SystemExit(1)"))
+        await eventually(lambda: child.restarts == 4, what="it waits for its fifth life")
+        await supervisor.stop("child")
+        assert child.finished.is_set()
+    assert (tmp_path / "child.log").read_text().count("lived") == 4
+
+
 async def test_stopping_ends_a_child_that_ignores_the_signal_and_its_grandchildren(tmp_path: Path) -> None:
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -129,3 +129,14 @@ def test_numbers_that_json_does_not_know_are_null(path: Path) -> None:
 def test_values_of_any_depth_become_json_that_every_reader_takes() -> None:
     text = '{"a": [1.5, null], "b": {"c": null}, "d": "nan"}'
     assert to_json({"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": "nan"}) == text
+
+
+@pytest.mark.parametrize("damaged", [b'{"kind": "stap"}', b'{"kind"', b"[]", b"\xff\x00", b"7"])
+def test_a_line_that_a_disk_damaged_is_passed_over(path: Path, damaged: bytes) -> None:
+    with MetricsFile(path, run_id="run") as metrics:
+        metrics.write(Observation(steps=[STEP]))
+    whole = path.read_bytes()
+    path.write_bytes(damaged + b"\n" + whole)
+    with MetricsFile(path, run_id="run") as metrics:
+        assert metrics.earlier_steps == [STEP]
+    assert path.read_bytes() == damaged + b"\n" + whole

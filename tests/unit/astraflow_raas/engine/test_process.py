@@ -56,6 +56,20 @@ async def test_an_engine_is_usable_once_it_is_healthy_and_ends_with_its_helpers(
     await process.end()
 
 
+async def test_an_engine_whose_processes_all_stand_still_is_ended_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_raas.engine.process._TERM_GRACE_S", 0.2)
+    process = await started(HEALTHY, tmp_path)
+    await process.wait_healthy(timeout_s=20.0)
+    members = family(process)
+    for member in members:
+        member.suspend()
+    await process.end()
+    assert not process.alive
+    await eventually(lambda: all(map(is_gone, members)), what="all have ended")
+
+
 async def test_an_engine_that_dies_is_quoted_with_the_end_of_its_log(tmp_path: Path) -> None:
     process = await started(DIES, tmp_path)
     with pytest.raises(EngineUnavailable, match="no such model"):

@@ -57,3 +57,10 @@ def test_what_a_killed_node_left_of_its_episodes_is_removed_by_its_next_start(tm
     second = claim_folder(tmp_path, node_id="node-1")
     assert not list(second.scratch.iterdir())
     second.release()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"17\x80", b"17x5\n"])
+def test_a_damaged_incarnation_gives_way_to_the_time(tmp_path: Path, damaged: bytes) -> None:
+    before = one_life(tmp_path)
+    (tmp_path / "node-1" / "incarnation").write_bytes(damaged)
+    assert one_life(tmp_path) >= before

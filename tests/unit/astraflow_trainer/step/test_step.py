@@ -57,6 +57,13 @@ def _run(
     return metrics, metrics.loss, {k: 10 * moment for k, moment in state.items() if k.startswith("exp_avg.")}
 
 
+def test_it_says_at_each_micro_batch_that_it_gets_on(make_policy: MakePolicy) -> None:
+    moves: list[str] = []
+    settings = StepSettings(tokens_per_microbatch=40)
+    metrics, _, _ = _run(make_policy(), make_rows(num_rows=16), settings, moved=lambda: moves.append("moved"))
+    assert len(moves) >= metrics.num_micro_batches > 2
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_packing_changes_nothing_of_a_step(
     name: str, make_policy: MakePolicy, documented: RecipeSource
