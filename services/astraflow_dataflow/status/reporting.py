@@ -291,6 +291,7 @@ def _evaluation_message(item: StoredEvaluation, policy_id: str) -> admin_service
         mean_reward=math.nan if item.is_scarce else mean_reward(list(own.values())),
         complete=item.state != "open",
         final=item.final,
+        samples_per_task=item.samples_per_task,
         versions=item.versions,
         metrics={name: total / number for name, (total, number) in item.metrics.items()},
     )

@@ -532,6 +532,7 @@ class Evaluation(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_TASK_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy evaluated."""
     version: _builtins.int
@@ -550,6 +551,8 @@ class Evaluation(_message.Message):
     """True for the run's final evaluation."""
     evaluation_id: _builtins.str
     """The evaluation; the same in the messages of its other policies."""
+    samples_per_task: _builtins.int
+    """Samples of each held-out task."""
     @_builtins.property
     def complete_time(self) -> _timestamp_pb2.Timestamp:
         """When it was completed."""
@@ -581,10 +584,11 @@ class Evaluation(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         roles: _abc.Iterable[Global___RoleResult] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        samples_per_task: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["complete_time", b"complete_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "evaluation_id", b"evaluation_id", "final", b"final", "mean_reward", b"mean_reward", "metrics", b"metrics", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "roles", b"roles", "version", b"version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "evaluation_id", b"evaluation_id", "final", b"final", "mean_reward", b"mean_reward", "metrics", b"metrics", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "roles", b"roles", "samples_per_task", b"samples_per_task", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
