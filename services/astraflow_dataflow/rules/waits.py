@@ -109,8 +109,11 @@ def current_waits(
     skipped: int = 0,
     refused: Refused | None = None,
     trainer_lease_s: float = math.inf,
+    trains: bool = True,
 ) -> list[Wait]:
-    """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent."""
+    """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent. A run that
+    does not train waits for no batch, and leases nothing for training.
+    """
     if audit.life is Life.FINISHED:
         return []
     connected = [node for node in nodes if node.connected]
@@ -118,7 +121,7 @@ def current_waits(
     if refused is not None and refused.count:
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
-        waits += _lease_waits(audit, connected, faults, skipped)
+        waits += _lease_waits(audit, connected, faults, skipped, trains=trains)
         waits += _starting_nodes(connected)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
@@ -128,7 +131,7 @@ def current_waits(
         if audit.life is Life.ACTIVE:
             waits += _node_waits(policy, connected)
         waits += _reported_waits(policy, now_ms=audit.now_ms)
-        if not policy.frozen:
+        if not policy.frozen and (trains or policy.doubt):
             waits += _batch_waits(policy, now_ms=audit.now_ms, lease_ms=1000 * trainer_lease_s)
             waits += _publish_waits(policy)
     return waits
@@ -205,7 +208,12 @@ def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
 
 
 def _lease_waits(
-    audit: Audit, connected: Sequence[NodeStatus], faults: Sequence[PluginFault], skipped: int
+    audit: Audit,
+    connected: Sequence[NodeStatus],
+    faults: Sequence[PluginFault],
+    skipped: int,
+    *,
+    trains: bool,
 ) -> list[Wait]:
     if not connected:
         return [
@@ -229,6 +237,8 @@ def _lease_waits(
                 remedy,
             )
         ]
+    if not trains:
+        return []
     trained = [policy for policy in audit.policies if not (policy.frozen or policy.waits_for_turn_of)]
     full = [policy for policy in trained if policy.credit == 0]
     if len(full) == len(trained) or not audit.admitted:

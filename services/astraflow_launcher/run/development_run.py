@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -97,6 +98,8 @@ class DevelopmentRun:
         self._interrupted = asyncio.Event()
         self._started = time.monotonic()
         self._goal_met = False
+        self._trains = bool(options.loaded.recipe.run.steps)
+        """Else the run is one evaluation, which ends by itself; what is interrupted is not evaluated again."""
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._supervisor = Supervisor()
         self._tokens = None if Part.DATAFLOW in options.without else RunTokens(self._folder.root)
@@ -263,12 +266,13 @@ class DevelopmentRun:
             await self._until(self._trainers_ended, metrics, doing="finishing the step")
             started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
             has_nodes = Part.RAAS not in self._options.without or started_by_hand
-            if has_nodes and observer.observation.versions:
+            if self._trains and has_nodes and observer.observation.versions:
                 await self._finish_run()
                 await self._until(lambda seen: seen.run_finished, metrics, doing="final evaluation")
             if started_by_hand:
                 await self._let_nodes_leave()
             await observer.round()
+            await observer.read_last_evaluation(self._folder.samples)
             metrics.write(observer.observation)
         finally:
             polling.cancel()
@@ -276,12 +280,13 @@ class DevelopmentRun:
                 await polling
 
     async def _until(self, done: Callable[[Observation], bool], metrics: MetricsFile, *, doing: str) -> None:
-        """Show every new observation until `done`; everything but training has a deadline."""
+        """Show every new observation until `done`; everything but training ends when nothing moves for long."""
         observer, observation = self._observer, self._observer.observation
-        deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
-        sampled = 0.0
+        sampled, evaluated, deadline = 0.0, -1, math.inf
         while not done(observation):
-            if deadline is not None and time.monotonic() > deadline:
+            if doing != "running" and observation.num_evaluated > evaluated:
+                evaluated, deadline = observation.num_evaluated, time.monotonic() + _FINISH_TIMEOUT_S
+            if time.monotonic() > deadline:
                 log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
                 return
             self._supervisor.raise_failures()
@@ -306,7 +311,9 @@ class DevelopmentRun:
                 self._frozen[policy.policy_id] = await self._start(child.spec)
 
     def _training_over(self, observation: Observation) -> bool:
-        if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):
+        if self._interrupted.is_set() or (
+            self._trains and self._trainers and self._trainers_ended(observation)
+        ):
             return True
         timeout_s = self._options.timeout_s
         if timeout_s is not None and time.monotonic() - self._started > timeout_s:

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import pytest
 
-from astraflow_launcher.commands import dev
+from astraflow_launcher.commands import local_run
 from astraflow_launcher.run.development_run import Options, Part
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.observation import Observation
@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(dev, "configure", _close)
+    monkeypatch.setattr(local_run, "configure", _close)
     return partial(cli.run, "dev")
 
 
@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
             facts = {"wall_s": 1.0, "peak_pss_bytes": 0, "data_dir": str(seen[-1].folder.root)}
             return summarize(Observation(), goal_met=None if seen[-1].goal is None else False, **facts)
 
-    monkeypatch.setattr(dev, "DevelopmentRun", EndedRun)
+    monkeypatch.setattr(local_run, "DevelopmentRun", EndedRun)
     return seen
 
 
