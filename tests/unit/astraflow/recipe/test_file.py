@@ -143,7 +143,7 @@ def test_a_run_of_no_steps_trains_no_policy_whatever_it_says() -> None:
 
 def test_an_evaluation_has_a_million_samples_at_most() -> None:
     overrides = ["dataflow.evaluation={num_samples: 1, final_samples: 1000, samples_per_task: 1001}"]
-    with pytest.raises(RecipeError, match="1,001,000 samples .* is larger than 1,000,000"):
+    with pytest.raises(RecipeError, match=r"1,001,000 samples .* is larger than 1,000,000"):
         parse_recipe(GOOD, overrides=overrides)
 
 
