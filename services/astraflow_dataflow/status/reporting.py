@@ -164,7 +164,7 @@ class Reporting:
             skipped=context.skipped,
             refused=refused,
             trainer_lease_s=self.trainer_lease_s,
-            trains=bool(context.recipe.run.steps),
+            trains=context.recipe.trains,
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)

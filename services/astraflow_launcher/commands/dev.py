@@ -94,7 +94,7 @@ def dev(
     serve: Serve = "",
     engine: Engine = "",
     engine_python: EnginePython = None,
-    environments: Environments = None,
+    environment: Environments = None,
     trainer_ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
     ] = 1,
@@ -130,11 +130,7 @@ def dev(
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
     of_nodes, engines = node_options(
-        loaded.recipe,
-        serve=serve,
-        engine=engine,
-        engine_python=engine_python,
-        environments=environments or [],
+        loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
     if dry_run:

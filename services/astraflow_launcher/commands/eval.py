@@ -83,7 +83,7 @@ def evaluate(
     serve: Serve = "",
     engine: Engine = "",
     engine_python: EnginePython = None,
-    environments: Environments = None,
+    environment: Environments = None,
     data_dir: DataDir = None,
     as_json_: AsJson = False,
     quiet: Quiet = False,
@@ -102,11 +102,7 @@ def evaluate(
         weights=_Weights(weights or [], run, version),
     )
     of_nodes, _ = node_options(
-        loaded.recipe,
-        serve=serve,
-        engine=engine,
-        engine_python=engine_python,
-        environments=environments or [],
+        loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     require_heldout(loaded)
     folder, console = own_folder(loaded, data_dir), Console(stderr=True)

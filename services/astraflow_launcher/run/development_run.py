@@ -98,8 +98,7 @@ class DevelopmentRun:
         self._interrupted = asyncio.Event()
         self._started = time.monotonic()
         self._goal_met = False
-        self._trains = bool(options.loaded.recipe.run.steps)
-        """Else the run is one evaluation, which ends by itself; what is interrupted is not evaluated again."""
+        self._trains = options.loaded.recipe.trains  # else it is one evaluation, which ends by itself
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._supervisor = Supervisor()
         self._tokens = None if Part.DATAFLOW in options.without else RunTokens(self._folder.root)
@@ -311,18 +310,15 @@ class DevelopmentRun:
                 self._frozen[policy.policy_id] = await self._start(child.spec)
 
     def _training_over(self, observation: Observation) -> bool:
-        if self._interrupted.is_set() or (
-            self._trains and self._trainers and self._trainers_ended(observation)
-        ):
+        trained = self._trains and self._trainers and self._trainers_ended(observation)
+        if self._interrupted.is_set() or trained:
             return True
         timeout_s = self._options.timeout_s
         if timeout_s is not None and time.monotonic() - self._started > timeout_s:
             log.warning("run.timed_out", timeout_s=timeout_s)
             return True
-        if self._options.goal is not None and self._options.goal.met(observation):
-            self._goal_met = True
-            return True
-        return observation.run_finished
+        self._goal_met = self._options.goal is not None and self._options.goal.met(observation)
+        return self._goal_met or observation.run_finished
 
     def _trainers_ended(self, observation: Observation) -> bool:
         del observation

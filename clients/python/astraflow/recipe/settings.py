@@ -387,6 +387,11 @@ class Recipe(Section):
         )
 
     @property
+    def trains(self) -> bool:
+        """Whether policies take steps; else the run is one evaluation of what they start from."""
+        return self.run.steps > 0
+
+    @property
     def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
         """How the rewards of each trained role become advantages."""
         policies = {
