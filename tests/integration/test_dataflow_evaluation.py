@@ -4,6 +4,7 @@ run finishes.
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -299,7 +300,7 @@ THRICE = "{every_versions: 0, final_samples: 2, samples_per_task: 3}"
 NO_STEPS = ("run.steps=0",)
 
 
-async def evaluation(world: World, **fields: object) -> evaluation_service_pb2.GetEvaluationResponse:
+async def evaluation(world: World, **fields: Any) -> evaluation_service_pb2.GetEvaluationResponse:
     """An evaluation in full, the newest unless `fields` name another."""
     return await world.ask(evaluation_service_pb2.GetEvaluationResponse, **fields)
 

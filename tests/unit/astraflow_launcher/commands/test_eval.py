@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -76,7 +76,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         async def run(self) -> Summary:
             planned = 2 * seen[-1].loaded.recipe.dataflow.evaluation.final_samples
             passed = [evaluation_service_pb2.PassAtK(k=k, value=k / 2, num_tasks=1) for k in (1, 2)]
-            facts = {"num_tasks": 2, "mean_reward": 0.5, "avg_at_k": 0.25, "truncated_fraction": 0.125}
+            facts: dict[str, Any] = {"num_tasks": 2, "mean_reward": 0.5, "avg_at_k": 0.25}
             found = evaluation_service_pb2.GetEvaluationResponse(
                 evaluations=[
                     admin_service_pb2.Evaluation(
@@ -89,12 +89,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
                 ],
                 scores=[
                     evaluation_service_pb2.Score(
-                        policy_id="solver", source=source, num_samples=3, pass_at_k=passed, **facts
+                        policy_id="solver",
+                        source=source,
+                        num_samples=3,
+                        pass_at_k=passed,
+                        truncated_fraction=0.125,
+                        **facts,
                     )
                     for source in ("", "hard")
                 ],
             )
-            measured = {"wall_s": 1.0, "peak_pss_bytes": 0, "data_dir": str(seen[-1].folder.root)}
+            measured: dict[str, Any] = {
+                "wall_s": 1.0,
+                "peak_pss_bytes": 0,
+                "data_dir": str(seen[-1].folder.root),
+            }
             return summarize(Observation(last_evaluation=found), goal_met=None, **measured)
 
     monkeypatch.setattr(local_run, "DevelopmentRun", EndedRun)
