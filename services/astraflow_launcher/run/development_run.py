@@ -109,7 +109,7 @@ class DevelopmentRun:
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
         self._frozen: dict[str, Child] = {}
-        """Trainers of policies that are not trained: they end when they have published."""
+        """Trainers that take no step: they end when they have published."""
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
@@ -186,12 +186,12 @@ class DevelopmentRun:
                 self._child_watch.add(child, serves)
 
     async def _start_trainer(self, policy: str) -> None:
-        """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
+        """Start all ranks; the first one answers for them. One that takes no step publishes its weights and ends."""
         recipe = self._options.loaded.recipe
         settings = recipe.policy(policy)
         if settings.model.external is not None or policy in recipe.snapshots:
             return
-        if not settings.train:
+        if not (settings.train and self._trains):
             spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)
             self._frozen[policy] = await self._start(spec)
             return
@@ -310,8 +310,7 @@ class DevelopmentRun:
                 self._frozen[policy.policy_id] = await self._start(child.spec)
 
     def _training_over(self, observation: Observation) -> bool:
-        trained = self._trains and self._trainers and self._trainers_ended(observation)
-        if self._interrupted.is_set() or trained:
+        if self._interrupted.is_set() or (self._trainers and self._trainers_ended(observation)):
             return True
         timeout_s = self._options.timeout_s
         if timeout_s is not None and time.monotonic() - self._started > timeout_s:
