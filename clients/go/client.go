@@ -43,6 +43,7 @@ type Client struct {
 	Trajectories dataflowv1.TrajectoryServiceClient
 	Batches      dataflowv1.BatchServiceClient
 	Versions     dataflowv1.VersionServiceClient
+	Evaluations  dataflowv1.EvaluationServiceClient
 	Admin        dataflowv1.AdminServiceClient
 	// Channel is what the services call through, for rpcs that none of them has.
 	Channel grpc.ClientConnInterface
@@ -172,6 +173,7 @@ func Connect(target string, options ...Option) (*Client, error) {
 		Trajectories: dataflowv1.NewTrajectoryServiceClient(calls),
 		Batches:      dataflowv1.NewBatchServiceClient(calls),
 		Versions:     dataflowv1.NewVersionServiceClient(calls),
+		Evaluations:  dataflowv1.NewEvaluationServiceClient(calls),
 		Admin:        dataflowv1.NewAdminServiceClient(calls),
 		Channel:      calls,
 		address:      chosen.join.Address,

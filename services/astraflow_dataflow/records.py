@@ -96,6 +96,8 @@ class StoredEvaluation:
     versions: Mapping[str, int]
     """Of each trained policy."""
     planned: int
+    """Samples, `samples_per_task` of each held-out task."""
+    samples_per_task: int
     final: bool
     state: str
     """`open`, `complete` or `given_up`."""

@@ -172,6 +172,8 @@ class RunLoop:
                 await self._advance(item, newest=newest)
         if life is Life.FINISHING:
             await self._finish(evaluations, newest if len(newest) == len(policies) else {})
+        elif not self.context.recipe.trains and evaluation.finals_complete(evaluations, newest=newest):
+            await self.store.runs.advance(self.context.run_id, Life.FINISHING)  # it takes no step
 
     async def _plan(
         self, newest: Mapping[str, int], evaluations: Sequence[StoredEvaluation], life: Life
@@ -179,7 +181,7 @@ class RunLoop:
         """Plan the pass that is due; returns whether there is a new one."""
         settings = self.context.recipe.dataflow.evaluation
         plan: evaluation.Plan | None = evaluation.plan_final(newest, settings=settings)
-        if life is not Life.FINISHING:
+        if life is not Life.FINISHING and self.context.recipe.trains:
             plan = evaluation.plan_periodic(newest, evaluations, settings=settings)
         if plan is None or not plan.versions:
             return False
@@ -188,6 +190,7 @@ class RunLoop:
             plan.evaluation_id,
             versions=plan.versions,
             planned=plan.planned,
+            samples_per_task=plan.samples_per_task,
             final=plan.final,
         )
         if is_new:

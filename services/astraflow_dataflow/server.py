@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from astraflow.dataflow.v1 import (
     admin_service_pb2_grpc,
     batch_service_pb2_grpc,
+    evaluation_service_pb2_grpc,
     run_service_pb2_grpc,
     task_service_pb2_grpc,
     trajectory_service_pb2_grpc,
@@ -32,6 +33,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
+from astraflow_dataflow.servicers.evaluation_servicer import EvaluationServicer
 from astraflow_dataflow.servicers.run_servicer import RunServicer
 from astraflow_dataflow.servicers.scaler_servicer import ScalerServicer
 from astraflow_dataflow.servicers.task_servicer import TaskServicer
@@ -150,7 +152,7 @@ class Dataflow:
                 context.wakeups.deliver(Event(topic="durable", fields={}))
 
     def registrations(self) -> list[Registration]:
-        """The six services with their servicers."""
+        """The services with their servicers."""
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
         runs = RunServicer(store, registry, versions, durability, self.grants, self.settings.batch_lease_s)
         leasing, silence_s = Leasing(store, self.metrics), self.settings.node_silence_s
@@ -175,6 +177,10 @@ class Dataflow:
             (
                 version_service_pb2_grpc.add_VersionServiceServicer_to_server,
                 VersionServicer(registry, versions, durability, self.grants),
+            ),
+            (
+                evaluation_service_pb2_grpc.add_EvaluationServiceServicer_to_server,
+                EvaluationServicer(store, registry),
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,

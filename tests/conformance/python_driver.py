@@ -33,6 +33,7 @@ Operation = Mapping[str, Any]
 ATTRIBUTES = {
     "AdminService": "admin",
     "BatchService": "batches",
+    "EvaluationService": "evaluations",
     "RunService": "runs",
     "TaskService": "tasks",
     "TrajectoryService": "trajectories",

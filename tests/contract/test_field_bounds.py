@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
+from astraflow.dataflow.v1 import evaluation_service_pb2 as evaluations
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
@@ -289,6 +290,8 @@ ROWS = [
     Row(request_of(admin.ListNodesRequest), "page_size"),
     Row(request_of(admin.DrainNodeRequest, node_id="gone"), "reason", ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]),
     Row(admin.RevokeTokenRequest(), "token.token_id", ["a", "~" * 128], ["", "a b", "a" * 129]),
+    Row(request_of(evaluations.GetEvaluationRequest), "page_size"),
+    Row(request_of(evaluations.GetEvaluationRequest), "page_token", ["", "0"], ["x"]),
     Row(request_of(admin.ListDeadLettersRequest), "page_size"),
     Row(request_of(admin.ListDeadLettersRequest), "page_token", ["", "1-0"], ["x", "1"]),
     *(

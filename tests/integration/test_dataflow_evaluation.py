@@ -4,9 +4,13 @@ run finishes.
 
 import asyncio
 import math
+from typing import Any
 
-from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, trajectory_service_pb2
+import pytest
+
+from astraflow.dataflow.v1 import admin_service_pb2, evaluation_service_pb2, run_pb2, trajectory_service_pb2
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from astraflow.errors import NotFoundError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Life
 from support.dataflow_world import Node, Trainer, World, make_trajectory, served, until
@@ -290,3 +294,82 @@ async def test_nodes_get_no_newer_version_of_any_policy_while_a_pass_is_open(wor
     assert [found.version for found in await for_nodes(context, "solver", 0)] == [1]
     newest = (await evaluations(world))[-1]
     assert dict(newest.versions) == {"solver": 1, "verifier": 0}
+
+
+THRICE = "{every_versions: 0, final_samples: 2, samples_per_task: 3}"
+NO_STEPS = ("run.steps=0",)
+
+
+async def evaluation(world: World, **fields: Any) -> evaluation_service_pb2.GetEvaluationResponse:
+    """An evaluation in full, the newest unless `fields` name another."""
+    return await world.ask(evaluation_service_pb2.GetEvaluationResponse, **fields)
+
+
+async def test_a_held_out_task_has_several_samples_that_are_scored_together(world: World) -> None:
+    _, node = await started(world, evaluation=THRICE)
+    leases = [lease for lease in await node.lease(6) if lease.required_versions]
+    prompts = [lease.task.messages[0].content for lease in leases]
+    assert prompts == ["heldout-0"] * 3 + ["heldout-1"] * 3
+    assert len({lease.seed for lease in leases}) == 6
+    for lease, reward in zip(leases, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], strict=True):
+        await node.complete(lease, reward=reward)
+    found = await evaluation(world)
+    (described,) = found.evaluations
+    assert (described.num_samples, described.samples_per_task, described.complete) == (6, 3, True)
+    (score,) = found.scores
+    assert (score.num_tasks, score.num_samples, score.avg_at_k) == (2, 6, 0.5)
+    # c = 1 and c = 2 of n = 3: 1 − C(2, 2) / C(3, 2) = 2 / 3, and 1.
+    assert [(item.k, item.value) for item in score.pass_at_k] == [
+        (1, 0.5),
+        (2, pytest.approx(5 / 6)),
+        (3, 1.0),
+    ]
+    assert [task.task_id for task in found.tasks] == ["heldout-0", "heldout-1"]
+    assert [[item.reward for item in task.samples] for task in found.tasks] == [[1, 0, 0], [1, 1, 0]]
+
+
+async def test_tasks_of_an_evaluation_come_page_by_page(world: World) -> None:
+    _, node = await started(world)
+    await evaluate(node)
+    first = await evaluation(world, page_size=2)
+    second = await evaluation(world, page_size=2, page_token=first.next_page_token)
+    assert [task.index for task in [*first.tasks, *second.tasks]] == [0, 1, 2]
+    assert second.next_page_token == ""
+    assert first.scores == second.scores
+
+
+async def test_an_evaluation_that_there_is_not_is_refused_with_those_there_are(world: World) -> None:
+    await started(world)
+    with pytest.raises(NotFoundError, match=r"no evaluation '9:final'; its newest are: 0:periodic"):
+        await evaluation(world, evaluation_id="9:final")
+
+
+async def test_a_data_set_that_ends_ends_the_evaluation_with_whole_tasks(world: World) -> None:
+    _, node = await started(world, dataset="Short", evaluation="{final_samples: 5, samples_per_task: 2}")
+    assert await evaluate(node) == 4
+    (found,) = (await evaluation(world)).evaluations
+    assert (found.num_planned, found.complete) == (4, True)
+
+
+async def test_a_run_of_no_steps_is_its_final_evaluation_and_ends_by_itself(world: World) -> None:
+    await world.create_run(dataset="Counting", evaluation=FIRST_ONLY, overrides=NO_STEPS)
+    trainer, node = await world.trainer(publish_first=False), await world.node()
+    assert await node.lease(4, wait_s=0) == []
+    assert (await world.status()).state == run_pb2.RUN_STATE_ACTIVE
+    await trainer.publish(version=0, step=0)
+    node.serving = {"solver": 0}
+    await until_finished(world, node)
+    (found,) = await evaluations(world)
+    assert (found.version, found.final, found.num_samples) == (0, True, 3)
+    await world.has_account(ingested=3, evaluated=3)
+
+
+async def test_journals_of_all_but_the_newest_evaluations_are_let_go(world: World) -> None:
+    await started(world)
+    run_id, store = world.run_id, world.dataflow.store.evaluations
+    names = [f"0:{number:02}" for number in range(17)]
+    for name in names:
+        await store.plan(run_id, name, versions={"solver": 0}, planned=0, samples_per_task=1, final=True)
+        await store.feed(run_id, name, expected_fed=0, planned=0, tasks=[], journal='[0, "t", ""]\n')
+    kept = [bool(await store.journal(run_id, name)) for name in names]
+    assert kept == [False, *[True] * 16]

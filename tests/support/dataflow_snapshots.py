@@ -71,6 +71,7 @@ EVALUATION = StoredEvaluation(
     evaluation_id="e",
     versions={"p": 0},
     planned=4,
+    samples_per_task=1,
     final=False,
     state="open",
     fed=4,

@@ -51,6 +51,7 @@ Reply = TypeVar("Reply", bound=Message)
 ATTRIBUTES = {
     "AdminService": "admin",
     "BatchService": "batches",
+    "EvaluationService": "evaluations",
     "RunService": "runs",
     "TaskService": "tasks",
     "TrajectoryService": "trajectories",

@@ -17,6 +17,8 @@ import grpc
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import admin_service_pb2_grpc as admin_grpc
+from astraflow.dataflow.v1 import evaluation_service_pb2 as evaluation_rpcs
+from astraflow.dataflow.v1 import evaluation_service_pb2_grpc as evaluations_grpc
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
@@ -38,6 +40,7 @@ Status = admin.StatusResponse
 @dataclass
 class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it answers neither
     admin_grpc.AdminServiceServicer,
+    evaluations_grpc.EvaluationServiceServicer,
     runs_grpc.RunServiceServicer,
     versions_grpc.VersionServiceServicer,
 ):
@@ -94,6 +97,17 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
         found = list(reversed(self.versions[max(0, end - size) : end]))
         token = str(end - size) if end > size else ""
         return version_rpcs.ListVersionsResponse(versions=found, next_page_token=token)
+
+    async def GetEvaluation(self, request: Any, context: Any) -> evaluation_rpcs.GetEvaluationResponse:
+        """The newest, with a task on each of two pages and its mean reward as its score."""
+        newest = self.status.evaluations[-1]
+        second = request.page_token == "1"
+        return evaluation_rpcs.GetEvaluationResponse(
+            evaluations=[newest],
+            scores=[evaluation_rpcs.Score(policy_id=POLICY, avg_at_k=newest.mean_reward)],
+            tasks=[evaluation_rpcs.TaskResult(index=int(second))],
+            next_page_token="" if second else "1",
+        )
 
     async def CreateRun(self, request: Any, context: Any) -> runs.CreateRunResponse:
         """Keep the run."""

@@ -39,6 +39,9 @@ COMMANDS: dict[str, Subcommand] = {
     "dev": Subcommand(
         "astraflow_launcher.commands.dev", "Run a recipe on this machine and watch it learn.", "dev", _START
     ),
+    "eval": Subcommand(
+        "astraflow_launcher.commands.eval", "Score a model or a version on held-out tasks.", "dev", _START
+    ),
     "doctor": Subcommand(
         "astraflow_launcher.commands.doctor", "Check this machine and suggest fixes.", "dev", _START
     ),

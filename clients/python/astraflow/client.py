@@ -37,6 +37,7 @@ from astraflow.dataflow.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
     batch_service_pb2_grpc,
+    evaluation_service_pb2_grpc,
     run_service_pb2_grpc,
     task_service_pb2_grpc,
     trajectory_service_pb2_grpc,
@@ -251,6 +252,7 @@ class AsyncClient(_Calls):
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
         self.batches = batch_service_pb2_grpc.BatchServiceStub(self.channel)
         self.versions = version_service_pb2_grpc.VersionServiceStub(self.channel)
+        self.evaluations = evaluation_service_pb2_grpc.EvaluationServiceStub(self.channel)
         self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
 
     async def call(
@@ -347,6 +349,7 @@ class Client(_Calls):
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
         self.batches = batch_service_pb2_grpc.BatchServiceStub(self.channel)
         self.versions = version_service_pb2_grpc.VersionServiceStub(self.channel)
+        self.evaluations = evaluation_service_pb2_grpc.EvaluationServiceStub(self.channel)
         self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
 
     def call(

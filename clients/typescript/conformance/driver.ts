@@ -48,6 +48,7 @@ class Events {
 const SERVICES: Record<string, [keyof astraflow.Client, DescService]> = {
   AdminService: ["admin", dataflow.AdminService],
   BatchService: ["batches", dataflow.BatchService],
+  EvaluationService: ["evaluations", dataflow.EvaluationService],
   RunService: ["runs", dataflow.RunService],
   TaskService: ["tasks", dataflow.TaskService],
   TrajectoryService: ["trajectories", dataflow.TrajectoryService],

@@ -6,6 +6,7 @@ import { Connection } from "./connection.js";
 import { IncompatibleError, InternalError } from "./errors.js";
 import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
 import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
+import { EvaluationService } from "./gen/astraflow/dataflow/v1/evaluation_service_pb.js";
 import { RunService } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
 import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
@@ -38,6 +39,7 @@ export class Client {
   readonly trajectories: ServiceClient<typeof TrajectoryService>;
   readonly batches: ServiceClient<typeof BatchService>;
   readonly versions: ServiceClient<typeof VersionService>;
+  readonly evaluations: ServiceClient<typeof EvaluationService>;
   readonly admin: ServiceClient<typeof AdminService>;
   /** `HOST:PORT`. */
   readonly address: string;
@@ -63,6 +65,7 @@ export class Client {
     this.trajectories = serviceClient(TrajectoryService, transport, settings);
     this.batches = serviceClient(BatchService, transport, settings);
     this.versions = serviceClient(VersionService, transport, settings);
+    this.evaluations = serviceClient(EvaluationService, transport, settings);
     this.admin = serviceClient(AdminService, transport, settings);
   }
 

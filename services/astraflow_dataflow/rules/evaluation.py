@@ -25,6 +25,8 @@ class Plan:
 
     versions: Mapping[str, int]
     planned: int
+    """Samples, `samples_per_task` of each held-out task."""
+    samples_per_task: int = 1
     final: bool
 
     @property
@@ -38,22 +40,34 @@ def plan_periodic(
 ) -> Plan | None:
     """Return the pass that is due at the newest versions: the first one, or that of each N-th version of a policy."""
     if not passes:
-        return Plan(versions=newest, planned=settings.final_samples, final=False)
+        return _plan(newest, settings.final_samples, settings=settings)
     every = settings.every_versions
     last = {policy_id: max(item.versions.get(policy_id, 0) for item in passes) for policy_id in newest}
     if every and any(version // every > last[policy_id] // every for policy_id, version in newest.items()):
-        return Plan(versions=newest, planned=settings.num_samples, final=False)
+        return _plan(newest, settings.num_samples, settings=settings)
     return None
 
 
 def plan_final(newest: Mapping[str, int], *, settings: EvaluationSettings) -> Plan:
     """Return the final pass at the newest versions."""
-    return Plan(versions=newest, planned=settings.final_samples, final=True)
+    return _plan(newest, settings.final_samples, settings=settings, final=True)
+
+
+def _plan(
+    versions: Mapping[str, int], num_tasks: int, *, settings: EvaluationSettings, final: bool = False
+) -> Plan:
+    each = settings.samples_per_task
+    return Plan(versions=versions, planned=num_tasks * each, samples_per_task=each, final=final)
 
 
 def task_id(evaluation_id: str, index: int) -> str:
-    """Return the id of a pass's task for held-out index `index`."""
+    """Return the id of the task that is sample number `index` of a pass; sample i is of held-out task i // k."""
     return f"{TASK_PREFIX}{evaluation_id}:{index}"
+
+
+def sample_index(identifier: str) -> int:
+    """Return which sample of its pass an evaluation task is."""
+    return int(identifier.rpartition(":")[2])
 
 
 def is_evaluation_task(identifier: str) -> bool:

@@ -116,9 +116,11 @@ def current_waits(
     refused: Refused | None = None,
     trainer_lease_s: float = math.inf,
     clock_jumped_ms: int = 0,
+    trains: bool = True,
 ) -> list[Wait]:
     """Return what waits now; empty when all flows. A trainer that has not called for its lease is silent, counted from
-    the last jump of Redis' clock at the earliest.
+    the last jump of Redis' clock at the earliest. A run that does not train waits for no batch, and leases nothing for
+    training.
     """
     if audit.life is Life.FINISHED:
         return []
@@ -127,7 +129,7 @@ def current_waits(
     if refused is not None and refused.count:
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
-        waits += _lease_waits(audit, connected, faults, skipped)
+        waits += _lease_waits(audit, connected, faults, skipped, trains=trains)
         waits += _starting_nodes(connected)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
@@ -137,7 +139,7 @@ def current_waits(
         if audit.life is Life.ACTIVE:
             waits += _node_waits(policy, connected)
         waits += _reported_waits(policy, now_ms=audit.now_ms)
-        if not policy.frozen:
+        if not policy.frozen and (trains or policy.doubt):
             heard_ms = _heard_ms(policy, now_ms=audit.now_ms, jumped_ms=clock_jumped_ms)
             waits += _batch_waits(
                 policy, now_ms=audit.now_ms, heard_ms=heard_ms, lease_ms=1000 * trainer_lease_s
@@ -217,7 +219,12 @@ def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
 
 
 def _lease_waits(
-    audit: Audit, connected: Sequence[NodeStatus], faults: Sequence[PluginFault], skipped: int
+    audit: Audit,
+    connected: Sequence[NodeStatus],
+    faults: Sequence[PluginFault],
+    skipped: int,
+    *,
+    trains: bool,
 ) -> list[Wait]:
     if not connected:
         return [
@@ -241,6 +248,8 @@ def _lease_waits(
                 remedy,
             )
         ]
+    if not trains:
+        return []
     trained = [policy for policy in audit.policies if not (policy.frozen or policy.waits_for_turn_of)]
     full = [policy for policy in trained if policy.credit == 0]
     if len(full) == len(trained) or not audit.admitted:

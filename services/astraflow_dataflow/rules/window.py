@@ -25,14 +25,14 @@ class Window:
     max_staleness: int
     groups_per_step: int
     steps: int = 1
-    """All that its trainer will take."""
+    """All that its trainer will take; with 0 the window is closed."""
     min_acceptance: float
     """Floor of the acceptance average, so that a policy whose groups are all dropped still has a bounded window."""
 
     @property
     def groups(self) -> int:
         """The right side of the equation."""
-        return 0 if self.frozen else (self.max_staleness + 1) * self.groups_per_step
+        return 0 if self.frozen or not self.steps else (self.max_staleness + 1) * self.groups_per_step
 
     @property
     def smoothing(self) -> float:

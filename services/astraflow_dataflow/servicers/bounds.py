@@ -12,6 +12,7 @@ from astraflow.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from astraflow.dataflow.v1.admin_service_pb2 import ListDeadLettersRequest, ListNodesRequest
     from astraflow.dataflow.v1.batch_service_pb2 import AcquireBatchRequest, VoidBatchRequest
+    from astraflow.dataflow.v1.evaluation_service_pb2 import GetEvaluationRequest
     from astraflow.dataflow.v1.task_service_pb2 import LeaseTasksRequest
     from astraflow.dataflow.v1.version_service_pb2 import ListVersionsRequest, PinVersionRequest
 
@@ -38,7 +39,11 @@ def require_short_reason(request: VoidBatchRequest | PinVersionRequest) -> None:
 
 
 def page_size(
-    request: ListRunsRequest | ListVersionsRequest | ListNodesRequest | ListDeadLettersRequest,
+    request: ListRunsRequest
+    | ListVersionsRequest
+    | ListNodesRequest
+    | ListDeadLettersRequest
+    | GetEvaluationRequest,
 ) -> int:
     """Return how many items a page has."""
     return min(request.page_size or _DEFAULT_PAGE, int(bounds_of(type(request), "page_size").max))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
+from astraflow.recipe import ModelSettings
 from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
 from astraflow_dataflow.rules.conservation import drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
@@ -73,6 +74,7 @@ class Reporting:
             if policy.policy_id in context.recipe.snapshots:
                 rated = await self.store.versions.ratings(context.run_id, policy.policy_id)
                 policy.ratings.extend(rating_messages(rated))
+            note_origin(policy, context.recipe.policies[policy.policy_id].model)
         return admin_service_pb2.StatusResponse(
             state=RUN_STATES[audit.life],
             run_id=context.run_id,
@@ -166,6 +168,7 @@ class Reporting:
             refused=refused,
             trainer_lease_s=self.trainer_lease_s,
             clock_jumped_ms=self._clock.jumped_ms,
+            trains=context.recipe.trains,
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
@@ -273,6 +276,15 @@ def rating_messages(ratings: Ratings) -> list[admin_service_pb2.SnapshotRating]:
     ]
 
 
+def note_origin(policy: admin_service_pb2.PolicyStatus, model: ModelSettings) -> None:
+    """Say which version of another run the policy started with, if it did."""
+    if (start := model.from_version) is not None:
+        policy.origin.run_id, policy.origin.policy_id = start.run, start.policy
+        policy.origin.version = start.version
+        if start.step is not None:
+            policy.origin.step = start.step
+
+
 def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
     """Return the mean over (sum, count) pairs; NaN when there is nothing."""
     count = sum(number for _, number in recent)
@@ -295,6 +307,7 @@ def _evaluation_message(item: StoredEvaluation, policy_id: str) -> admin_service
         mean_reward=math.nan if item.is_scarce else mean_reward(list(own.values())),
         complete=item.state != "open",
         final=item.final,
+        samples_per_task=item.samples_per_task,
         versions=item.versions,
         metrics={name: total / number for name, (total, number) in item.metrics.items()},
     )

@@ -74,6 +74,7 @@ _SUFFIXES = {
     # evaluations
     "evaluations": "evaluations",
     "evaluation": "evaluation:%s",
+    "evaluation_journal": "evaluation_journal:%s",
     "open_evaluations": "open_evaluations",
 }
 

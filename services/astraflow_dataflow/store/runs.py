@@ -257,11 +257,18 @@ class EvaluationStore:
         self._connection = connection
 
     async def plan(
-        self, run_id: str, evaluation_id: str, *, versions: Mapping[str, int], planned: int, final: bool
+        self,
+        run_id: str,
+        evaluation_id: str,
+        *,
+        versions: Mapping[str, int],
+        planned: int,
+        samples_per_task: int,
+        final: bool,
     ) -> bool:
         """Plan a pass once. Returns whether it is new: not beside an open one, nor at older versions."""
         pairs: list[Argument] = [part for item in versions.items() for part in item]
-        arguments: list[Argument] = [evaluation_id, planned, flag(final), *pairs]
+        arguments: list[Argument] = [evaluation_id, planned, samples_per_task, flag(final), *pairs]
         return as_int(await self._connection.call(Keys(run_id), "plan_evaluation", *arguments)) == 1
 
     async def held_versions(self, run_id: str) -> dict[str, int]:
@@ -274,17 +281,31 @@ class EvaluationStore:
         return held
 
     async def feed(
-        self, run_id: str, evaluation_id: str, *, expected_fed: int, planned: int, tasks: Sequence[Task]
+        self,
+        run_id: str,
+        evaluation_id: str,
+        *,
+        expected_fed: int,
+        planned: int,
+        tasks: Sequence[Task],
+        journal: str,
     ) -> bool:
-        """Add held-out tasks after the first `expected_fed`. Returns False when another server was first."""
+        """Add samples after the first `expected_fed`, and their tasks to the journal. Returns False when another server
+        was first.
+        """
         reply = await self._connection.call(
-            Keys(run_id), "feed_evaluation", evaluation_id, expected_fed, planned, *flat(tasks)
+            Keys(run_id), "feed_evaluation", evaluation_id, expected_fed, planned, journal, *flat(tasks)
         )
         return as_int(reply) >= 0
 
     async def give_up(self, run_id: str, evaluation_id: str, *, reason: str) -> None:
         """Close an evaluation with what it has."""
         await self._connection.call(Keys(run_id), "give_up_evaluation", evaluation_id, reason)
+
+    async def journal(self, run_id: str, evaluation_id: str) -> str:
+        """Return the journal of a pass, for `rules.scores`; empty when it has none any more."""
+        key = Keys(run_id).of("evaluation_journal", evaluation_id)
+        return as_text(await self._connection.raw("GET", key))
 
     async def all(self, run_id: str) -> list[StoredEvaluation]:
         """Return the evaluations, oldest first."""
@@ -371,6 +392,7 @@ def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvalua
         evaluation_id=evaluation_id,
         versions=_versions(fields.get("versions", b"")),
         planned=as_int(fields.get("planned")),
+        samples_per_task=as_int(fields.get("samples_per_task", b"1")),
         final=as_text(fields.get("final")) == "1",
         state=as_text(fields.get("state")),
         fed=as_int(fields.get("fed")),

@@ -16,6 +16,7 @@ from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 from astraflow_dataflow.rules.groups import groups_of, items_of, placed_headers, was_judged
+from astraflow_dataflow.rules.scores import result_lines
 from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
 from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
@@ -226,6 +227,7 @@ def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> t
         flag(episode.status == trajectory_pb2.EPISODE_STATUS_FAILED),
         _ms(horizon_s),
         _evaluated(episode),
+        result_lines(episode) if is_evaluation_task(episode.task_id) else "",
     ]
     for header in placed_headers(episode):
         arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]

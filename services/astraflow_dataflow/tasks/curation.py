@@ -20,6 +20,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import StoredEvaluation, Supply
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.faults import PluginFaults
+from astraflow_dataflow.rules.scores import task_line
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
@@ -33,7 +34,7 @@ TASKS_PER_FEED = 64
 FEEDS_PER_CALL = 16
 """Draws at once, so that curators that skip everything hold up nothing else."""
 HELD_OUT_AHEAD = 1024
-"""Held-out tasks queued beyond those that are done."""
+"""Samples of held-out tasks queued beyond those that are done, up to the end of the last one's task."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,36 @@ class Curation:
 
     async def feed_evaluation(self, context: RunContext, planned: StoredEvaluation) -> None:
         """Queue held-out tasks of an evaluation, not too far ahead of what is done. Raises PluginError."""
-        finished = planned.done + planned.failed
-        count = min(planned.planned, finished + HELD_OUT_AHEAD) - planned.fed
+        each, finished = planned.samples_per_task, planned.done + planned.failed
+        # All samples of a task are queued together, so that an engine computes its prompt once.
+        count = -(-(min(planned.planned, finished + HELD_OUT_AHEAD) - planned.fed) // each)
         if count <= 0:
             return
+        first = planned.fed // each
         specs, ended = await asyncio.to_thread(
-            draw, context.plugins.dataset.heldout, start=planned.fed, count=count
+            draw, context.plugins.dataset.heldout, start=first, count=count
         )
         tasks = [
             new_task(
                 spec,
                 purpose=task_pb2.PURPOSE_EVALUATION,
                 group_size=1,
-                task_id=evaluation.task_id(planned.evaluation_id, planned.fed + offset),
+                task_id=evaluation.task_id(planned.evaluation_id, sample),
             )
-            for offset, spec in enumerate(specs)
+            for index, spec in enumerate(specs, start=first)
+            for sample in range(index * each, (index + 1) * each)
         ]
-        total = planned.fed + len(specs) if ended else planned.planned
+        lines = [
+            task_line(index, task_id=spec.task_id, source=spec.source)
+            for index, spec in enumerate(specs, start=first)
+        ]
         await self.store.evaluations.feed(
-            context.run_id, planned.evaluation_id, expected_fed=planned.fed, planned=total, tasks=tasks
+            context.run_id,
+            planned.evaluation_id,
+            expected_fed=planned.fed,
+            planned=planned.fed + len(tasks) if ended else planned.planned,
+            tasks=tasks,
+            journal="".join(lines),
         )
 
 

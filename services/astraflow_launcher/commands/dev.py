@@ -4,7 +4,6 @@ programs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,21 +13,33 @@ import typer
 from rich.console import Console
 
 from astraflow.commands import wording
-from astraflow.errors import InvalidArgumentError, StateError
+from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe, load_recipe
-from astraflow_kit.lifecycle import ExitCode
-from astraflow_kit.log import configure
 from astraflow_kit.settings import load
-from astraflow_launcher.run.development_run import MAX_SILENCE_S, DevelopmentRun, Options, Part
-from astraflow_launcher.run.folder import RunFolder, open_run_folder, planned_folder
+from astraflow_launcher.commands.local_run import (
+    AsJson,
+    DataDir,
+    Engine,
+    EnginePython,
+    Environments,
+    Nodes,
+    Overrides,
+    Quiet,
+    RecipeArgument,
+    Seed,
+    Serve,
+    conduct,
+    node_options,
+    own_folder,
+)
+from astraflow_launcher.run.development_run import MAX_SILENCE_S, Options, Part
+from astraflow_launcher.run.folder import planned_folder
 from astraflow_launcher.run.plan import Choices, as_tables, plan_run
-from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
-from astraflow_raas.engine.command import require_engine
-from astraflow_raas.settings import EMBEDDED_ENGINE, NodeSettings
+from astraflow_raas.settings import EMBEDDED_ENGINE
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
 from astraflow_weights.store.probing import probe_create_only
@@ -36,7 +47,6 @@ from astraflow_weights.store.probing import probe_create_only
 app = typer.Typer(add_completion=False)
 
 GOAL_MISSED = STOPPED = 1
-INTERRUPTED = int(ExitCode.HARD_STOP)
 
 Without = Annotated[
     list[Part] | None, typer.Option(help="Leave a part out, to start it by hand; repeatable.")
@@ -66,15 +76,10 @@ AcceptDataLoss = Annotated[
 
 @app.command()
 def dev(
-    recipe: Annotated[
-        Path, typer.Argument(help="Folder, YAML file, or the name of a recipe of this release.")
-    ] = Path("quickstart"),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
-    ] = None,
+    recipe: RecipeArgument = Path("quickstart"),
+    overrides: Overrides = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps in all (run.steps).")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of everything (run.seed).")] = None,
+    seed: Seed = None,
     until: Annotated[
         str | None,
         typer.Option(
@@ -85,31 +90,15 @@ def dev(
     timeout: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="End training after this time.")
     ] = None,
-    nodes: Annotated[
-        int, typer.Option(min=0, max=64, help="RaaS nodes, each with an engine per policy.")
-    ] = 1,
-    serve: Annotated[
-        str,
-        typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
-    ] = "",
-    engine: Annotated[
-        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: cpu, sglang, or http://…")
-    ] = "",
-    engine_python: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Interpreter that starts it: SGLang has its own.")
-    ] = None,
-    environment: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=HOST:PORT", help="Where `served:NAME` of the recipe is served; repeatable."
-        ),
-    ] = None,
+    nodes: Nodes = 1,
+    serve: Serve = "",
+    engine: Engine = "",
+    engine_python: EnginePython = None,
+    environment: Environments = None,
     trainer_ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of each policy's trainer, which share its batches.")
     ] = 1,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run; what is there is continued. Default: a new one.")
-    ] = None,
+    data_dir: DataDir = None,
     redis: Annotated[
         str | None, typer.Option(metavar="URL", help="Use this Redis instead of an embedded one.")
     ] = None,
@@ -126,10 +115,8 @@ def dev(
     max_restarts: MaxRestarts = 8,
     max_silence_s: MaxSilence = MAX_SILENCE_S,
     accept_data_loss: AcceptDataLoss = False,
-    as_json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    as_json_: AsJson = False,
+    quiet: Quiet = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print what would be started, where and with what; start nothing."),
@@ -142,7 +129,7 @@ def dev(
     loaded = _load(recipe, overrides or [], steps=steps, seed=seed)
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
-    node_options, engines = _node_options(
+    of_nodes, engines = node_options(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
@@ -165,12 +152,12 @@ def dev(
     if store and not (data_dir and (data_dir / "run.json").exists()):
         # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
         probe_create_only(open_store(store, settings=load(StoreAccess).store))
-    folder = _own_folder(loaded, data_dir)
+    folder = own_folder(loaded, data_dir)
     options = Options(
         loaded=loaded,
         folder=folder,
         num_nodes=nodes,
-        node_options=node_options,
+        node_options=of_nodes,
         trainer_ranks=trainer_ranks,
         redis_url=redis,
         store_uri=store,
@@ -188,19 +175,9 @@ def dev(
 
 def _conduct(options: Options, *, quiet: bool, as_json_object: bool) -> None:
     """Run to the end, shown on stderr, and leave with the status of the run."""
-    folder = options.folder
-    configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     console = Console(stderr=True)
-    view = _choose_view(console, quiet=quiet, title=f"{options.loaded.recipe.run.name} · {folder.root}")
-    with folder.lock:
-        try:
-            with view:
-                summary = asyncio.run(_run(options, view))
-        except asyncio.CancelledError:
-            console.print(
-                f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
-            )
-            raise typer.Exit(INTERRUPTED) from None
+    with options.folder.lock:
+        summary = conduct(options, console, quiet=quiet)
         _finish(summary, options, console, as_json_object=as_json_object)
 
 
@@ -224,47 +201,11 @@ def _show_plan(
         wording.console().print(table)
 
 
-def _own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
-    """The run's folder, locked; ends with the status of daemons whose work is another process's when it is not ours."""
-    try:
-        return open_run_folder(loaded, data_dir=data_dir)
-    except StateError as error:
-        typer.echo(f"{error.reason}: {error.message}", err=True)
-        raise typer.Exit(ExitCode.SUPERSEDED) from None
-
-
 def _subjects(recipe: Recipe) -> list[str]:
     """What a condition may be about: trained policies and roles."""
     policies = [policy_id for policy_id in recipe.policies if recipe.policy(policy_id).train]
     roles = [name for name, role in recipe.resolved_roles.items() if role.is_trained]
     return list(dict.fromkeys([*policies, *roles]))
-
-
-async def _run(options: Options, view: View) -> Summary:
-    # Made inside the loop: the run's client belongs to the loop it is made in.
-    return await DevelopmentRun(options, view).run()
-
-
-def _choose_view(console: Console, *, quiet: bool, title: str) -> View:
-    if quiet:
-        return QuietView()
-    return LiveView(console, title=title) if console.is_terminal else LineView(console)
-
-
-def _node_options(
-    recipe: Recipe, *, serve: str, engine: str, engine_python: Path | None, environments: Sequence[str]
-) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Options of each node, and its engines of each policy. Refused here and not by the first node: nothing has been
-    started yet.
-    """
-    named = {"serve": serve, "engine": engine, "engine_python": str(engine_python) if engine_python else ""}
-    given = {name: value for name, value in named.items() if value}
-    many = {"environments": tuple(environments)} if environments else {}
-    settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
-    asyncio.run(require_engine(settings.engine, python=settings.engine_python))
-    engines = settings.engines_of(recipe.engine_policies)
-    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    return (*options, *(part for each in environments for part in ("--environment", each))), engines
 
 
 def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -97,6 +98,7 @@ class DevelopmentRun:
         self._interrupted = asyncio.Event()
         self._started = time.monotonic()
         self._goal_met = False
+        self._trains = options.loaded.recipe.trains  # else it is one evaluation, which ends by itself
         self._address = f"127.0.0.1:{options.grpc_port or free_port()}"
         self._supervisor = Supervisor()
         self._tokens = None if Part.DATAFLOW in options.without else RunTokens(self._folder.root)
@@ -107,7 +109,7 @@ class DevelopmentRun:
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
         self._frozen: dict[str, Child] = {}
-        """Trainers of policies that are not trained: they end when they have published."""
+        """Trainers that take no step: they end when they have published."""
 
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
@@ -184,12 +186,12 @@ class DevelopmentRun:
                 self._child_watch.add(child, serves)
 
     async def _start_trainer(self, policy: str) -> None:
-        """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
+        """Start all ranks; the first one answers for them. One that takes no step publishes its weights and ends."""
         recipe = self._options.loaded.recipe
         settings = recipe.policy(policy)
         if settings.model.external is not None or policy in recipe.snapshots:
             return
-        if not settings.train:
+        if not (settings.train and self._trains):
             spec = self._trainer_spec(policy, rank=0, meeting_port=0, size=1)
             self._frozen[policy] = await self._start(spec)
             return
@@ -263,12 +265,13 @@ class DevelopmentRun:
             await self._until(self._trainers_ended, metrics, doing="finishing the step")
             started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
             has_nodes = Part.RAAS not in self._options.without or started_by_hand
-            if has_nodes and observer.observation.versions:
+            if self._trains and has_nodes and observer.observation.versions:
                 await self._finish_run()
                 await self._until(lambda seen: seen.run_finished, metrics, doing="final evaluation")
             if started_by_hand:
                 await self._let_nodes_leave()
             await observer.round()
+            await observer.read_last_evaluation(self._folder.samples)
             metrics.write(observer.observation)
         finally:
             polling.cancel()
@@ -276,12 +279,13 @@ class DevelopmentRun:
                 await polling
 
     async def _until(self, done: Callable[[Observation], bool], metrics: MetricsFile, *, doing: str) -> None:
-        """Show every new observation until `done`; everything but training has a deadline."""
+        """Show every new observation until `done`; everything but training ends when nothing moves for long."""
         observer, observation = self._observer, self._observer.observation
-        deadline = None if doing == "running" else time.monotonic() + _FINISH_TIMEOUT_S
-        sampled = 0.0
+        sampled, evaluated, deadline = 0.0, -1, math.inf
         while not done(observation):
-            if deadline is not None and time.monotonic() > deadline:
+            if doing != "running" and observation.num_evaluated > evaluated:
+                evaluated, deadline = observation.num_evaluated, time.monotonic() + _FINISH_TIMEOUT_S
+            if time.monotonic() > deadline:
                 log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
                 return
             self._supervisor.raise_failures()
@@ -312,10 +316,8 @@ class DevelopmentRun:
         if timeout_s is not None and time.monotonic() - self._started > timeout_s:
             log.warning("run.timed_out", timeout_s=timeout_s)
             return True
-        if self._options.goal is not None and self._options.goal.met(observation):
-            self._goal_met = True
-            return True
-        return observation.run_finished
+        self._goal_met = self._options.goal is not None and self._options.goal.met(observation)
+        return self._goal_met or observation.run_finished
 
     def _trainers_ended(self, observation: Observation) -> bool:
         del observation

@@ -82,6 +82,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def samples(self) -> Path:
+        """JSON lines: each held-out task of the last evaluation, with the result of each sample."""
+        return self.root / "samples.jsonl"
+
+    @property
     def curves(self) -> Path:
         """The curves as PNG."""
         return self.root / "curves.png"
@@ -153,10 +158,12 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
 
 
 def recipe_digest(loaded: LoadedRecipe) -> str:
-    """sha256 over the resolved recipe without the number of steps, and its code, as hex."""
+    """sha256 over the resolved recipe without the number of steps it trains, and its code, as hex."""
     resolved = loaded.recipe.model_dump(mode="json")
     for section in (resolved["run"], *resolved["policies"].values()):
-        del section["steps"]
+        # 0 is part of it: such a run has no window for training, whatever number comes later.
+        if section["steps"] != 0:
+            del section["steps"]
     text = json.dumps(resolved, sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + loaded.code_sha256).hexdigest()
 

@@ -7,28 +7,40 @@ run and never changes one. One task per source, all owned by `Observer.run`.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.commands import wording
 from astraflow.commands.waits import server_wait
-from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_service_pb2
+from astraflow.dataflow.v1 import (
+    admin_service_pb2,
+    evaluation_service_pb2,
+    version_pb2,
+    version_service_pb2,
+)
 from astraflow.errors import AstraflowError, DeadlineError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_kit.log import get_logger
 from astraflow_launcher.run.child_watch import ChildWatch
 from astraflow_launcher.run.processes import Child
 from astraflow_launcher.view.observation import Observation, StepPoint
 
+log = get_logger(__name__)
+
 __all__ = ["Observer"]
 
 _ONCE = RetryPolicy(total_s=0.0)
+_AT_THE_END = RetryPolicy(total_s=10.0)
 _TIMEOUT_S = 3.0
 _ALIVE_TIMEOUT_S = 0.9
 _UNANSWERED = 2
@@ -87,6 +99,31 @@ class Observer:
     def elapsed_s(self) -> float:
         """Seconds since the launcher started."""
         return time.monotonic() - self._started
+
+    async def read_last_evaluation(self, samples: Path) -> None:
+        """Take in the scores of the newest evaluation, if there is one, and write its tasks with the result of each
+        sample into the file `samples`, as JSON lines.
+        """
+        if not (self.observation.status and self.observation.status.evaluations):
+            return
+        request = evaluation_service_pb2.GetEvaluationRequest(run_id=self._run_id, page_size=_MAX_PAGE)
+        try:
+            with samples.open("w") as file:
+                while True:
+                    page = await self._client.call(
+                        self._client.evaluations.GetEvaluation, request, retry=_AT_THE_END
+                    )
+                    file.writelines(json.dumps(wording.as_json(task)) + "\n" for task in page.tasks)
+                    # What came meanwhile is no page of this evaluation.
+                    request.evaluation_id = page.evaluations[0].evaluation_id
+                    request.page_token = page.next_page_token
+                    if not request.page_token:
+                        break
+        except AstraflowError as error:
+            log.warning("evaluation.not_read", reason=error.reason, message=error.message)
+            return
+        page.ClearField("tasks")
+        self.observation.last_evaluation = page
 
     async def run(self) -> None:
         """Ask and follow until cancelled."""

@@ -36,6 +36,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.tasks.curation import draw, new_task
 from astraflow_kit.log import configure
 from astraflow_kit.plugins import RecipeSource, describe, make
+from astraflow_kit.recipe_code import install_code
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.policies.tokenizer import load_tokenizer
@@ -44,7 +45,7 @@ from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat, tr
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.trackers.adapters import require_installed
 
-__all__ = ["try_recipe"]
+__all__ = ["require_heldout", "try_recipe"]
 
 _COMPLETION = "The answer is 42."
 _STOP_S = 10.0
@@ -85,6 +86,21 @@ def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]
         asked = {role.policy_id for role in recipe.resolved_roles.values()}
         for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
+
+
+def require_heldout(loaded: LoadedRecipe) -> None:
+    """Raise RecipeError when the data set has no held-out task, PluginError when it fails on the first one."""
+    with TemporaryDirectory(prefix="astraflow-check-") as folder:
+        run = run_of(loaded, run_id=loaded.recipe.run.name, store_uri="", recipe_yaml=loaded.yaml_text)
+        code = install_code(run.code, into=Path(folder), allowed=True)
+        source = RecipeSource(name=str(loaded.file or "recipe"), text=loaded.yaml_text, folder=code)
+        dataset = DataPlugins.make(loaded.recipe, source).dataset
+        specs, _ = draw(dataset.heldout, start=0, count=1)
+    if not specs:
+        raise RecipeError(
+            f"{loaded.recipe.run.dataset.use}: the data set has no held-out task, heldout(0) returns None; there is "
+            "nothing to evaluate on"
+        )
 
 
 def _first_task(plugins: DataPlugins, recipe: Recipe) -> TaskSpec:

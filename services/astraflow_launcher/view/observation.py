@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from astraflow.commands.waits import in_order
-from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, evaluation_service_pb2, run_pb2, version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
@@ -62,6 +62,8 @@ class Observation:
     """Finished steps, oldest first; those before a resume come from the metrics file."""
     num_earlier_steps: int = 0
     """How many of `steps` were finished before this launcher started."""
+    last_evaluation: evaluation_service_pb2.GetEvaluationResponse | None = None
+    """The newest evaluation with its scores, without tasks; read when the run ends."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Restarts of each child process."""
     unreachable: dict[str, str] = field(default_factory=dict)
@@ -109,6 +111,11 @@ class Observation:
                 "the same reward; look at the reward, and at how hard the tasks are"
             )
         return "nothing was learned: no step was trained"
+
+    @property
+    def num_evaluated(self) -> int:
+        """Results of all evaluations so far."""
+        return sum(item.num_samples for item in self.status.evaluations) if self.status is not None else 0
 
     def evaluations(self, policy: str) -> list[admin_service_pb2.Evaluation]:
         """Complete evaluations of a policy, oldest first."""

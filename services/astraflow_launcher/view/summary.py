@@ -76,6 +76,10 @@ class Summary:
     policies: dict[str, PolicySummary]
     heldout_metrics: dict[str, float]
     """Episode metrics of the last evaluation."""
+    heldout_scores: list[dict[str, Any]]
+    """Of the last evaluation, of each policy and source: the contract's Scores."""
+    heldout_samples: dict[str, int] | None
+    """Of the last evaluation: `planned`, `results` of the policy that has most, and `per_task`; null without one."""
     reward_first: float | None
     reward_last: float | None
     heldout_first: float | None
@@ -124,6 +128,8 @@ def summarize(
         steps_by_policy={item.policy_id: item.last_finished_step for item in observation.trained},
         policies={item.policy_id: _policy(observation, item) for item in observation.trained},
         heldout_metrics=dict(sorted(last.metrics.items())) if last is not None else {},
+        heldout_scores=_scores(observation),
+        heldout_samples=_samples(observation),
         reward_first=_mean(_step_reward(observation, policy, first=True) for policy in policies),
         reward_last=_mean(_step_reward(observation, policy, first=False) for policy in policies),
         heldout_first=_mean(items[0].mean_reward if items else None for items in evaluations),
@@ -156,6 +162,19 @@ def summarize(
         goal_met=goal_met,
         data_dir=data_dir,
     )
+
+
+def _scores(observation: Observation) -> list[dict[str, Any]]:
+    last = observation.last_evaluation
+    return [wording.as_json(score) for score in last.scores] if last is not None else []
+
+
+def _samples(observation: Observation) -> dict[str, int] | None:
+    items = observation.last_evaluation.evaluations if observation.last_evaluation is not None else ()
+    if not items:
+        return None
+    results = max(item.num_samples for item in items)
+    return {"planned": items[0].num_planned, "results": results, "per_task": items[0].samples_per_task}
 
 
 def _completed(item: admin_service_pb2.Evaluation) -> int:

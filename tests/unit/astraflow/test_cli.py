@@ -46,7 +46,7 @@ def test_help_lists_every_command_with_its_summary() -> None:
     assert [name for name, command in cli.COMMANDS.items() if command.summary not in shown] == []
 
 
-NEAREST = [("dve", "did you mean `dev`?"), ("zzz", "known: dev, doctor, recipe")]
+NEAREST = [("dve", "did you mean `dev`?"), ("zzz", "known: dev, eval, doctor")]
 
 
 @pytest.mark.parametrize(("typed", "words"), NEAREST)

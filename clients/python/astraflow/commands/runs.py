@@ -15,7 +15,16 @@ from astraflow.commands.options import grouped_options
 from astraflow.commands.run_creation import StoreOption, create_run, prepare_store, run_of
 from astraflow.commands.server import ServerOptions
 from astraflow.commands.status import follow
-from astraflow.commands.wording import as_json, console, count_text, enum_text, number_text, print_json, table
+from astraflow.commands.wording import (
+    as_json,
+    console,
+    count_text,
+    enum_text,
+    number_text,
+    origin_text,
+    print_json,
+    table,
+)
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import PreconditionError
@@ -194,10 +203,7 @@ def delete(
 
 
 def _origin_text(policy_id: str, start: StoredVersionSettings) -> str:
-    return (
-        f"{policy_id} starts with version {start.version} of policy {start.policy} of run {start.run}, "
-        f"after step {start.step}"
-    )
+    return origin_text(policy_id, run=start.run, policy=start.policy, version=start.version, step=start.step)
 
 
 def _deleted_text(run_id: str, answer: pb.DeleteRunResponse) -> str:

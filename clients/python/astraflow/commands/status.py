@@ -24,6 +24,7 @@ from astraflow.commands.wording import (
     enum_text,
     heading,
     number_text,
+    origin_text,
     seconds_of,
     span_text,
     table,
@@ -143,8 +144,9 @@ def _policies(status: pb.StatusResponse) -> list[RenderableType]:
             *(str(policy.unpublished_groups), str(policy.credit)),
         )
     rated = [Text(f"  {_ratings(policy)}") for policy in status.policies if policy.ratings]
+    began = [Text(f"  {_origin(policy)}") for policy in status.policies if policy.HasField("origin")]
     note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
-    return [heading("policies"), shown, *rated, Text(note, style="dim")]
+    return [heading("policies"), shown, *rated, *began, Text(note, style="dim")]
 
 
 def _ratings(policy: pb.PolicyStatus) -> str:
@@ -153,6 +155,17 @@ def _ratings(policy: pb.PolicyStatus) -> str:
     own = "".join(f"{of} {item.rating:.0f}" for item in policy.ratings if not item.HasField("version"))
     met = [f"@{item.version} {item.rating:.0f}" for item in policy.ratings if item.HasField("version")][-8:]
     return f"ratings of {policy.policy_id}: {own}; {', '.join(met)}"
+
+
+def _origin(policy: pb.PolicyStatus) -> str:
+    start = policy.origin
+    return origin_text(
+        policy.policy_id,
+        run=start.run_id,
+        policy=start.policy_id,
+        version=start.version,
+        step=start.step if start.HasField("step") else None,
+    )
 
 
 def _kind(policy: pb.PolicyStatus) -> str:

@@ -20,7 +20,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["as_json", "console", "count_text", "print_json", "seconds_of", "span_text", "table"]
+__all__ = [
+    "as_json",
+    "console",
+    "count_text",
+    "origin_text",
+    "print_json",
+    "seconds_of",
+    "span_text",
+    "table",
+]
 
 if TYPE_CHECKING:
     from google._upb import _message
@@ -55,6 +64,12 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return made
+
+
+def origin_text(policy_id: str, *, run: str, policy: str, version: int, step: int | None) -> str:
+    """Return which version of another run a policy started with."""
+    after = "" if step is None else f", after step {step}"
+    return f"{policy_id} starts with version {version} of policy {policy} of run {run}{after}"
 
 
 def heading(text: str) -> Text:

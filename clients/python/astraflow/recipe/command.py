@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,9 @@ def check(
     code: Annotated[
         bool, typer.Option("--code/--no-code", help="Try its plug-ins too: one task, one grade, one prompt.")
     ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the resolved recipe, and what was tried.")
+    ] = False,
 ) -> None:
     """Validate RECIPE and print it with every default and override resolved.
 
@@ -59,8 +63,13 @@ def check(
     says what was tried. Nothing is downloaded; --no-code runs nothing of the recipe.
     """
     loaded = load_recipe(recipe, overrides=overrides or ())
-    if code:
-        _try(loaded)
+    tried = []
+    for line in _try(loaded) if code else ():
+        tried.append(line)
+        typer.echo(line, err=True)
+    if as_json:
+        typer.echo(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "tried": tried}))
+        return
     typer.echo(loaded.yaml_text)
 
 
@@ -70,18 +79,16 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-def _try(loaded: LoadedRecipe) -> None:
-    """Tell what was tried. Raises PluginError and RecipeError for what a run would fail on."""
+def _try(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield what was tried. Raises PluginError and RecipeError for what a run would fail on."""
     try:
         trial = importlib.import_module("astraflow_launcher.support.recipe_trial")
     except ModuleNotFoundError as error:
-        typer.echo(
+        yield (
             f"the recipe's code is not tried: the package {error.name!r} is not installed; run: "
-            "pip install 'astraflow[dev]'",
-            err=True,
+            "pip install 'astraflow[dev]'"
         )
         return
     path = loaded.file
     assert path is not None, "it was read from a file"
-    for line in trial.try_recipe(loaded, text=path.read_text(encoding="utf-8"), source=str(path)):
-        typer.echo(line, err=True)
+    yield from trial.try_recipe(loaded, text=path.read_text(encoding="utf-8"), source=str(path))

@@ -37,6 +37,9 @@ from astraflow.recipe.trackers import AnyTracker
 SCHEMA_VERSION = 1
 
 
+_MAX_EVALUATION_SAMPLES = 1_000_000
+
+
 class RunSettings(Section):
     """What is trained and for how long."""
 
@@ -46,8 +49,10 @@ class RunSettings(Section):
     """`Dataset` plug-in; its class may take `seed`, which is run.seed."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data set, the initial weights, the warm start and the sampling."""
-    steps: int = Field(default=100, ge=1, le=10_000_000)
-    """Optimizer steps of each policy that does not say otherwise."""
+    steps: int = Field(default=100, ge=0, le=10_000_000)
+    """Optimizer steps of each policy that does not say otherwise. 0: nothing is trained, whatever policies say; the
+    weights to start from become version 0, which is evaluated, and the run ends.
+    """
 
 
 class SamplingSettings(Section):
@@ -72,6 +77,20 @@ class EvaluationSettings(Section):
     """Held-out tasks of a periodic evaluation."""
     final_samples: int = Field(default=1024, ge=1, le=1_000_000)
     """Held-out tasks of the first (version 0) and of the final evaluation."""
+    samples_per_task: int = Field(default=1, ge=1, le=1024)
+    """Samples of each held-out task: the k of avg@k, and the largest k of pass@k."""
+    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """A sample with at least this reward counts as passed in pass@k."""
+
+    @model_validator(mode="after")
+    def _samples_bounded(self) -> EvaluationSettings:
+        most = max(self.num_samples, self.final_samples) * self.samples_per_task
+        if most > _MAX_EVALUATION_SAMPLES:
+            raise ValueError(
+                f"an evaluation of {most:,} samples (tasks · samples_per_task) is larger than "
+                f"{_MAX_EVALUATION_SAMPLES:,}; lower samples_per_task, num_samples or final_samples"
+            )
+        return self
 
 
 class BatchSettings(Section):
@@ -368,6 +387,11 @@ class Recipe(Section):
         )
 
     @property
+    def trains(self) -> bool:
+        """Whether policies take steps; else the run is one evaluation of what they start from."""
+        return self.run.steps > 0
+
+    @property
     def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
         """How the rewards of each trained role become advantages."""
         policies = {
@@ -434,7 +458,7 @@ class Recipe(Section):
             tokenizer_of=tokenizer_of,
             train=policy.train,
             sampling=policy.sampling,
-            steps=policy.steps or self.run.steps,
+            steps=self.run.steps and (policy.steps or self.run.steps),
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
             advantages={

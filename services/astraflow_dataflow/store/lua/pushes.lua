@@ -34,7 +34,7 @@ local function add_result(E, name, value)
   call('HSET', E, 's ' .. name, precise(tonumber(call('HGET', E, 's ' .. name) or 0) + tonumber(value)))
 end
 
-local function accept_evaluation(P, id, items, metrics)
+local function accept_evaluation(P, id, items, metrics, journal)
   local E, counted = K.evaluation(P, id), {}
   for _, item in ipairs(items) do
     local role = string.match(item.trace, '^[^\t]*\t[^\t]*\t([^\t]*)')
@@ -46,6 +46,7 @@ local function accept_evaluation(P, id, items, metrics)
     local value, name = string.match(line, '^(%S+) (.+)$')
     if name then add_result(E, 'metric ' .. name, value) end
   end
+  if journal ~= '' then call('APPEND', K.evaluation_journal(P, id), journal) end
   count(P, 'ingested', #items)
   count(P, 'evaluated', #items)
 end
@@ -89,9 +90,9 @@ local function unusable(P, episode, items)
   return nil
 end
 
--- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, metrics of an evaluation as lines of value and name, then id, policy, reward, header, trace
+-- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, metrics of an evaluation as lines of value and name, lines for its journal, then id, policy, reward, header, trace
 -- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
-SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', 'metrics', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
+SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', 'metrics', 'journal', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
   for _, item in ipairs(a.each) do call('UNLINK', K.payload(P, a.episode, item.id)) end
@@ -126,7 +127,7 @@ local function commit(keys, a)
   if bad == 'RETRY' then return { 'RETRY', '', {}, 0 } end
   if bad == 'POISON' then return turn_away(P, a, true, 'POISON', 'poison', items, 'duplicate_id') end
   call('HSET', T, 'm' .. a.member, (a.failed == '1' and 'x' or 'f') .. episode)
-  if is_evaluation then accept_evaluation(P, f[4], items, a.metrics) else accept_training(P, task, episode, items) end
+  if is_evaluation then accept_evaluation(P, f[4], items, a.metrics, a.journal) else accept_training(P, task, episode, items) end
   credit_node(P, node, items)
   local late = a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2])
   local outcome, settle = late and 'ACCEPTED_LATE' or 'ACCEPTED', {}

@@ -99,9 +99,11 @@ local function report(keys, a)
   return 1
 end
 
--- plan_evaluation: id, planned, '1' final, then policy, version. Idempotent. Refuses versions that are not the newest, so that nodes, which
+local KEPT_JOURNALS = 16
+
+-- plan_evaluation: id, planned, samples per task, '1' final, then policy, version. Idempotent. Refuses versions that are not the newest, so that nodes, which
 -- get no newer ones while a pass is open, all come to serve these; and a periodic pass beside another. Returns 1 when it is new.
-SIGNATURE.plan_evaluation = { 'id', 'planned', 'final', each = { 'policy', 'version' } }
+SIGNATURE.plan_evaluation = { 'id', 'planned', 'samples_per_task', 'final', each = { 'policy', 'version' } }
 local function plan_evaluation(keys, a)
   local P, E, wanted = keys[1], K.evaluation(keys[1], a.id), {}
   if call('EXISTS', E) == 1 then return 0 end
@@ -111,17 +113,18 @@ local function plan_evaluation(keys, a)
     wanted[#wanted + 1] = item.policy .. ' ' .. item.version
   end
   local now = now_ms()
-  call('HSET', E, 'versions', lines(wanted), 'planned', a.planned, 'final', a.final, 'state', 'open', 'fed', 0, 'done', 0, 'failed', 0,
-    'create_ms', now)
+  call('HSET', E, 'versions', lines(wanted), 'planned', a.planned, 'samples_per_task', a.samples_per_task, 'final', a.final,
+    'state', 'open', 'fed', 0, 'done', 0, 'failed', 0, 'create_ms', now)
   call('ZADD', K.evaluations(P), now, a.id)
+  for _, old in ipairs(call('ZREVRANGE', K.evaluations(P), KEPT_JOURNALS, KEPT_JOURNALS)) do call('UNLINK', K.evaluation_journal(P, old)) end
   call('HSET', K.open_evaluations(P), a.id, lines(wanted))
   call('XGROUP', 'CREATE', K.lane(P, a.id), GROUP, '0', 'MKSTREAM')
   emit(P, 'work')
   return 1
 end
 
--- feed_evaluation: id, expected fed, planned (smaller when the data set ended), then task id, size, spec. Returns -1 when another server was first.
-SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', each = { 'id', 'size', 'spec' } }
+-- feed_evaluation: id, expected fed, planned (smaller when the data set ended), lines for the journal, then task id, size, spec. Returns -1 when another server was first.
+SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', 'journal', each = { 'id', 'size', 'spec' } }
 local function feed_evaluation(keys, a)
   local P, E = keys[1], K.evaluation(keys[1], a.evaluation)
   local f = call('HMGET', E, 'fed', 'state')
@@ -131,6 +134,7 @@ local function feed_evaluation(keys, a)
     if add_task(P, a.evaluation, item.id, tonumber(item.size), a.evaluation, item.spec) then fresh = fresh + 1 end
   end
   call('HSET', E, 'fed', tonumber(a.expected) + #a.each, 'planned', a.planned)
+  if a.journal ~= '' then call('APPEND', K.evaluation_journal(P, a.evaluation), a.journal) end
   finish_evaluation(P, a.evaluation)
   emit(P, 'work')
   return fresh

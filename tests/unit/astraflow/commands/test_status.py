@@ -43,6 +43,19 @@ def test_a_policy_that_is_not_trained_says_so() -> None:
     assert "wise (external)" in page
 
 
+def test_a_fork_says_what_its_policies_started_with() -> None:
+    status = full_status()
+    status.policies[0].origin.CopyFrom(
+        pb.VersionOrigin(run_id="base", policy_id="actor", version=40, step=41)
+    )
+    status.policies.add(
+        policy_id="judge", origin=pb.VersionOrigin(run_id="base", policy_id="judge", version=0)
+    )
+    page = text_of(status)
+    assert "solver starts with version 40 of policy actor of run base, after step 41\n" in page
+    assert "judge starts with version 0 of policy judge of run base\n" in page
+
+
 def test_the_page_shows_every_part_of_a_working_run() -> None:
     page = text_of(full_status())
     for said in (

@@ -32,6 +32,16 @@ def test_check_prints_the_recipe_with_every_default_and_override() -> None:
     assert "lease_ttl_s" in finished.stdout  # a default that the file does not mention
 
 
+def test_check_prints_one_json_object_where_asked() -> None:
+    finished = CliRunner().invoke(app, ["check", str(QUICKSTART), "--json"])
+    printed = json.loads(finished.stdout)
+    assert Recipe.model_validate(printed["recipe"]).run.name == "quickstart"
+    assert [line.partition(":")[0] for line in printed["tried"]] == [
+        *("roles", "data set", "reward", "tokenizer of solver")
+    ]
+    assert finished.stderr.splitlines() == printed["tried"]
+
+
 @pytest.mark.parametrize("recipe", sorted(QUICKSTART.parent.iterdir()), ids=lambda folder: folder.name)
 def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
     finished = CliRunner().invoke(app, ["check", str(recipe)])

@@ -136,6 +136,17 @@ def test_a_policy_without_settings_of_its_own_has_those_of_the_run() -> None:
     assert (solver.batches.groups_per_step, solver.batches.max_staleness) == (16, 3)
 
 
+def test_a_run_of_no_steps_trains_no_policy_whatever_it_says() -> None:
+    recipe = parse_recipe(_second_policy("steps: 5"), overrides=["run.steps=0"]).recipe
+    assert [policy.steps for policy in recipe.resolved_policies.values()] == [0, 0]
+
+
+def test_an_evaluation_has_a_million_samples_at_most() -> None:
+    overrides = ["dataflow.evaluation={num_samples: 1, final_samples: 1000, samples_per_task: 1001}"]
+    with pytest.raises(RecipeError, match=r"1,001,000 samples .* is larger than 1,000,000"):
+        parse_recipe(GOOD, overrides=overrides)
+
+
 def test_a_policy_overrides_single_keys_at_any_depth_and_a_loss_as_a_whole() -> None:
     text = _second_policy(
         "steps: 5",

@@ -46,6 +46,13 @@ def test_zero_means_the_first_and_the_final_pass_only() -> None:
     assert evaluation.plan_final({"p": 900}, settings=settings).final
 
 
+def test_a_pass_has_so_many_samples_of_each_held_out_task() -> None:
+    settings = EvaluationSettings(num_samples=256, final_samples=100, samples_per_task=4)
+    plan = evaluation.plan_final({"p": 7}, settings=settings)
+    assert (plan.planned, plan.samples_per_task) == (400, 4)
+    assert evaluation.sample_index(evaluation.task_id(plan.evaluation_id, 399)) == 399
+
+
 def test_a_final_pass_at_versions_already_evaluated_is_another_one() -> None:
     periodic = evaluation.Plan(versions={"p": 10}, planned=1, final=False)
     assert periodic.evaluation_id != evaluation.plan_final({"p": 10}, settings=SETTINGS).evaluation_id

@@ -55,6 +55,13 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(unpublished, NODE) == [("publish", "unpublished")]
 
 
+def test_a_run_that_does_not_train_waits_for_nodes_and_versions_only() -> None:
+    untrained = with_policy(credit=0, epoch=0)
+    assert reasons(untrained, NODE, trains=False) == []
+    assert reasons(untrained, trains=False) == [("lease", "no_node")]
+    assert reasons(with_policy(version=None, epoch=0), NODE, trains=False) == [("lease", "no_version")]
+
+
 @pytest.mark.parametrize(
     ("heard_ms", "jumped_ms", "is_silent"),
     [

@@ -144,6 +144,30 @@ async def test_ctrl_c_ends_in_order_with_the_final_evaluation(scene: Scene) -> N
     assert summary.heldout_last == 0.5
 
 
+async def test_a_run_of_no_steps_ends_when_the_server_has_evaluated_it(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.evaluate(0.5)
+    scene.server.status.evaluations[0].samples_per_task = 2
+    scene.finish()
+    summary = await scene.run(without=ALL_BUT_NODES, overrides=("run.steps=0",))
+    assert scene.server.updates == [], "it is not asked to finish"
+    assert [score["avg_at_k"] for score in summary.heldout_scores] == [0.5]
+    assert summary.heldout_samples is not None
+    assert summary.heldout_samples["per_task"] == 2
+    lines = (scene.folder / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1]
+
+
+async def test_ctrl_c_ends_a_run_of_no_steps_with_what_there_is(scene: Scene) -> None:
+    scene.server.announce(0)
+    scene.evaluate(0.5)
+    scene.server.status.state = run_pb2.RUN_STATE_ACTIVE
+    scene.interrupt_once_during("running")
+    summary = await scene.run(without=ALL_BUT_NODES, overrides=("run.steps=0",))
+    assert scene.view.done == ["running", "finishing the step"]
+    assert (scene.server.updates, summary.heldout_last) == ([], 0.5)
+
+
 async def test_nothing_is_evaluated_when_there_is_no_version(scene: Scene) -> None:
     await scene.run(without=ALL_BUT_NODES, timeout_s=0.0)
     assert scene.server.updates == []

@@ -16,7 +16,7 @@ FIELDS = """
 steps steps_by_policy policies heldout_metrics reward_first reward_last heldout_first heldout_last heldout_n wall_s
 trajectories conservation_error staleness trainer_wait_fraction versions
 snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_bytes
-steps_skipped learned_nothing failures dead_letters stopped_for tracker_faults
+heldout_scores heldout_samples steps_skipped learned_nothing failures dead_letters stopped_for tracker_faults
 """
 
 

@@ -143,6 +143,7 @@ class PolicyStatus(_message.Message):
     EXTERNAL_FIELD_NUMBER: _builtins.int
     WAITS_FOR_TURN_OF_FIELD_NUMBER: _builtins.int
     RATINGS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     last_finished_step: _builtins.int
@@ -183,6 +184,10 @@ class PolicyStatus(_message.Message):
     def ratings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotRating]:
         """Of a snapshot policy: the ratings in its pool, that of the trained policy itself first, then by version."""
 
+    @_builtins.property
+    def origin(self) -> Global___VersionOrigin:
+        """Version of another run that it started with, as a fork does; unset when it did not."""
+
     def __init__(
         self,
         *,
@@ -203,14 +208,51 @@ class PolicyStatus(_message.Message):
         external: _builtins.bool = ...,
         waits_for_turn_of: _builtins.str = ...,
         ratings: _abc.Iterable[Global___SnapshotRating] | None = ...,
+        origin: Global___VersionOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ratings", b"ratings", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "credit", b"credit", "credit_error", b"credit_error", "external", b"external", "frozen", b"frozen", "last_finished_step", b"last_finished_step", "no_credit_trajectories", b"no_credit_trajectories", "origin", b"origin", "outstanding_groups", b"outstanding_groups", "policy_id", b"policy_id", "ratings", b"ratings", "ready_groups", b"ready_groups", "recent_training_reward", b"recent_training_reward", "staleness", b"staleness", "trainer_epoch", b"trainer_epoch", "unpublished_groups", b"unpublished_groups", "version", b"version", "waits_for_turn_of", b"waits_for_turn_of"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyStatus: _TypeAlias = PolicyStatus  # noqa: Y015
+
+@_typing.final
+class VersionOrigin(_message.Message):
+    """A version of another run that a policy started with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The other run."""
+    policy_id: _builtins.str
+    """Its policy."""
+    version: _builtins.int
+    """The version."""
+    step: _builtins.int
+    """Step after which that policy had these weights; unset when the recipe does not say."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "policy_id", b"policy_id", "run_id", b"run_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___VersionOrigin: _TypeAlias = VersionOrigin  # noqa: Y015
 
 @_typing.final
 class SnapshotRating(_message.Message):
@@ -532,6 +574,7 @@ class Evaluation(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_TASK_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy evaluated."""
     version: _builtins.int
@@ -550,6 +593,8 @@ class Evaluation(_message.Message):
     """True for the run's final evaluation."""
     evaluation_id: _builtins.str
     """The evaluation; the same in the messages of its other policies."""
+    samples_per_task: _builtins.int
+    """Samples of each held-out task."""
     @_builtins.property
     def complete_time(self) -> _timestamp_pb2.Timestamp:
         """When it was completed."""
@@ -581,10 +626,11 @@ class Evaluation(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         roles: _abc.Iterable[Global___RoleResult] | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        samples_per_task: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["complete_time", b"complete_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "evaluation_id", b"evaluation_id", "final", b"final", "mean_reward", b"mean_reward", "metrics", b"metrics", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "roles", b"roles", "version", b"version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "complete_time", b"complete_time", "evaluation_id", b"evaluation_id", "final", b"final", "mean_reward", b"mean_reward", "metrics", b"metrics", "num_planned", b"num_planned", "num_samples", b"num_samples", "policy_id", b"policy_id", "roles", b"roles", "samples_per_task", b"samples_per_task", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

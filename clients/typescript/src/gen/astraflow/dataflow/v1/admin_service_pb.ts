@@ -29,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/admin_service.proto.
  */
 export const file_astraflow_dataflow_v1_admin_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCL+AwoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZyJUCg5TbmFwc2hvdFJhdGluZxIUCgd2ZXJzaW9uGAEgASgESACIAQESDgoGcmF0aW5nGAIgASgBEhAKCGVwaXNvZGVzGAMgASgEQgoKCF92ZXJzaW9uIrIICgpOb2RlU3RhdHVzEg8KB25vZGVfaWQYASABKAkSEAoIcmVzdGFydHMYAiABKA0SDgoGbGVhc2VzGAMgASgNEhAKCGVwaXNvZGVzGAQgASgEEhQKDHRyYWplY3RvcmllcxgFIAEoBBIOCgZ0b2tlbnMYBiABKAQSUAoQc2VydmluZ192ZXJzaW9ucxgHIAMoCzI2LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlNlcnZpbmdWZXJzaW9uc0VudHJ5EjIKDmxhc3Rfc2Vlbl90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgt3YWl0aW5nX2ZvchgJIAEoCRIRCgljb25uZWN0ZWQYCiABKAgSEwoLaW5jYXJuYXRpb24YCyABKAQSDgoGcmVnaW9uGAwgASgJEgwKBHBvb2wYDSABKAkSDwoHZW5naW5lcxgOIAMoCRIcChRtYXhfY29uY3VycmVudF90YXNrcxgPIAEoDRIXCg9lbmdpbmVfcmVzdGFydHMYECABKA0SFAoMZHJhaW5fcmVhc29uGBEgASgJEi0KCWpvaW5fdGltZRgSIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOQoNd2VpZ2h0X2ZhdWx0cxgTIAMoCzIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XZWlnaHRGYXVsdBIQCghoYXJkd2FyZRgUIAEoCRIbCg5wcmljZV9wZXJfaG91chgVIAEoAUgAiAEBEg8KB2NyZWRpdHMYFiABKA0SFAoMbWF4X2VwaXNvZGVzGBcgASgNEhIKCmJvdW5kZWRfYnkYGCABKAkSNgoMZW5naW5lX2xvYWRzGBkgAygLMiAuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lTG9hZBIUCgx0b2tlbnNfcGVyX3MYGiABKAESSAoMdmVyc2lvbl9sYWdzGBsgAygLMjIuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMuVmVyc2lvbkxhZ3NFbnRyeRIZChFlbnZpcm9ubWVudF9mYXVsdBgcIAEoCRI6ChZlbnZpcm9ubWVudF9mYXVsdF90aW1lGB0gASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI4Cg1lbmdpbmVfZmF1bHRzGB4gAygLMiEuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lRmF1bHQaNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ARoyChBWZXJzaW9uTGFnc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCEQoPX3ByaWNlX3Blcl9ob3VyIkQKClJvbGVSZXN1bHQSDAoEcm9sZRgBIAEoCRITCgtudW1fc2FtcGxlcxgCIAEoBBITCgttZWFuX3Jld2FyZBgDIAEoASLxAwoKRXZhbHVhdGlvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBITCgtudW1fc2FtcGxlcxgDIAEoBBITCgtudW1fcGxhbm5lZBgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoARIQCghjb21wbGV0ZRgGIAEoCBINCgVmaW5hbBgHIAEoCBIxCg1jb21wbGV0ZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIVCg1ldmFsdWF0aW9uX2lkGAkgASgJEkEKCHZlcnNpb25zGAogAygLMi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uVmVyc2lvbnNFbnRyeRIwCgVyb2xlcxgLIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb2xlUmVzdWx0Ej8KB21ldHJpY3MYDCADKAsyLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5NZXRyaWNzRW50cnkaLwoNVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIuUBCgRXYWl0Eg0KBXN0YWdlGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEjIKD3dhaXRlZF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCgpzaW5jZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtyZWxlYXNlZF9ieRgHIAEoCRIVCghwcm9ncmVzcxgIIAEoAUgAiAEBQgsKCV9wcm9ncmVzcyLuAwoOU3RhdHVzUmVzcG9uc2USLgoFc3RhdGUYASABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSDgoGcnVuX2lkGAIgASgJEj4KDHRyYWplY3RvcmllcxgDIAEoCzIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UcmFqZWN0b3J5QWNjb3VudBI1Cghwb2xpY2llcxgEIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb2xpY3lTdGF0dXMSMAoFbm9kZXMYBSADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cxI2CgtldmFsdWF0aW9ucxgGIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uEioKBXdhaXRzGAcgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSFAoMZGVhZF9sZXR0ZXJzGAggASgEEjUKCGZhaWx1cmVzGAkgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tGYWlsdXJlcxITCgtzdG9wcGVkX2ZvchgKIAEoCRItCglyZWFkX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wItABCgxUYXNrRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg4KBmRldGFpbBgCIAEoCRINCgVjb3VudBgDIAEoBBIQCghpbl9hX3JvdxgEIAEoBBIPCgd0YXNrX2lkGAUgASgJEg8KB25vZGVfaWQYBiABKAkSLgoKZmlyc3RfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLQoJbGFzdF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJxChhBZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEkUKEWludGVydmFsX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQg/68xgLCZqZmZmZmbk/UAEiYwoZQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZRI1CgZzdGF0dXMYASABKAsyJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2USDwoHY2hhbmdlZBgCIAMoCSItCgpXaHlSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgd0YXNrX2lkGAIgASgJIroCCgtXaHlSZXNwb25zZRIOCgZydW5faWQYASABKAkSLgoFc3RhdGUYAiABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSKgoFd2FpdHMYAyADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIuCgR0YXNrGAQgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tUcmFjZRI1CghmYWlsdXJlcxgFIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrRmFpbHVyZXMSEwoLc3RvcHBlZF9mb3IYBiABKAkSFAoMZGVhZF9sZXR0ZXJzGAcgASgEEi0KCXJlYWRfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSKZAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESNAoKcGFnZV90b2tlbhgDIAEoCUIg+vMYHEoaKFswLTldezEsMjB9LVswLTldezEsMjB9KT8SFQoNaW5jbHVkZV90YXNrcxgEIAEoCCJ6ChdMaXN0RGVhZExldHRlcnNSZXNwb25zZRI3CgxkZWFkX2xldHRlcnMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRGVhZExldHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQiZgoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOQoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQiD68xgcQPQDShdbMC05XXsxLDIwfS1bMC05XXsxLDIwfSJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0iZAoXUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkiSQoIUG9vbExvYWQSDAoEcG9vbBgBIAEoCRINCgVub2RlcxgCIAEoDRIQCghjYXBhY2l0eRgDIAEoDRIOCgZsZWFzZXMYBCABKA0iXAoSUG9vbFJlcG9ydFJlc3BvbnNlEi4KBXBvb2xzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xMb2FkEhYKDmxlYXNhYmxlX3Rhc2tzGAIgASgNImUKDFJldm9rZWRUb2tlbhIkCgh0b2tlbl9pZBgBIAEoCUIS+vMYDkoMWyEtfl17MSwxMjh9Ei8KC2V4cGlyZV90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJIChJSZXZva2VUb2tlblJlcXVlc3QSMgoFdG9rZW4YASABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlZFRva2VuIioKE1Jldm9rZVRva2VuUmVzcG9uc2USEwoLd2FzX3Jldm9rZWQYASABKAgiGgoYTGlzdFJldm9rZWRUb2tlbnNSZXF1ZXN0IlAKGUxpc3RSZXZva2VkVG9rZW5zUmVzcG9uc2USMwoGdG9rZW5zGAEgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZWRUb2tlbjLNCwoMQWRtaW5TZXJ2aWNlEnUKDUdldFNlcnZlckluZm8SKy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaLC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESYwoGU3RhdHVzEiQuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1JlcXVlc3QaJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2UiDMrzGAQDBAIB0PMYARJ4CgVXYXRjaBIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QaMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZSIKyvMYAgME0PMYATABElgKA1doeRIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXF1ZXN0GiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldoeVJlc3BvbnNlIgrK8xgCAwTQ8xgBEmsKCUxpc3ROb2RlcxInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3ROb2Rlc1Jlc3BvbnNlIgvK8xgDAgME0PMYARJpCglEcmFpbk5vZGUSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCK0BAoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZxI0CgZvcmlnaW4YEiABKAsyJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbk9yaWdpbiJfCg1WZXJzaW9uT3JpZ2luEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIRCgRzdGVwGAQgASgESACIAQFCBwoFX3N0ZXAiVAoOU25hcHNob3RSYXRpbmcSFAoHdmVyc2lvbhgBIAEoBEgAiAEBEg4KBnJhdGluZxgCIAEoARIQCghlcGlzb2RlcxgDIAEoBEIKCghfdmVyc2lvbiKyCAoKTm9kZVN0YXR1cxIPCgdub2RlX2lkGAEgASgJEhAKCHJlc3RhcnRzGAIgASgNEg4KBmxlYXNlcxgDIAEoDRIQCghlcGlzb2RlcxgEIAEoBBIUCgx0cmFqZWN0b3JpZXMYBSABKAQSDgoGdG9rZW5zGAYgASgEElAKEHNlcnZpbmdfdmVyc2lvbnMYByADKAsyNi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIyCg5sYXN0X3NlZW5fdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLd2FpdGluZ19mb3IYCSABKAkSEQoJY29ubmVjdGVkGAogASgIEhMKC2luY2FybmF0aW9uGAsgASgEEg4KBnJlZ2lvbhgMIAEoCRIMCgRwb29sGA0gASgJEg8KB2VuZ2luZXMYDiADKAkSHAoUbWF4X2NvbmN1cnJlbnRfdGFza3MYDyABKA0SFwoPZW5naW5lX3Jlc3RhcnRzGBAgASgNEhQKDGRyYWluX3JlYXNvbhgRIAEoCRItCglqb2luX3RpbWUYEiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXdlaWdodF9mYXVsdHMYEyADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHQSEAoIaGFyZHdhcmUYFCABKAkSGwoOcHJpY2VfcGVyX2hvdXIYFSABKAFIAIgBARIPCgdjcmVkaXRzGBYgASgNEhQKDG1heF9lcGlzb2RlcxgXIAEoDRISCgpib3VuZGVkX2J5GBggASgJEjYKDGVuZ2luZV9sb2FkcxgZIAMoCzIgLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUxvYWQSFAoMdG9rZW5zX3Blcl9zGBogASgBEkgKDHZlcnNpb25fbGFncxgbIAMoCzIyLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlZlcnNpb25MYWdzRW50cnkSGQoRZW52aXJvbm1lbnRfZmF1bHQYHCABKAkSOgoWZW52aXJvbm1lbnRfZmF1bHRfdGltZRgdIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOAoNZW5naW5lX2ZhdWx0cxgeIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0GjYKFFNlcnZpbmdWZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaMgoQVmVyc2lvbkxhZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQhEKD19wcmljZV9wZXJfaG91ciJECgpSb2xlUmVzdWx0EgwKBHJvbGUYASABKAkSEwoLbnVtX3NhbXBsZXMYAiABKAQSEwoLbWVhbl9yZXdhcmQYAyABKAEiiwQKCkV2YWx1YXRpb24SEQoJcG9saWN5X2lkGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSEwoLbnVtX3NhbXBsZXMYAyABKAQSEwoLbnVtX3BsYW5uZWQYBCABKAQSEwoLbWVhbl9yZXdhcmQYBSABKAESEAoIY29tcGxldGUYBiABKAgSDQoFZmluYWwYByABKAgSMQoNY29tcGxldGVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFQoNZXZhbHVhdGlvbl9pZBgJIAEoCRJBCgh2ZXJzaW9ucxgKIAMoCzIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLlZlcnNpb25zRW50cnkSMAoFcm9sZXMYCyADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUm9sZVJlc3VsdBI/CgdtZXRyaWNzGAwgAygLMi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uTWV0cmljc0VudHJ5EhgKEHNhbXBsZXNfcGVyX3Rhc2sYDSABKA0aLwoNVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIuUBCgRXYWl0Eg0KBXN0YWdlGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEjIKD3dhaXRlZF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCgpzaW5jZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtyZWxlYXNlZF9ieRgHIAEoCRIVCghwcm9ncmVzcxgIIAEoAUgAiAEBQgsKCV9wcm9ncmVzcyLuAwoOU3RhdHVzUmVzcG9uc2USLgoFc3RhdGUYASABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSDgoGcnVuX2lkGAIgASgJEj4KDHRyYWplY3RvcmllcxgDIAEoCzIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UcmFqZWN0b3J5QWNjb3VudBI1Cghwb2xpY2llcxgEIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb2xpY3lTdGF0dXMSMAoFbm9kZXMYBSADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cxI2CgtldmFsdWF0aW9ucxgGIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uEioKBXdhaXRzGAcgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSFAoMZGVhZF9sZXR0ZXJzGAggASgEEjUKCGZhaWx1cmVzGAkgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tGYWlsdXJlcxITCgtzdG9wcGVkX2ZvchgKIAEoCRItCglyZWFkX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wItABCgxUYXNrRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg4KBmRldGFpbBgCIAEoCRINCgVjb3VudBgDIAEoBBIQCghpbl9hX3JvdxgEIAEoBBIPCgd0YXNrX2lkGAUgASgJEg8KB25vZGVfaWQYBiABKAkSLgoKZmlyc3RfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLQoJbGFzdF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJxChhBZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEkUKEWludGVydmFsX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQg/68xgLCZqZmZmZmbk/UAEiYwoZQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZRI1CgZzdGF0dXMYASABKAsyJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2USDwoHY2hhbmdlZBgCIAMoCSItCgpXaHlSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgd0YXNrX2lkGAIgASgJIroCCgtXaHlSZXNwb25zZRIOCgZydW5faWQYASABKAkSLgoFc3RhdGUYAiABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSKgoFd2FpdHMYAyADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIuCgR0YXNrGAQgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tUcmFjZRI1CghmYWlsdXJlcxgFIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrRmFpbHVyZXMSEwoLc3RvcHBlZF9mb3IYBiABKAkSFAoMZGVhZF9sZXR0ZXJzGAcgASgEEi0KCXJlYWRfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSKZAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESNAoKcGFnZV90b2tlbhgDIAEoCUIg+vMYHEoaKFswLTldezEsMjB9LVswLTldezEsMjB9KT8SFQoNaW5jbHVkZV90YXNrcxgEIAEoCCJ6ChdMaXN0RGVhZExldHRlcnNSZXNwb25zZRI3CgxkZWFkX2xldHRlcnMYASADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRGVhZExldHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSDQoFdG90YWwYAyABKAQiZgoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSOQoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQiD68xgcQPQDShdbMC05XXsxLDIwfS1bMC05XXsxLDIwfSJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0iZAoXUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEjkKD2RlYWRfbGV0dGVyX2lkcxgCIAMoCUIg+vMYHED0A0oXWzAtOV17MSwyMH0tWzAtOV17MSwyMH0iKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkiSQoIUG9vbExvYWQSDAoEcG9vbBgBIAEoCRINCgVub2RlcxgCIAEoDRIQCghjYXBhY2l0eRgDIAEoDRIOCgZsZWFzZXMYBCABKA0iXAoSUG9vbFJlcG9ydFJlc3BvbnNlEi4KBXBvb2xzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvb2xMb2FkEhYKDmxlYXNhYmxlX3Rhc2tzGAIgASgNImUKDFJldm9rZWRUb2tlbhIkCgh0b2tlbl9pZBgBIAEoCUIS+vMYDkoMWyEtfl17MSwxMjh9Ei8KC2V4cGlyZV90aW1lGAIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJIChJSZXZva2VUb2tlblJlcXVlc3QSMgoFdG9rZW4YASABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlZFRva2VuIioKE1Jldm9rZVRva2VuUmVzcG9uc2USEwoLd2FzX3Jldm9rZWQYASABKAgiGgoYTGlzdFJldm9rZWRUb2tlbnNSZXF1ZXN0IlAKGUxpc3RSZXZva2VkVG9rZW5zUmVzcG9uc2USMwoGdG9rZW5zGAEgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZWRUb2tlbjLNCwoMQWRtaW5TZXJ2aWNlEnUKDUdldFNlcnZlckluZm8SKy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaLC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESYwoGU3RhdHVzEiQuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1JlcXVlc3QaJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2UiDMrzGAQDBAIB0PMYARJ4CgVXYXRjaBIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QaMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZSIKyvMYAgME0PMYATABElgKA1doeRIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXF1ZXN0GiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldoeVJlc3BvbnNlIgrK8xgCAwTQ8xgBEmsKCUxpc3ROb2RlcxInLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXF1ZXN0GiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3ROb2Rlc1Jlc3BvbnNlIgvK8xgDAgME0PMYARJpCglEcmFpbk5vZGUSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -247,6 +247,13 @@ export type PolicyStatus = Message<"astraflow.dataflow.v1.PolicyStatus"> & {
    * @generated from field: repeated astraflow.dataflow.v1.SnapshotRating ratings = 17;
    */
   ratings: SnapshotRating[];
+
+  /**
+   * Version of another run that it started with, as a fork does; unset when it did not.
+   *
+   * @generated from field: astraflow.dataflow.v1.VersionOrigin origin = 18;
+   */
+  origin?: VersionOrigin | undefined;
 };
 
 /**
@@ -255,6 +262,48 @@ export type PolicyStatus = Message<"astraflow.dataflow.v1.PolicyStatus"> & {
  */
 export const PolicyStatusSchema: GenMessage<PolicyStatus> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_admin_service, 4);
+
+/**
+ * A version of another run that a policy started with.
+ *
+ * @generated from message astraflow.dataflow.v1.VersionOrigin
+ */
+export type VersionOrigin = Message<"astraflow.dataflow.v1.VersionOrigin"> & {
+  /**
+   * The other run.
+   *
+   * @generated from field: string run_id = 1;
+   */
+  runId: string;
+
+  /**
+   * Its policy.
+   *
+   * @generated from field: string policy_id = 2;
+   */
+  policyId: string;
+
+  /**
+   * The version.
+   *
+   * @generated from field: uint64 version = 3;
+   */
+  version: bigint;
+
+  /**
+   * Step after which that policy had these weights; unset when the recipe does not say.
+   *
+   * @generated from field: optional uint64 step = 4;
+   */
+  step?: bigint | undefined;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.VersionOrigin.
+ * Use `create(VersionOriginSchema)` to create a new message.
+ */
+export const VersionOriginSchema: GenMessage<VersionOrigin> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 5);
 
 /**
  * Elo rating of a version that a snapshot policy played, by the results of training episodes.
@@ -289,7 +338,7 @@ export type SnapshotRating = Message<"astraflow.dataflow.v1.SnapshotRating"> & {
  * Use `create(SnapshotRatingSchema)` to create a new message.
  */
 export const SnapshotRatingSchema: GenMessage<SnapshotRating> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 5);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 6);
 
 /**
  * One node of the run.
@@ -514,7 +563,7 @@ export type NodeStatus = Message<"astraflow.dataflow.v1.NodeStatus"> & {
  * Use `create(NodeStatusSchema)` to create a new message.
  */
 export const NodeStatusSchema: GenMessage<NodeStatus> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 6);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 7);
 
 /**
  * What one role earned in an evaluation.
@@ -549,7 +598,7 @@ export type RoleResult = Message<"astraflow.dataflow.v1.RoleResult"> & {
  * Use `create(RoleResultSchema)` to create a new message.
  */
 export const RoleResultSchema: GenMessage<RoleResult> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 7);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 8);
 
 /**
  * One policy in one evaluation on held-out tasks, which evaluates all trained policies in the same episodes.
@@ -641,6 +690,13 @@ export type Evaluation = Message<"astraflow.dataflow.v1.Evaluation"> & {
    * @generated from field: map<string, double> metrics = 12;
    */
   metrics: { [key: string]: number };
+
+  /**
+   * Samples of each held-out task.
+   *
+   * @generated from field: uint32 samples_per_task = 13;
+   */
+  samplesPerTask: number;
 };
 
 /**
@@ -648,7 +704,7 @@ export type Evaluation = Message<"astraflow.dataflow.v1.Evaluation"> & {
  * Use `create(EvaluationSchema)` to create a new message.
  */
 export const EvaluationSchema: GenMessage<Evaluation> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 8);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 9);
 
 /**
  * What a stage waits for.
@@ -720,7 +776,7 @@ export type Wait = Message<"astraflow.dataflow.v1.Wait"> & {
  * Use `create(WaitSchema)` to create a new message.
  */
 export const WaitSchema: GenMessage<Wait> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 9);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 10);
 
 /**
  * Response of Status.
@@ -812,7 +868,7 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
  * Use `create(StatusResponseSchema)` to create a new message.
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 10);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
 
 /**
  * Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
@@ -883,7 +939,7 @@ export type TaskFailures = Message<"astraflow.dataflow.v1.TaskFailures"> & {
  * Use `create(TaskFailuresSchema)` to create a new message.
  */
 export const TaskFailuresSchema: GenMessage<TaskFailures> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
 
 /**
  * Request of Watch.
@@ -911,7 +967,7 @@ export type AdminServiceWatchRequest = Message<"astraflow.dataflow.v1.AdminServi
  * Use `create(AdminServiceWatchRequestSchema)` to create a new message.
  */
 export const AdminServiceWatchRequestSchema: GenMessage<AdminServiceWatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
 
 /**
  * One change.
@@ -939,7 +995,7 @@ export type AdminServiceWatchResponse = Message<"astraflow.dataflow.v1.AdminServ
  * Use `create(AdminServiceWatchResponseSchema)` to create a new message.
  */
 export const AdminServiceWatchResponseSchema: GenMessage<AdminServiceWatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
 
 /**
  * Request of Why.
@@ -967,7 +1023,7 @@ export type WhyRequest = Message<"astraflow.dataflow.v1.WhyRequest"> & {
  * Use `create(WhyRequestSchema)` to create a new message.
  */
 export const WhyRequestSchema: GenMessage<WhyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
 
 /**
  * Response of Why.
@@ -1037,7 +1093,7 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
  * Use `create(WhyResponseSchema)` to create a new message.
  */
 export const WhyResponseSchema: GenMessage<WhyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
 
 /**
  * Request of ListNodes.
@@ -1072,7 +1128,7 @@ export type ListNodesRequest = Message<"astraflow.dataflow.v1.ListNodesRequest">
  * Use `create(ListNodesRequestSchema)` to create a new message.
  */
 export const ListNodesRequestSchema: GenMessage<ListNodesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
 
 /**
  * Response of ListNodes.
@@ -1100,7 +1156,7 @@ export type ListNodesResponse = Message<"astraflow.dataflow.v1.ListNodesResponse
  * Use `create(ListNodesResponseSchema)` to create a new message.
  */
 export const ListNodesResponseSchema: GenMessage<ListNodesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
 
 /**
  * Request of DrainNode.
@@ -1135,7 +1191,7 @@ export type DrainNodeRequest = Message<"astraflow.dataflow.v1.DrainNodeRequest">
  * Use `create(DrainNodeRequestSchema)` to create a new message.
  */
 export const DrainNodeRequestSchema: GenMessage<DrainNodeRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
 
 /**
  * Response of DrainNode.
@@ -1163,7 +1219,7 @@ export type DrainNodeResponse = Message<"astraflow.dataflow.v1.DrainNodeResponse
  * Use `create(DrainNodeResponseSchema)` to create a new message.
  */
 export const DrainNodeResponseSchema: GenMessage<DrainNodeResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
 
 /**
  * A task that is not retried any more.
@@ -1248,7 +1304,7 @@ export type DeadLetter = Message<"astraflow.dataflow.v1.DeadLetter"> & {
  * Use `create(DeadLetterSchema)` to create a new message.
  */
 export const DeadLetterSchema: GenMessage<DeadLetter> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
 
 /**
  * Request of ListDeadLetters.
@@ -1290,7 +1346,7 @@ export type ListDeadLettersRequest = Message<"astraflow.dataflow.v1.ListDeadLett
  * Use `create(ListDeadLettersRequestSchema)` to create a new message.
  */
 export const ListDeadLettersRequestSchema: GenMessage<ListDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
 
 /**
  * Response of ListDeadLetters.
@@ -1325,7 +1381,7 @@ export type ListDeadLettersResponse = Message<"astraflow.dataflow.v1.ListDeadLet
  * Use `create(ListDeadLettersResponseSchema)` to create a new message.
  */
 export const ListDeadLettersResponseSchema: GenMessage<ListDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
 
 /**
  * Request of RequeueDeadLetters.
@@ -1353,7 +1409,7 @@ export type RequeueDeadLettersRequest = Message<"astraflow.dataflow.v1.RequeueDe
  * Use `create(RequeueDeadLettersRequestSchema)` to create a new message.
  */
 export const RequeueDeadLettersRequestSchema: GenMessage<RequeueDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
 
 /**
  * Response of RequeueDeadLetters.
@@ -1388,7 +1444,7 @@ export type RequeueDeadLettersResponse = Message<"astraflow.dataflow.v1.RequeueD
  * Use `create(RequeueDeadLettersResponseSchema)` to create a new message.
  */
 export const RequeueDeadLettersResponseSchema: GenMessage<RequeueDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
 
 /**
  * Request of PurgeDeadLetters.
@@ -1416,7 +1472,7 @@ export type PurgeDeadLettersRequest = Message<"astraflow.dataflow.v1.PurgeDeadLe
  * Use `create(PurgeDeadLettersRequestSchema)` to create a new message.
  */
 export const PurgeDeadLettersRequestSchema: GenMessage<PurgeDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
 
 /**
  * Response of PurgeDeadLetters.
@@ -1437,7 +1493,7 @@ export type PurgeDeadLettersResponse = Message<"astraflow.dataflow.v1.PurgeDeadL
  * Use `create(PurgeDeadLettersResponseSchema)` to create a new message.
  */
 export const PurgeDeadLettersResponseSchema: GenMessage<PurgeDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
 
 /**
  * Request of PoolReport.
@@ -1458,7 +1514,7 @@ export type PoolReportRequest = Message<"astraflow.dataflow.v1.PoolReportRequest
  * Use `create(PoolReportRequestSchema)` to create a new message.
  */
 export const PoolReportRequestSchema: GenMessage<PoolReportRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
 
 /**
  * One pool of nodes.
@@ -1500,7 +1556,7 @@ export type PoolLoad = Message<"astraflow.dataflow.v1.PoolLoad"> & {
  * Use `create(PoolLoadSchema)` to create a new message.
  */
 export const PoolLoadSchema: GenMessage<PoolLoad> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
 
 /**
  * Response of PoolReport.
@@ -1529,7 +1585,7 @@ export type PoolReportResponse = Message<"astraflow.dataflow.v1.PoolReportRespon
  * Use `create(PoolReportResponseSchema)` to create a new message.
  */
 export const PoolReportResponseSchema: GenMessage<PoolReportResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
 
 /**
  * A token that is refused although it has not expired.
@@ -1557,7 +1613,7 @@ export type RevokedToken = Message<"astraflow.dataflow.v1.RevokedToken"> & {
  * Use `create(RevokedTokenSchema)` to create a new message.
  */
 export const RevokedTokenSchema: GenMessage<RevokedToken> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
 
 /**
  * Request of RevokeToken.
@@ -1578,7 +1634,7 @@ export type RevokeTokenRequest = Message<"astraflow.dataflow.v1.RevokeTokenReque
  * Use `create(RevokeTokenRequestSchema)` to create a new message.
  */
 export const RevokeTokenRequestSchema: GenMessage<RevokeTokenRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
 
 /**
  * Response of RevokeToken.
@@ -1599,7 +1655,7 @@ export type RevokeTokenResponse = Message<"astraflow.dataflow.v1.RevokeTokenResp
  * Use `create(RevokeTokenResponseSchema)` to create a new message.
  */
 export const RevokeTokenResponseSchema: GenMessage<RevokeTokenResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
 
 /**
  * Request of ListRevokedTokens.
@@ -1614,7 +1670,7 @@ export type ListRevokedTokensRequest = Message<"astraflow.dataflow.v1.ListRevoke
  * Use `create(ListRevokedTokensRequestSchema)` to create a new message.
  */
 export const ListRevokedTokensRequestSchema: GenMessage<ListRevokedTokensRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
 
 /**
  * Response of ListRevokedTokens.
@@ -1635,7 +1691,7 @@ export type ListRevokedTokensResponse = Message<"astraflow.dataflow.v1.ListRevok
  * Use `create(ListRevokedTokensResponseSchema)` to create a new message.
  */
 export const ListRevokedTokensResponseSchema: GenMessage<ListRevokedTokensResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 35);
 
 /**
  * Status and operations, for people and tools.
