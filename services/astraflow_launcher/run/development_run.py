@@ -25,6 +25,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import MAX_BYTES
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.child_watch import ChildWatch, serves
@@ -81,6 +82,8 @@ class Options:
     """Go on from the checkpoints although Redis lost what they know."""
     max_restarts: int = 8
     """Restarts of one child within a minute before it counts as broken."""
+    max_log_bytes: int = MAX_BYTES
+    """At which the log of a child is rotated."""
     max_silence_s: float = MAX_SILENCE_S
     """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
 
@@ -164,9 +167,15 @@ class DevelopmentRun:
             )
         port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
-        log_path, max_restarts = self._folder.log("redis"), self._options.max_restarts
-        spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
-        child = await self._supervisor.start(spec)
+        child = await self._supervisor.start(
+            ChildSpec(
+                name="redis",
+                argv=command,
+                log_path=self._folder.log("redis"),
+                max_log_bytes=self._options.max_log_bytes,
+                max_restarts=self._options.max_restarts,
+            )
+        )
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
         await embedded_redis.require_answering(
             child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
@@ -247,6 +256,7 @@ class DevelopmentRun:
             name=name,
             argv=python(module, *arguments),
             log_path=self._folder.log(name),
+            max_log_bytes=self._options.max_log_bytes,
             address_file=address_file,
             env=_daemon_environment(address_file),
             max_restarts=self._options.max_restarts,
