@@ -38,7 +38,8 @@ class Linear:
         if not num_padding:
             return self._product(values)
         rows = F.pad(values.reshape(num_rows, -1), (0, 0, 0, num_padding))
-        return self._product(rows)[:num_rows].unflatten(0, values.shape[:-1])
+        product: torch.Tensor = self._product(rows)[:num_rows].unflatten(0, values.shape[:-1])
+        return product
 
     def _product(self, values: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(

@@ -129,10 +129,12 @@ class DevelopmentRun:
                 # Children are stopped and curves drawn under it too: Ctrl-C then ends a run that ends already.
                 to_the_end.enter_context(self._signals())
                 with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics:
-                    observer.resume_after(metrics.earlier_steps)
+                    observer.resume_after(metrics.earlier_steps())
                     await self._watch(metrics)
                 summary = self._summarize(observer.observation)
-            draw_curves(observer.observation, self._folder.curves, title=self._run_id)
+            draw_curves(
+                observer.observation, self._folder.curves, metrics=self._folder.metrics, title=self._run_id
+            )
             return summary
 
     # ---------------------------------------------------------------- start
@@ -301,6 +303,7 @@ class DevelopmentRun:
                 sampled = time.monotonic()
             metrics.write(observation)
             self._view.show(observation, doing=doing)
+            observation.forget()
             observer.updated.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(observer.updated.wait(), timeout=2.0)
