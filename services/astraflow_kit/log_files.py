@@ -23,7 +23,7 @@ async def ended_with_bounded_log(
 ) -> int:
     """Wait for the end of a process that appends to `path`, which is rotated meanwhile; returns its exit code.
 
-    Never rotated afterwards: the last words of a process are where they were written.
+    Never rotated afterwards: what a process said at its end is where it wrote it.
     """
     ended = asyncio.ensure_future(process.wait())
     try:

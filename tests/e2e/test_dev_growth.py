@@ -58,7 +58,7 @@ def _grown(folder: Path, *, steps: int) -> Growth:
         def alive() -> None:
             assert launcher.poll() is None, files.stderr.read_text()[-4000:]
 
-        wait_for(lambda: alive() or files.steps_taken() >= 1)
+        wait_for(lambda: launcher.poll() is not None or files.steps_taken() >= 1)
         growth = watch(files, launcher_pid=launcher.pid, steps=steps, alive=alive)
         launcher.send_signal(signal.SIGINT)
         finish(launcher, folder)

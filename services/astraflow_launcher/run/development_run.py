@@ -169,15 +169,7 @@ class DevelopmentRun:
             )
         port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
-        child = await self._supervisor.start(
-            ChildSpec(
-                name="redis",
-                argv=command,
-                log_path=self._folder.log("redis"),
-                max_log_bytes=self._options.max_log_bytes,
-                max_restarts=self._options.max_restarts,
-            )
-        )
+        child = await self._supervisor.start(self._spec("redis", command))
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
         await embedded_redis.require_answering(
             child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
@@ -254,14 +246,14 @@ class DevelopmentRun:
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
         address_file = self._folder.addresses / f"{name}.json"
+        spec = self._spec(name, python(module, *arguments))
+        return replace(spec, address_file=address_file, env=_daemon_environment(address_file))
+
+    def _spec(self, name: str, argv: tuple[str, ...]) -> ChildSpec:
+        log_path = self._folder.log(name)
+        most_bytes, most_restarts = self._options.max_log_bytes, self._options.max_restarts
         return ChildSpec(
-            name=name,
-            argv=python(module, *arguments),
-            log_path=self._folder.log(name),
-            max_log_bytes=self._options.max_log_bytes,
-            address_file=address_file,
-            env=_daemon_environment(address_file),
-            max_restarts=self._options.max_restarts,
+            name=name, argv=argv, log_path=log_path, max_log_bytes=most_bytes, max_restarts=most_restarts
         )
 
     # ---------------------------------------------------------------- watch

@@ -88,9 +88,9 @@ class MetricsFile:
             is_new = evaluation not in self._evaluations
             self._evaluations.add(evaluation)
             return is_new
-        is_new = line[kind] > self._newest.get((kind, policy), -1)
-        self._newest[kind, policy] = max(line[kind], self._newest.get((kind, policy), -1))
-        return is_new
+        number, newest = int(line[kind]), self._newest.get((kind, policy), -1)
+        self._newest[kind, policy] = max(number, newest)
+        return number > newest
 
     def __enter__(self) -> MetricsFile:
         return self
