@@ -29,6 +29,7 @@ from astraflow.errors import (
 )
 from astraflow_kit import failpoints
 from astraflow_kit import log as log_lines
+from astraflow_kit.allocator import share_arenas
 from astraflow_kit.log import get_logger
 from astraflow_kit.parent import die_with_parent
 from astraflow_kit.settings import ProcessSettings
@@ -123,7 +124,8 @@ def run(main: Main, *, drain_timeout_s: float = 30.0) -> int:
 
 
 def begin(service: str, settings: ProcessSettings) -> None:
-    """What every daemon does first: die with its launcher, set up its log, arm failpoints."""
+    """What every daemon does first: share arenas, die with its launcher, set up its log, arm failpoints."""
+    share_arenas()
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     log_lines.configure(service, level=settings.log_level, log_format=settings.log_format)

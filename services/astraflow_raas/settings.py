@@ -119,7 +119,8 @@ class NodeSettings(JoinSettings, StoreAccess):
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28
     """The same bound in bytes."""
     push_journal: bool = False
-    """Write every push and its answer to `pushes.jsonl` in the node's folder, for audits; it only grows."""
+    """Write every push and its answer to `pushes.jsonl` in the node's folder, for audits; the newest lines are kept,
+    64 to 128 MiB of them."""
 
     @field_validator("work_dir", "mirror_dir")
     @classmethod

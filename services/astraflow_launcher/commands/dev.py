@@ -16,6 +16,7 @@ from astraflow.commands import wording
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe, load_recipe
+from astraflow_kit.log_files import MAX_BYTES
 from astraflow_kit.settings import load
 from astraflow_launcher.commands.local_run import (
     AsJson,
@@ -62,6 +63,16 @@ MaxSilence = Annotated[
         min=0,
         metavar="S",
         help="Replace a process that is alive and answers nothing for so long; 0: never.",
+    ),
+]
+
+MaxLog = Annotated[
+    float,
+    typer.Option(
+        "--max-log-mib",
+        min=0.01,
+        metavar="MIB",
+        help="Rotate the log of a process at this size; three older ones are kept.",
     ),
 ]
 
@@ -114,6 +125,7 @@ def dev(
     without: Without = None,
     max_restarts: MaxRestarts = 8,
     max_silence_s: MaxSilence = MAX_SILENCE_S,
+    max_log_mib: MaxLog = MAX_BYTES / 2**20,
     accept_data_loss: AcceptDataLoss = False,
     as_json_: AsJson = False,
     quiet: Quiet = False,
@@ -168,6 +180,7 @@ def dev(
         without=frozenset(without or ()),
         max_restarts=max_restarts,
         max_silence_s=max_silence_s,
+        max_log_bytes=int(max_log_mib * 2**20),
         accept_data_loss=accept_data_loss,
     )
     _conduct(options, quiet=quiet, as_json_object=as_json_)

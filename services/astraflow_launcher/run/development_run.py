@@ -26,6 +26,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import MAX_BYTES
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.child_watch import ChildWatch, serves
@@ -82,6 +83,8 @@ class Options:
     """Go on from the checkpoints although Redis lost what they know."""
     max_restarts: int = 8
     """Restarts of one child within a minute before it counts as broken."""
+    max_log_bytes: int = MAX_BYTES
+    """At which the log of a child is rotated."""
     max_silence_s: float = MAX_SILENCE_S
     """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
 
@@ -128,10 +131,12 @@ class DevelopmentRun:
                 # Children are stopped and curves drawn under it too: Ctrl-C then ends a run that ends already.
                 to_the_end.enter_context(self._signals())
                 with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics:
-                    observer.resume_after(metrics.earlier_steps)
+                    observer.resume_after(metrics.earlier_steps())
                     await self._watch(metrics)
                 summary = self._summarize(observer.observation)
-            draw_curves(observer.observation, self._folder.curves, title=self._run_id)
+            draw_curves(
+                observer.observation, self._folder.curves, metrics=self._folder.metrics, title=self._run_id
+            )
             return summary
 
     # ---------------------------------------------------------------- start
@@ -166,9 +171,7 @@ class DevelopmentRun:
             )
         port = free_port()
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
-        log_path, max_restarts = self._folder.log("redis"), self._options.max_restarts
-        spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
-        child = await self._supervisor.start(spec)
+        child = await self._supervisor.start(self._spec("redis", command))
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
         await embedded_redis.require_answering(
             child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
@@ -245,13 +248,14 @@ class DevelopmentRun:
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
         address_file = self._folder.addresses / f"{name}.json"
+        spec = self._spec(name, python(module, *arguments))
+        return replace(spec, address_file=address_file, env=_daemon_environment(address_file))
+
+    def _spec(self, name: str, argv: tuple[str, ...]) -> ChildSpec:
+        log_path = self._folder.log(name)
+        most_bytes, most_restarts = self._options.max_log_bytes, self._options.max_restarts
         return ChildSpec(
-            name=name,
-            argv=python(module, *arguments),
-            log_path=self._folder.log(name),
-            address_file=address_file,
-            env=_daemon_environment(address_file),
-            max_restarts=self._options.max_restarts,
+            name=name, argv=argv, log_path=log_path, max_log_bytes=most_bytes, max_restarts=most_restarts
         )
 
     # ---------------------------------------------------------------- watch
@@ -295,6 +299,7 @@ class DevelopmentRun:
                 sampled = time.monotonic()
             metrics.write(observation)
             self._view.show(observation, doing=doing)
+            observation.forget()
             observer.updated.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(observer.updated.wait(), timeout=2.0)

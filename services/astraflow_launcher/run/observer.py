@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,10 +77,13 @@ class Observer:
         self.child_watch = ChildWatch(grace_s=0.0)
         """Says which children are alive and silent."""
 
-    def resume_after(self, steps: Sequence[StepPoint]) -> None:
+    def resume_after(self, steps: Iterable[StepPoint]) -> None:
         """Take these steps as known: they were finished before this launcher started."""
-        self.observation.steps = list(steps)
-        self.observation.num_earlier_steps = len(steps)
+        for point in steps:
+            self.observation.steps.append(point)
+            if len(self.observation.steps) >= _MAX_PAGE:
+                self.observation.forget()
+        self.observation.num_earlier_steps = self.observation.num_steps
 
     def watch_trainer(self, policy: str, child: Child) -> None:
         """Add a policy's trainer."""

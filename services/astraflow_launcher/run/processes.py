@@ -1,4 +1,4 @@
-"""Child processes: started with a log file each, restarted with backoff, and never outliving the launcher.
+"""Child processes: started with a bounded log file each, restarted with backoff, and never outliving the launcher.
 
 Invariant: every child runs in its own process group and dies with this process even when it is SIGKILLed; a
 child that ends with `ExitCode.OK` is finished, one that ends with USAGE or SUPERSEDED is a fatal error, any
@@ -21,13 +21,14 @@ from pathlib import Path
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
 from astraflow_kit.lifecycle import Addresses, ExitCode, failure_in, read_address_file
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import MAX_BYTES, end_of, ended_with_bounded_log
 from astraflow_kit.parent import dying_with_us
 
 log = get_logger(__name__)
 
 _FATAL = frozenset({ExitCode.USAGE, ExitCode.SUPERSEDED})
 _READY_POLL_S = 0.05
-_LOG_TAIL_LINES = 12
+_LOG_TAIL_BYTES, _LOG_TAIL_LINES = 2**16, 12
 # A killed server should answer again within 3 s, most of which its own start takes.
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
@@ -42,6 +43,8 @@ class ChildSpec:
     name: str
     argv: tuple[str, ...]
     log_path: Path
+    max_log_bytes: int = MAX_BYTES
+    """At which the log is rotated."""
     env: Mapping[str, str] = field(default_factory=dict)
     address_file: Path | None = None
     group: str = ""
@@ -117,7 +120,9 @@ class Child:
             )
         log.info("child.started", child=self.spec.name, pid=self.process.pid)
         try:
-            return await self.process.wait()
+            return await ended_with_bounded_log(
+                self.process, self.spec.log_path, max_bytes=self.spec.max_log_bytes
+            )
         finally:
             if self.process.returncode is None:
                 _signal_group(self.process, signal.SIGKILL)
@@ -164,9 +169,7 @@ class Child:
         return "\n".join(f"  {line}" for line in self._end_of_log()) or "  (empty)"
 
     def _end_of_log(self) -> list[str]:
-        if not self.spec.log_path.exists():
-            return []
-        return self.spec.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return end_of(self.spec.log_path, num_bytes=_LOG_TAIL_BYTES).splitlines()[-_LOG_TAIL_LINES:]
 
     async def stop(self, *, grace_s: float) -> None:
         """Ask the child to drain, and end its process group when it has not within `grace_s`."""

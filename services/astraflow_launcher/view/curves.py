@@ -1,17 +1,15 @@
 """The curves of a run as a PNG: rewards, staleness, density, completions, entropy and KL. Drawn with matplotlib, off
-screen.
+screen, of the metrics file: it has every step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from astraflow_launcher.view.metrics_file import read_lines
 from astraflow_launcher.view.observation import Observation
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["draw_curves"]
 
@@ -26,11 +24,17 @@ _OF_STEPS = {
     "entropy": ("entropy\n(nats)", (("entropy", ""),)),
     "mismatch": ("KL of engine and\ntrainer (nats)", (("mismatch_kl", ""),)),
 }
+_REWARD, _DENSITY = "reward_mean", "density"
+_DRAWN = (_REWARD, *(metric for _, lines in _OF_STEPS.values() for metric, _ in lines))
 _PLACES = [["reward", "reward"], ["staleness", "density"], ["length", "truncated"], ["entropy", "mismatch"]]
 
 
-def draw_curves(observation: Observation, path: Path, *, title: str) -> None:
-    """Write the curves of every policy to `path`."""
+# Metric -> points of (step or version, value).
+_Curves = dict[str, list[tuple[int, float]]]
+
+
+def draw_curves(observation: Observation, path: Path, *, metrics: Path, title: str) -> None:
+    """Write the curves of every policy to `path`: evaluations as observed, steps and versions as `metrics` has them."""
     # matplotlib costs half a second to import and is needed once, at the end.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,14 +42,16 @@ def draw_curves(observation: Observation, path: Path, *, title: str) -> None:
     figure = Figure(figsize=(10, 9), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplot_mosaic(_PLACES, height_ratios=(3, 1, 1, 1))  # type: ignore[arg-type] # invariant list
+    curves = _read_curves(metrics)
     for policy in observation.policies():
-        _draw_rewards(axes["reward"], observation, policy)
+        axes["reward"].plot(*_columns(curves[policy][_REWARD]), label=f"{policy}: training", alpha=0.6)
+        heldout = [(item.version, item.mean_reward) for item in observation.evaluations(policy)]
+        axes["reward"].plot(*_columns(heldout), marker="o", label=f"{policy}: held out")
         for name, (_, lines) in _OF_STEPS.items():
             for metric, called in lines:
-                points = [(p.step, p.metrics.get(metric, math.nan)) for p in observation.steps_of(policy)]
-                axes[name].plot(*_columns(points), label=f"{policy}: {called}" if called else policy)
-        deltas = [version for version in observation.versions.get(policy, []) if version.delta_bytes]
-        axes["density"].plot(*_columns([(item.version, item.density) for item in deltas]), label=policy)
+                label = f"{policy}: {called}" if called else policy
+                axes[name].plot(*_columns(curves[policy][metric]), label=label)
+        axes["density"].plot(*_columns(curves[policy][_DENSITY]), label=policy)
     for name, means in observation.heldout_metrics().items():
         axes["reward"].plot(*zip(*means, strict=True), marker=".", linestyle=":", label=f"{name}: held out")
     axes["reward"].set(title=title, ylabel="reward", ylim=(0, 1.02))
@@ -62,11 +68,18 @@ def draw_curves(observation: Observation, path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_rewards(axes: Axes, observation: Observation, policy: str) -> None:
-    points = [(point.step, point.metrics.get("reward_mean", 0.0)) for point in observation.steps_of(policy)]
-    axes.plot(*_columns(points), label=f"{policy}: training", alpha=0.6)
-    heldout = [(item.version, item.mean_reward) for item in observation.evaluations(policy)]
-    axes.plot(*_columns(heldout), marker="o", label=f"{policy}: held out")
+def _read_curves(metrics: Path) -> defaultdict[str, _Curves]:
+    """The curves of each policy: of all that a step's line says only what is drawn."""
+    found: defaultdict[str, _Curves] = defaultdict(lambda: defaultdict(list))
+    for line in read_lines(metrics):
+        curves = found[line["policy"]]
+        if line["kind"] == "step":
+            for name in _DRAWN:
+                value = line.get(name)
+                curves[name].append((line["step"], math.nan if value is None else value))
+        elif line["kind"] == "version" and line["delta_bytes"]:
+            curves[_DENSITY].append((line["version"], line["density"]))
+    return found
 
 
 def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

@@ -86,9 +86,9 @@ class LineView(QuietView):
         if doing != self._doing:
             self._doing = doing
             self._write(observation, doing)
-        for point in observation.steps[max(self._steps, observation.num_earlier_steps) :]:
+        for point in observation.steps_after(max(self._steps, observation.num_earlier_steps)):
             self._write(observation, _step_line(point))
-        self._steps = len(observation.steps)
+        self._steps = observation.num_steps
         for item in observation.status.evaluations if observation.status else ():
             key = (item.policy_id, item.evaluation_id)
             if item.complete and key not in self._evaluations:
@@ -221,7 +221,7 @@ def _trainer_cells(observation: Observation, policy: str) -> tuple[str, str, str
 
 
 def _skipped_text(observation: Observation, policy: str) -> str:
-    skipped = sum(bool(point.skipped_for) for point in observation.steps_of(policy))
+    skipped = observation.totals(policy).num_skipped
     return f" ({skipped} skipped)" if skipped else ""
 
 

@@ -2,27 +2,29 @@
 happen.
 
 Every line has `kind`, `run_id`, `policy` and the counter (`step` or `version`) that joins it with the
-daemons' logs. Invariant: each of them has one line, also over a run that is resumed in the same folder; a line
-cut short by a kill is removed, one that a disk damaged is left where it is and written again when it is known; a number
-that is not finite is null.
+daemons' logs. Invariant: each of them has one line, also over a run that is resumed in the same folder, and counters
+rise; a line cut short by a kill is removed, one that a disk damaged is left where it is and passed over; a number that
+is not finite is null. The file is as long as the run: it is read line by line and never held.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from astraflow_kit.log import get_logger
 from astraflow_launcher.view.observation import Observation, StepPoint
 
-__all__ = ["MetricsFile", "to_json"]
+__all__ = ["MetricsFile", "read_lines", "to_json"]
 
 log = get_logger(__name__)
 
-_Key = tuple[object, ...]
+_COUNTERS = {"step": "step", "version": "version", "evaluation": "version"}
+_LOOKED_AT_BYTES = 2**16
 _NOT_METRICS = frozenset({"kind", "run_id", "policy", "step", "seconds"})
 
 
@@ -30,32 +32,28 @@ class MetricsFile:
     """Appends what is new in an observation. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
-        self.earlier_steps: list[StepPoint] = []
-        """Steps that earlier launchers of this run wrote, oldest first."""
-        self._known: set[_Key] = set()
-        for number, content in enumerate(_whole_lines(path), start=1):
-            try:
-                self._take_in(json.loads(content))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                log.warning("metrics.line_damaged", path=str(path), line=number, message=repr(error))
+        _remove_cut_line(path)
+        self._newest: dict[tuple[str, str], int] = {}
+        self._evaluations: set[tuple[object, ...]] = set()
+        for line in read_lines(path):
+            self._is_new(line)
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         self._run_id = run_id
         self._steps = 0
         self._versions: dict[str, int] = {}
 
-    def _take_in(self, line: dict[str, Any]) -> None:
-        key = _key(line)
-        if line["kind"] == "step":
-            self.earlier_steps.append(_point(line))
-        self._known.add(key)
+    def earlier_steps(self) -> Iterator[StepPoint]:
+        """Steps that earlier launchers of this run wrote, oldest first; ask before anything is written."""
+        return (_point(line) for line in read_lines(self._path) if line["kind"] == "step")
 
     def write(self, observation: Observation) -> None:
         """Append steps, versions and complete evaluations that are not there yet."""
-        for point in observation.steps[self._steps :]:
+        for point in observation.steps_after(self._steps):
             self._append("step", point.policy, step=point.step, seconds=point.seconds, **point.metrics)
-        self._steps = len(observation.steps)
-        for policy, versions in observation.versions.items():
-            for version in versions[self._versions.get(policy, 0) :]:
+        self._steps = observation.num_steps
+        for policy in observation.versions:
+            for version in observation.versions_after(policy, self._versions.get(policy, 0)):
                 self._append(
                     "version",
                     policy,
@@ -65,7 +63,7 @@ class MetricsFile:
                     snapshot_bytes=version.snapshot_bytes,
                     density=version.density,
                 )
-            self._versions[policy] = len(versions)
+            self._versions[policy] = observation.totals(policy).num_versions
         for policy in observation.policies():
             for item in observation.evaluations(policy):
                 self._append(
@@ -83,10 +81,20 @@ class MetricsFile:
 
     def _append(self, kind: str, policy: str, **fields: object) -> None:
         line = {"kind": kind, "run_id": self._run_id, "policy": policy, **fields}
-        key = _key(line)
-        if key not in self._known:
-            self._known.add(key)
+        if self._is_new(line):
             self._file.write(to_json(line) + "\n")
+
+    def _is_new(self, line: Mapping[str, Any]) -> bool:
+        """Whether nothing was written about the same; it counts as written from now on."""
+        kind, policy = line["kind"], line["policy"]
+        if kind == "evaluation":
+            evaluation = (policy, line["version"], line.get("evaluation"), line.get("final"))
+            is_new = evaluation not in self._evaluations
+            self._evaluations.add(evaluation)
+            return is_new
+        number, newest = int(line[kind]), self._newest.get((kind, policy), -1)
+        self._newest[kind, policy] = max(number, newest)
+        return number > newest
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -110,22 +118,46 @@ def _finite(value: object) -> object:
     return value
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of the file, after removing a last one that a kill cut short."""
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, none where there is none; one that a disk damaged is passed over and logged."""
     if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return whole.splitlines()
+        return
+    with path.open("rb") as file:
+        for number, content in enumerate(file, start=1):
+            try:
+                line = _line(content)
+            except (ValueError, LookupError, TypeError) as error:
+                log.warning("metrics.line_damaged", path=str(path), line=number, message=repr(error))
+            else:
+                yield line
 
 
-def _key(line: Mapping[str, Any]) -> _Key:
-    """What a line is about; a second one about the same is never written."""
-    number = line["step"] if line["kind"] == "step" else line["version"]
-    return line["kind"], line["policy"], number, (line.get("evaluation"), line.get("final"))
+def _line(content: bytes) -> dict[str, Any]:
+    """Raises ValueError, LookupError, TypeError for what this module did not write."""
+    line: dict[str, Any] = json.loads(content)
+    counter = _COUNTERS[line["kind"]]
+    line |= {counter: int(line[counter]), "policy": str(line["policy"])}
+    if line["kind"] == "step":
+        _point(line)
+    return line
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Remove a last line that a kill cut short."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - _LOOKED_AT_BYTES)
+            file.seek(start)
+            found = file.read(whole - start).rfind(b"\n")
+            if found >= 0:
+                whole = start + found + 1
+                break
+            whole = start
+        if whole < end:
+            file.truncate(whole)
 
 
 def _point(line: Mapping[str, Any]) -> StepPoint:

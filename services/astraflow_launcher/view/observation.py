@@ -2,7 +2,8 @@
 them.
 
 Invariant: nothing here talks to anything; `observer` fills an `Observation`, the live view, the metrics file
-and the summary only read it.
+and the summary only read it. What is held is bounded however long the run: of steps and versions that the metrics file
+has, the newest, and sums.
 """
 
 from __future__ import annotations
@@ -10,37 +11,20 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 from astraflow.commands.waits import in_order
 from astraflow.dataflow.v1 import admin_service_pb2, evaluation_service_pb2, run_pb2, version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow_launcher.view.totals import StepPoint, Totals
 
 __all__ = ["Goal", "Observation", "StepPoint", "parse_goal"]
 
-
-_NO_SIGNAL = "no signal"
-
-
-@dataclass(frozen=True)
-class StepPoint:
-    """One finished step of one policy."""
-
-    policy: str
-    step: int
-    seconds: float
-    """Since the launcher started."""
-    metrics: Mapping[str, float]
-
-    @property
-    def skipped_for(self) -> str:
-        """Why the step changed no weight; empty when it did."""
-        if not self.metrics.get("skipped", 0.0):
-            return ""
-        return _NO_SIGNAL if self.metrics.get("skipped_no_signal", 1.0) else "loss or gradient not finite"
+KEPT = 128
+"""Of each policy, how many of the newest steps and versions are held once all were written down."""
 
 
 @dataclass
@@ -57,11 +41,13 @@ class Observation:
     trainers: dict[str, trainer_service_pb2.StatusResponse] = field(default_factory=dict)
     nodes: dict[str, node_service_pb2.StatusResponse] = field(default_factory=dict)
     versions: dict[str, list[version_pb2.Version]] = field(default_factory=dict)
-    """Announced versions per policy, oldest first."""
+    """The newest announced versions per policy, oldest first."""
     steps: list[StepPoint] = field(default_factory=list)
-    """Finished steps, oldest first; those before a resume come from the metrics file."""
+    """The newest finished steps, oldest first; those before a resume come from the metrics file."""
+    forgotten: dict[str, Totals] = field(default_factory=dict)
+    """Of each policy, what came before those."""
     num_earlier_steps: int = 0
-    """How many of `steps` were finished before this launcher started."""
+    """How many steps were finished before this launcher started."""
     last_evaluation: evaluation_service_pb2.GetEvaluationResponse | None = None
     """The newest evaluation with its scores, without tasks; read when the run ends."""
     restarts: dict[str, int] = field(default_factory=dict)
@@ -96,18 +82,67 @@ class Observation:
     @property
     def num_skipped(self) -> int:
         """Steps of all policies that changed no weight."""
-        return sum(bool(point.skipped_for) for point in self.steps)
+        return sum(self.totals(policy).num_skipped for policy in self._known_policies())
+
+    @property
+    def num_steps(self) -> int:
+        """Finished steps of all policies."""
+        return len(self.steps) + sum(totals.num_steps for totals in self.forgotten.values())
+
+    def steps_after(self, count: int) -> list[StepPoint]:
+        """The steps that came after the first `count` of all policies, as far as they are held."""
+        return self.steps[max(0, len(self.steps) - max(0, self.num_steps - count)) :]
+
+    def versions_after(self, policy: str, count: int) -> list[version_pb2.Version]:
+        """The versions of a policy that came after the first `count`, as far as they are held."""
+        num_forgotten = self.forgotten[policy].num_versions if policy in self.forgotten else 0
+        return self.versions.get(policy, [])[max(0, count - num_forgotten) :]
+
+    def totals(self, policy: str) -> Totals:
+        """Sums over all steps and versions of a policy."""
+        totals = replace(self.forgotten.get(policy, Totals()))
+        for point in self.steps_of(policy):
+            totals.add_step(point)
+        for version in self.versions.get(policy, []):
+            totals.add_version(version)
+        return totals
+
+    def forget(self, *, kept: int = KEPT) -> None:
+        """Hold only the newest steps and versions of each policy. Everyone who shows or writes down each of them must
+        have seen them all.
+        """
+        left = {policy: len(self.steps_of(policy)) - kept for policy in self._known_policies()}
+        held = []
+        for point in self.steps:
+            if left[point.policy] > 0:
+                left[point.policy] -= 1
+                self._forgotten(point.policy).add_step(point)
+            else:
+                held.append(point)
+        self.steps = held
+        for policy, versions in self.versions.items():
+            for version in versions[:-kept]:
+                self._forgotten(policy).add_version(version)
+            del versions[:-kept]
+
+    def _forgotten(self, policy: str) -> Totals:
+        return self.forgotten.setdefault(policy, Totals())
+
+    def _known_policies(self) -> set[str]:
+        return {point.policy for point in self.steps} | self.versions.keys() | self.forgotten.keys()
 
     @property
     def learned_nothing(self) -> str:
         """One sentence when no step changed a weight, and why; empty when one did."""
-        if len(self.steps) > self.num_skipped or not self.trained:
+        if self.num_steps > self.num_skipped or not self.trained:
             return ""
-        if any(point.skipped_for != _NO_SIGNAL for point in self.steps):
-            return f"nothing was learned: all {len(self.steps)} steps were skipped, see `skipped` in metrics.jsonl"
-        if self.steps:
+        if self.num_skipped > sum(
+            self.totals(policy).num_without_signal for policy in self._known_policies()
+        ):
+            return f"nothing was learned: all {self.num_steps} steps were skipped, see `skipped` in metrics.jsonl"
+        if self.num_steps:
             return (
-                f"nothing was learned: all {len(self.steps)} steps were skipped, as the answers to each task earned "
+                f"nothing was learned: all {self.num_steps} steps were skipped, as the answers to each task earned "
                 "the same reward; look at the reward, and at how hard the tasks are"
             )
         return "nothing was learned: no step was trained"
@@ -144,16 +179,12 @@ class Observation:
         return [item for item in self.status.policies if not item.frozen] if self.status else []
 
     def steps_of(self, policy: str) -> list[StepPoint]:
-        """Finished steps of a policy, oldest first."""
+        """The newest finished steps of a policy, oldest first."""
         return [point for point in self.steps if point.policy == policy]
 
     def last_step(self, policy: str) -> StepPoint | None:
         """The newest finished step of a policy."""
         return next(reversed(self.steps_of(policy)), None)
-
-    def deltas(self) -> list[version_pb2.Version]:
-        """Announced versions of every policy that have a delta."""
-        return [version for versions in self.versions.values() for version in versions if version.delta_bytes]
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le}

@@ -122,7 +122,8 @@ def summarize(
     policies = observation.policies()
     evaluations = [observation.evaluations(policy) for policy in policies]
     last = max((items[-1] for items in evaluations if items), key=_completed, default=None)
-    deltas = observation.deltas()
+    totals = [observation.totals(policy) for policy in observation.versions]
+    num_deltas = max(1, sum(item.num_deltas for item in totals))
     return Summary(
         steps=min((item.last_finished_step for item in observation.trained), default=0),
         steps_by_policy={item.policy_id: item.last_finished_step for item in observation.trained},
@@ -141,12 +142,10 @@ def summarize(
         conservation_error=status.trajectories.conservation_error,
         staleness=_staleness(status),
         trainer_wait_fraction=_mean(item.wait_fraction for item in observation.trainers.values()) or 0.0,
-        versions=sum(len(versions) for versions in observation.versions.values()),
-        snapshot_bytes=sum(
-            versions[0].snapshot_bytes for versions in observation.versions.values() if versions
-        ),
-        delta_bytes_mean=_mean(version.delta_bytes for version in deltas) or 0.0,
-        density_mean=_mean(version.density for version in deltas) or 0.0,
+        versions=sum(item.num_versions for item in totals),
+        snapshot_bytes=sum(item.snapshot_bytes for item in totals),
+        delta_bytes_mean=sum(item.delta_bytes for item in totals) / num_deltas,
+        density_mean=sum(item.densities for item in totals) / num_deltas,
         snapshots_fetched=sum(
             policy.snapshots_fetched for node in observation.nodes.values() for policy in node.policies
         ),
@@ -185,8 +184,8 @@ def _policy(observation: Observation, status: admin_service_pb2.PolicyStatus) ->
     policy_id = status.policy_id
     evaluations = observation.evaluations(policy_id)
     trainer = observation.trainers.get(policy_id)
-    taken = (point.metrics for point in reversed(observation.steps_of(policy_id)) if not point.skipped_for)
-    last = next(taken, {})
+    taken = observation.totals(policy_id).last_taken
+    last = taken.metrics if taken is not None else {}
     return PolicySummary(
         steps=status.last_finished_step,
         version=status.version.version,
@@ -301,8 +300,8 @@ def _waited(summary: Summary) -> str:
 
 
 def _step_reward(observation: Observation, policy: str, *, first: bool) -> float | None:
-    points = observation.steps_of(policy)
-    return points[0 if first else -1].metrics.get("reward_mean") if points else None
+    point = observation.totals(policy).first_step if first else observation.last_step(policy)
+    return point.metrics.get("reward_mean") if point is not None else None
 
 
 def _staleness(status: admin_service_pb2.StatusResponse) -> Staleness:

@@ -1,7 +1,8 @@
 """One run of an engine as a child process: start, wait until healthy, end with everything it started.
 
 Invariant: the child leads a process group of its own, and neither it nor anything it started outlives the node or its
-own end; its output goes to one log file. `engine_host` starts one after another and decides when to give up on one.
+own end; its output goes to one bounded log file. `engine_host` starts one after another and decides when to give up on
+one.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from astraflow_kit.children import kill_family
 from astraflow_kit.family import ending_with_us
 from astraflow_kit.lifecycle import ExitCode, failure_in
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import end_of, ended_with_bounded_log
 from astraflow_kit.ports import LOOPBACK, free_port
 from astraflow_raas.engine.base import EngineUnavailable
 from astraflow_raas.engine.command import EngineCommand
@@ -62,8 +64,8 @@ class EngineProcess:
             ) from error
 
     async def ended(self) -> int:
-        """Wait for the process to end; returns its exit code."""
-        return await self.child.wait()
+        """Wait for the process to end, its log bounded meanwhile; returns its exit code."""
+        return await ended_with_bounded_log(self.child, self.log_path)
 
     async def end(self) -> None:
         """End the engine, politely first, with everything it started. Idempotent."""
@@ -82,10 +84,7 @@ class EngineProcess:
         return "\n".join([*self._end_of_log()[-_LOG_TAIL_LINES:], f"(its whole log: {self.log_path})"])
 
     def _end_of_log(self) -> list[str]:
-        with self.log_path.open("rb") as stream:
-            stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - _LOG_TAIL_BYTES))
-            return stream.read().decode(errors="replace").strip().splitlines()
+        return end_of(self.log_path, num_bytes=_LOG_TAIL_BYTES).strip().splitlines()
 
     async def _healthy(self) -> bool:
         if not self.alive:

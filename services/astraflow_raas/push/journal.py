@@ -1,8 +1,9 @@
 """What a node pushed and what the server answered: a file against which a run can be audited, and the log for people.
 
 Invariant: in the file an episode is written down before its first byte leaves and again when its answer was read, one
-whole line each, so that a killed node leaves a true record; nothing reads it back while the node lives. It is off
-unless the setting `push_journal` is on, because it only grows. Called by `pushing`.
+whole line each, so that a killed node leaves a true record; no node reads it back. A file of `MAX_BYTES` becomes the
+older one, `pushes.1.jsonl`, in place of the one before. It is off unless the setting `push_journal` is on. Called by
+`pushing`.
 
 One JSON object per line: `at` (`sent` or `answered`), `task_id`, `episode_id`, `trajectory_ids`, and for
 answers `outcome` and `reason`.
@@ -16,17 +17,21 @@ from pathlib import Path
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import older
 from astraflow_kit.unit_of_work import task_correlation
 
 log = get_logger(__name__)
 
+MAX_BYTES = 64 * 2**20
 _LOG_DELAY_S = 0.25
 
 
 class PushJournal:
     """Appends to one file. Without a path it records nothing."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
         self._descriptor = _open(path) if path is not None else None
 
     def sent(self, episode: trajectory_pb2.Episode) -> None:
@@ -44,8 +49,12 @@ class PushJournal:
             self._descriptor = None
 
     def _append(self, episode: trajectory_pb2.Episode, *, at: str, **answer: str) -> None:
-        if self._descriptor is None:
+        if self._descriptor is None or self._path is None:
             return
+        if os.fstat(self._descriptor).st_size >= self._max_bytes:
+            self.close()
+            self._path.replace(older(self._path, 1))
+            self._descriptor = _open(self._path)
         names = {"task_id": episode.task_id, "episode_id": episode.episode_id}
         line = {"at": at, **names, "trajectory_ids": _trajectory_ids(episode), **answer}
         # One write to an O_APPEND file: SIGKILL leaves whole lines, and the kernel keeps them.

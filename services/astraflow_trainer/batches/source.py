@@ -30,6 +30,7 @@ from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 
@@ -107,11 +108,15 @@ class StepBatch:
 class Ledger:
     """The trainer's own record of what it trained on: one JSON line per step, flushed to disk before going
     on. A line that a crash cut short is removed: its step was not acked.
+
+    A file of `max_bytes` becomes the older one, `ledger.1.jsonl`, in place of the one before. Nothing resumes from
+    it: steps are replayed from the server and the checkpoints, so what is old is for audits only.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = 64 * 2**20) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        self._max_bytes = max_bytes
         if path.exists():
             _drop_cut_line(path)
 
@@ -125,6 +130,8 @@ class Ledger:
             "stage": stage,
             "trajectory_ids": [item.trajectory_id for item in batch.bound.items],
         }
+        if self._path.exists() and self._path.stat().st_size >= self._max_bytes:
+            self._path.replace(older(self._path, 1))
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()

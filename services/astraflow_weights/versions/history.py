@@ -21,7 +21,7 @@ from astraflow_weights.versions.manifest import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VersionRecord:
     """What is kept in memory of every version; the tensors and assets stay in its manifest.
 

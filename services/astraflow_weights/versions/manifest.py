@@ -42,7 +42,7 @@ _SEAL_HEAD = bytes((15 << 3 | 2, SHA256_BYTES))
 _SEAL_BYTES = len(_SEAL_HEAD) + SHA256_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PartRef:
     """An immutable object named by its content; `sha256` is 32 bytes."""
 
@@ -59,7 +59,7 @@ class Asset:
     blob: PartRef
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRef:
     """Parts that lead here from `base_version`."""
 
@@ -173,7 +173,7 @@ class Fence:
     created_time_s: float = field(default=0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AddedPath:
     """A snapshot (`base_version` None) or a merged delta that was made after the manifest of its version."""
 

@@ -4,11 +4,12 @@ import sys
 
 import pytest
 
+from astraflow_kit import allocator
 from astraflow_trainer import memory
 
 
 def test_another_platform_declines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    monkeypatch.setattr(allocator.sys, "platform", "darwin")
     assert not memory.keep_freed_memory()
 
 

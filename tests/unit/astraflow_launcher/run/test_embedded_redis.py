@@ -37,4 +37,5 @@ def test_the_command_keeps_data_and_never_evicts() -> None:
     command = " ".join(server_command(Path("valkey-server"), port=1, folder=Path("/data")))
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
+    assert "--auto-aof-rewrite-percentage 100 --auto-aof-rewrite-min-size 8mb" in command
     assert "--bind 127.0.0.1" in command

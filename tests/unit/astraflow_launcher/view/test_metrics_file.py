@@ -88,8 +88,27 @@ def test_a_line_can_be_read_while_the_run_goes_on(path: Path) -> None:
 def _written(path: Path, observation: Observation) -> list[StepPoint]:
     """Write with a launcher of its own; returns the steps it found."""
     with MetricsFile(path, run_id="run-1") as metrics:
+        earlier = list(metrics.earlier_steps())
         metrics.write(observation)
-        return metrics.earlier_steps
+        return earlier
+
+
+def test_what_a_launcher_forgets_once_it_was_written_is_written_once(path: Path) -> None:
+    observation = _observation()
+    with MetricsFile(path, run_id="run-1") as metrics:
+        for step in range(1, 8):
+            observation.steps.append(StepPoint("solver", step, float(step), {}))
+            observation.versions.setdefault("solver", []).append(version_pb2.Version(version=step))
+            metrics.write(observation)
+            observation.forget(kept=2)
+    written = [(line["kind"], line.get("version", line.get("step"))) for line in _lines(path)]
+    assert sorted(written) == [(kind, number) for kind in ("step", "version") for number in range(1, 8)]
+
+
+def test_a_cut_line_longer_than_one_look_is_removed(path: Path) -> None:
+    path.write_text('{"kind": "step", "policy": "solver", "step": 1}\n' + "x" * 200_000)
+    with MetricsFile(path, run_id="run-1"):
+        assert [line["step"] for line in _lines(path)] == [1]
 
 
 def test_a_resumed_run_writes_nothing_twice(path: Path) -> None:
@@ -138,5 +157,5 @@ def test_a_line_that_a_disk_damaged_is_passed_over(path: Path, damaged: bytes) -
     whole = path.read_bytes()
     path.write_bytes(damaged + b"\n" + whole)
     with MetricsFile(path, run_id="run") as metrics:
-        assert metrics.earlier_steps == [STEP]
+        assert list(metrics.earlier_steps()) == [STEP]
     assert path.read_bytes() == damaged + b"\n" + whole

@@ -2,6 +2,7 @@
 
 import pytest
 
+from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import InvalidArgumentError
 from astraflow_launcher.view.observation import Observation, StepPoint, parse_goal
 from support.observations import evaluation, observed
@@ -98,3 +99,29 @@ def test_a_policy_that_is_not_trained_has_no_part_in_the_goal() -> None:
     found = observed(evaluation(0, 0.9), evaluation(1, 0.9), frozen=("judge",))
     assert found.policies() == ["solver"]
     assert parse_goal("heldout>=0.7", subjects=BOTH).met(found)
+
+
+def test_what_is_forgotten_still_counts_and_what_is_held_is_bounded() -> None:
+    skipped, broken = {"skipped": 1.0}, {"skipped": 1.0, "skipped_no_signal": 0.0}
+    found = [skipped, {"reward_mean": 0.5}, broken, {}, skipped]
+    steps = [
+        StepPoint(policy, step, 0, figures) for step, figures in enumerate(found) for policy in ("a", "b")
+    ]
+    versions = [
+        Version(version=number, delta_bytes=number, snapshot_bytes=9, density=0.5) for number in range(5)
+    ]
+    whole = observed(policies=("a", "b"), steps=list(steps), versions={"a": list(versions)})
+    bounded = observed(policies=("a", "b"), versions={"a": []})
+    for number, point in enumerate(steps):
+        bounded.steps.append(point)
+        bounded.versions["a"] += versions[number : number + 1]
+        bounded.forget(kept=1)
+        assert bounded.steps_after(number) == [point]
+    assert [point.step for point in bounded.steps] == [4, 4]
+    assert [version.version for version in bounded.versions["a"]] == [4]
+    assert (bounded.num_steps, bounded.num_skipped) == (whole.num_steps, whole.num_skipped) == (10, 6)
+    for policy in ("a", "b"):
+        assert bounded.totals(policy) == whole.totals(policy)
+        assert bounded.last_step(policy) == whole.last_step(policy)
+    assert (bounded.steps_after(10), bounded.versions_after("a", 5)) == ([], [])
+    assert bounded.versions_after("a", 4) == versions[4:]

@@ -189,6 +189,36 @@ def test_a_ledger_line_that_a_crash_cut_short_is_removed(tmp_path: Path) -> None
     assert path.read_text() == '{"step": 1}\n'
 
 
+def test_a_ledger_keeps_its_newest_lines_in_two_files_and_each_of_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    _append(Ledger(path), epoch=1)
+    ledger = Ledger(path, max_bytes=2 * path.stat().st_size)
+    for epoch in (2, 3, 4):
+        _append(ledger, epoch=epoch)
+    assert (_epochs(path.with_name("ledger.1.jsonl")), _epochs(path)) == ([1, 2], [3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            _append(ledger, epoch=5)
+    _append(Ledger(path), epoch=5)
+    assert (_epochs(path.with_name("ledger.1.jsonl")), _epochs(path)) == ([3, 4], [5])
+
+
+def _append(ledger: Ledger, *, epoch: int) -> None:
+    batch = StepBatch(batch_of(1), batch_service_pb2.BATCH_STAGE_INTENT)
+    ledger.append(batch, epoch=epoch, stage="TRAINED")
+
+
+def _epochs(path: Path) -> list[int]:
+    return [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
+
+
+def _killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_claim_waits_for_a_server_that_is_away(trainer: Trainer) -> None:
     trainer.script.fail("ClaimPolicy", errors.UnavailableError("Redis restarts"))
     assert trainer.claim().epoch == 3
