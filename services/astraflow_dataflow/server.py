@@ -142,7 +142,8 @@ class Dataflow:
         """The six services with their servicers."""
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
         runs = RunServicer(store, registry, versions, durability, self.grants, self.settings.batch_lease_s)
-        tasks = TaskServicer(store, registry, Leasing(store, self.metrics), versions, durability)
+        leasing, silence_s = Leasing(store, self.metrics), self.settings.node_silence_s
+        tasks = TaskServicer(store, registry, leasing, versions, durability, silence_s)
         ingest = Ingest(
             store=store,
             registry=registry,

@@ -39,6 +39,8 @@ class DataflowServerSettings(StoreAddress):
     """Folder for the code of recipes."""
     batch_lease_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     """Time in which a trainer renews the batch it holds; expiry raises an alarm and never unbinds."""
+    node_silence_s: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
+    """Time without a message of a node after which its working session ends; nodes say something every 2 s."""
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
 

@@ -44,6 +44,9 @@ class NodeSettings(JoinSettings, StoreAccess):
     server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
     """Seconds without the dataflow server after which a node that has joined ends with exit code 75; what it has not
     pushed stays on disk for its next start. 0: never."""
+    server_silence_s: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
+    """Seconds without a message of the dataflow server after which the node opens another session; servers say
+    something every 3 s."""
 
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
     """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy

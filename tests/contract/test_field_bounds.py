@@ -36,6 +36,7 @@ RECIPE = recipe_text(name="run")
 REFUSED = {"INVALID_ARGUMENT", "INVALID_RECIPE"}
 
 LOAD = engine_load_pb2.EngineLoad(policy_id="solver", slots=1)
+HUNG = engine_load_pb2.EngineFault(policy_id="solver", engine=1, reason="engine_hung")
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,11 @@ ROWS = [
     Row(work(credits=tasks.Credits()), "credits.bounded_by"),
     Row(work(credits=tasks.Credits()), "credits.engine_loads", element=lambda _: LOAD),
     Row(work(credits=tasks.Credits(engine_loads=[LOAD])), "credits.engine_loads.fault"),
+    Row(work(credits=tasks.Credits()), "credits.engine_faults", element=lambda _: HUNG),
+    *(
+        Row(work(credits=tasks.Credits(engine_faults=[HUNG])), f"credits.engine_faults.{name}")
+        for name in ("reason", "detail")
+    ),
     *(
         Row(work(credits=tasks.Credits(weight_faults=[FAULT])), f"credits.weight_faults.{name}")
         for name in ("policy_id", "tensor", "problem")

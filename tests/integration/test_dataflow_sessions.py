@@ -1,6 +1,7 @@
 """Working sessions: one bidirectional stream per node, leases within credits, cancels, versions, drain."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,7 +10,8 @@ from astraflow._status import from_rpc_error
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
-from support.dataflow_world import World, until
+from astraflow.rollout.v1 import engine_load_pb2
+from support.dataflow_world import World, served, until
 from support.work_stream import Session, soon, working
 
 
@@ -174,13 +176,46 @@ async def test_a_nodes_weight_faults_reach_the_list_and_why_and_go_when_it_is_me
         await world.until(lambda status: not status.nodes[0].weight_faults)
 
 
+async def test_engines_that_hang_reach_the_list_and_why_and_go_when_the_next_one_serves(world: World) -> None:
+    await world.create_run()
+    await world.node()
+    fault = engine_load_pb2.EngineFault(policy_id="solver", engine=2, reason="engine_hung", detail="d" * 1000)
+    async with working(world) as session:
+        await session.call.write(pb.WorkRequest(credits=pb.Credits(engine_faults=[fault])))
+        await world.until(lambda status: len(status.nodes[0].engine_faults) == 1)
+        assert len((await world.status()).nodes[0].engine_faults[0].detail) == 512
+        (wait,) = [wait for wait in (await world.why()).waits if wait.reason == "engine_hung"]
+        assert wait.policy_id == "solver"
+        assert wait.detail.startswith("n1, engine 2: ddd")
+
+        await session.call.write(pb.WorkRequest(credits=pb.Credits()))
+        await world.until(lambda status: not status.nodes[0].engine_faults)
+        assert "engine_hung" not in {wait.reason for wait in (await world.why()).waits}
+
+
+async def test_a_node_that_stands_still_loses_its_session_and_another_one_is_leased_what_it_had_not_confirmed(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path, node_silence_s=0.6) as world:
+        _, other = await world.started(dataset="Counting", groups_per_step=1, max_staleness=0)
+        async with working(world, "n1") as session:
+            assert (await soon(session.beats)).number == 1
+            await session.leased()
+            # It stands still: the connection is open, and nothing comes any more.
+            await world.until(lambda status: not any(node.connected for node in status.nodes))
+            assert (await soon(session.beats)).number == 2, "it was told that the server lives"
+            assert len(await other.lease(1)) == 1
+
+
 async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:
     """The typed error with which a stream of these requests ends."""
     call = world.client.open(world.client.tasks.Work)
     try:
         for request in requests:
             await call.write(request)
-        await asyncio.wait_for(call.read(), 10)
+        async with asyncio.timeout(10):
+            async for _ in call:
+                pass
     except grpc.aio.AioRpcError as error:
         return from_rpc_error(error)
     raise AssertionError("the stream was not refused")

@@ -19,12 +19,14 @@ from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import VersionWriter
 from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.tools.export import export_version
 from astraflow_weights.versions.log import VersionLog
 from support.engine_process import running_engine
 from support.published_models import ModelPublisher
 from support.tiny_models import (
     load_reference,
     matrix_of,
+    reference_greedy,
     reference_logprobs,
     save_tiny_model,
     widened,
@@ -81,6 +83,34 @@ def test_the_engine_computes_with_the_published_bytes_by_snapshot_and_by_delta(t
         assert_same_bits(by_delta.directory, second)
         assert_samples_like(engine.url, by_delta.directory, version="1")
     assert any((first[name] != second[name]).any() for name in first)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000])
+def test_transformers_continues_an_exported_version_as_the_engine_does(
+    tmp_path: Path, max_shard_bytes: int
+) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    trained = Trained(tmp_path / "model", store)
+    trained.publish(0)
+    trained.step()
+    trained.publish(1)
+    log = VersionLog(store, run_id="r", policy_id="p")
+    log.refresh()
+    folder = tmp_path / "exported"
+    export_version(store, log, version=1, to=folder, max_shard_bytes=max_shard_bytes)
+    assert (folder / "model.safetensors").exists() == (max_shard_bytes > 20_000)
+    with running_engine(folder, "--weight-version", "1", folder=tmp_path) as engine:
+        assert greedy(engine.url) == reference_greedy(load_reference(folder), PROMPT, num_tokens=8)
+
+
+def greedy(url: str) -> list[int]:
+    """Eight tokens of the running engine."""
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    answer = httpx.post(
+        f"{url}/generate", json={"input_ids": PROMPT, "sampling_params": sampling}, timeout=30
+    )
+    ids: list[int] = answer.json()["output_ids"]
+    return ids
 
 
 def swap(url: str, directory: Path, *, version: str) -> None:

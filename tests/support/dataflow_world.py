@@ -527,7 +527,9 @@ def make_episode(
 @asynccontextmanager
 async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[World]:
     """A dataflow server over the Redis at `url`, in this loop."""
-    configured = DataflowServerSettings(redis=url, work_dir=folder, **settings)  # type: ignore[arg-type]
+    # Sessions of tests say what the test is about, not that they live.
+    patient: dict[str, object] = {"node_silence_s": 600.0}
+    configured = DataflowServerSettings(redis=url, work_dir=folder, **patient | settings)  # type: ignore[arg-type]
     dataflow = Dataflow.assemble(configured)
     keeper = RunKeeper(dataflow)
     server = GrpcServer(

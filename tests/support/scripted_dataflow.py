@@ -5,6 +5,7 @@ restart on the same port. Waiting helpers end with an assertion instead of hangi
 """
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -142,6 +143,8 @@ class ScriptedDataflow(
     join_error: AstraflowError | None = None
     join_fault: grpc.StatusCode | None = None
     push_fault: grpc.StatusCode | None = None
+    beat_s: float = 1.0
+    """Between signs of life in a session; `math.inf` for a server that stands still."""
 
     joins: list[runs.JoinRunRequest] = field(default_factory=list)
     hellos: list[tasks.Hello] = field(default_factory=list)
@@ -204,17 +207,24 @@ class ScriptedDataflow(
         reading = asyncio.create_task(self._record(request_iterator))
         broken = asyncio.create_task(self._broken.wait())
         try:
+            sending = asyncio.create_task(outbox.get())
             while True:
-                sending = asyncio.create_task(outbox.get())
-                await asyncio.wait((sending, broken, reading), return_when=asyncio.FIRST_COMPLETED)
+                ended = (sending, broken, reading)
+                timeout = None if math.isinf(self.beat_s) else self.beat_s
+                done, _ = await asyncio.wait(ended, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield Respond(beat=tasks.Beat(number=1))
+                    continue
                 if broken.done():
                     await context.abort(*_LOST)
                 if not sending.done():
                     return
                 response = sending.result()
+                sending = asyncio.create_task(outbox.get())
                 if response is not None:
                     yield response
         finally:
+            sending.cancel()
             reading.cancel()
             broken.cancel()
 

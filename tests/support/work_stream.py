@@ -33,6 +33,7 @@ class Session:
         self.versions: asyncio.Queue[Version] = asyncio.Queue()
         self.drains: asyncio.Queue[pb.Drain] = asyncio.Queue()
         self.watermarks: asyncio.Queue[Watermark] = asyncio.Queue()
+        self.beats: asyncio.Queue[pb.Beat] = asyncio.Queue()
 
     async def read(self) -> None:
         """Sort responses until the stream ends."""

@@ -42,7 +42,9 @@ COMMANDS: dict[str, Subcommand] = {
     "doctor": Subcommand(
         "astraflow_launcher.commands.doctor", "Check this machine and suggest fixes.", "dev", _START
     ),
-    "recipe": Subcommand("astraflow.recipe.command", "Check a recipe, or print the schema.", "", _START),
+    "recipe": Subcommand(
+        "astraflow.recipe.command", "Make a recipe, check it, print the schema.", "", _START
+    ),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
     "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),
     "trace": Subcommand("astraflow.commands.trace", "Follow one task to its weights.", "", _LOOK),
@@ -63,7 +65,9 @@ COMMANDS: dict[str, Subcommand] = {
     "health": Subcommand(
         "astraflow_launcher.commands.health", "Ask a daemon here if it works.", "", _OPERATE
     ),
-    "weights": Subcommand("astraflow_weights.tools.commands", "Verify and pin versions.", "raas", _OPERATE),
+    "weights": Subcommand(
+        "astraflow_weights.tools.commands", "Verify, export and pin versions.", "raas", _OPERATE
+    ),
     "bench": Subcommand(
         "astraflow_bench.commands.bench",
         "Measure what the weight path costs on this machine.",
@@ -142,7 +146,7 @@ def _root(
 ) -> None:
     """Reinforcement learning for agentic language models, as three services.
 
-    New here? Run `astraflow dev recipes/quickstart`.
+    New here? Run `astraflow dev`, then `astraflow recipe init NAME`.
     """
 
 

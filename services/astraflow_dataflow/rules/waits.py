@@ -82,6 +82,7 @@ def current_waits(
         waits += _lease_waits(audit, connected, faults, skipped)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
+    waits += _engine_faults(connected)
     waits += _environment_faults(connected, now_ms=audit.now_ms)
     for policy in audit.policies:
         if audit.life is Life.ACTIVE:
@@ -105,6 +106,24 @@ def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
             policy_id=policy_id,
             detail=f"{node_id} serves an older version: {_place(fault)}: {fault.problem}{more}",
             released_by=f"the damaged object is repaired; `astraflow weights verify {fault.version}` names it",
+        )
+
+
+def _engine_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
+    """One wait per policy of which a node has an engine that hung."""
+    found = [(node.node_id, fault) for node in connected for fault in node.engine_faults]
+    hung = [(node_id, fault) for node_id, fault in found if fault.reason == "engine_hung"]
+    for policy_id in sorted({fault.policy_id for _, fault in hung}):
+        own = [(node_id, fault) for node_id, fault in hung if fault.policy_id == policy_id]
+        node_id, fault = own[0]
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        yield Wait(
+            stage="lease",
+            reason="engine_hung",
+            policy_id=policy_id,
+            detail=f"{node_id}, engine {fault.engine}: {fault.detail}{more}",
+            released_by="the node starts the next engine by itself and makes the calls in it again; one at a URL is "
+            "its owner's to restart",
         )
 
 

@@ -33,6 +33,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
     leasing: Leasing
     versions: Versions
     durability: Durability
+    node_silence_s: float
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         run = await self.registry.get(request.run_id)
@@ -60,6 +61,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
             leasing=self.leasing,
             versions=self.versions,
             durability=self.durability,
+            silence_s=self.node_silence_s,
         )
         async for response in session.responses(requests):
             yield response

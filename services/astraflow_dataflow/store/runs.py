@@ -348,6 +348,8 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int
         ParseDict(fault, node.weight_faults.add())
     for load in json.loads(fields.get("engine_loads", b"[]")):
         ParseDict(load, node.engine_loads.add())
+    for fault in json.loads(fields.get("engine_faults", b"[]")):
+        ParseDict(fault, node.engine_faults.add())
     if node.connected:
         node.tokens_per_s = sum(load.tokens_per_s for load in node.engine_loads)
     return node

@@ -12,12 +12,12 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError, InvalidArgumentError, UnavailableError
-from astraflow.rollout.v1 import engine_load_pb2
+from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.records import Event, Life, Offer
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
@@ -25,14 +25,18 @@ from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.awake import Silence
 from astraflow_kit.log import get_logger
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 log = get_logger(__name__)
 
 Request = task_service_pb2.WorkRequest
 Response = task_service_pb2.WorkResponse
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 3.0
 _CONNECTED_MS = 15_000
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
@@ -50,7 +54,9 @@ class WorkSession:
         leasing: Leasing,
         versions: Versions,
         durability: Durability,
+        silence_s: float,
     ) -> None:
+        """A node from which nothing comes for `silence_s` has no session any more."""
         self._context = context
         self._node_id = hello.node_id
         self._incarnation = hello.incarnation
@@ -75,6 +81,11 @@ class WorkSession:
         self._lost: list[str] = []
         self._drained = False
         self._look_again_s = 0.0
+        self._beat_s = min(HEARTBEAT_S, silence_s / 3)
+        self._num_beats = 0
+        self._silence_s = silence_s
+        self._silence = Silence(period_s=self._beat_s)
+        self._num_heard = 0
         self._failure: AstraflowError | None = None
 
     async def responses(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
@@ -105,6 +116,7 @@ class WorkSession:
         while True:
             ended = reader.done()
             self._require_same_data()
+            self._require_a_node_that_lives()
             for response in await self._news(events):
                 yield response
             for response in await self._leases(inbox):
@@ -113,7 +125,7 @@ class WorkSession:
                 return
             if self._wants_work:
                 work_waiters.wait(inbox)
-            events = await inbox.wait(HEARTBEAT_S)
+            events = await inbox.wait(self._beat_s)
             await asyncio.sleep(_SETTLE_S)
 
     @property
@@ -142,9 +154,17 @@ class WorkSession:
                 retry_after_s=0.1,
             )
 
+    def _require_a_node_that_lives(self) -> None:
+        if self._silence.look(self._num_heard) >= self._silence_s:
+            raise DeadlineError(
+                f"nothing came from node {self._node_id} for {self._silence_s:g} s; open another session, and say "
+                f"something every {self._beat_s:g} s"
+            )
+
     async def _read(self, requests: AsyncIterator[Request], poke: Callable[[], None]) -> None:
         try:
             async for request in requests:
+                self._num_heard += 1
                 await self._take(request)
                 poke()
         except AstraflowError as error:
@@ -185,7 +205,8 @@ class WorkSession:
                 "credits": credits_given.tasks,
                 "max_episodes": credits_given.max_episodes,
                 "bounded_by": credits_given.bounded_by,
-                "engine_loads": _as_json(credits_given.engine_loads),
+                "engine_loads": _stored(credits_given.engine_loads),
+                "engine_faults": _stored(credits_given.engine_faults),
             }
         )
 
@@ -203,7 +224,7 @@ class WorkSession:
                     problem=fault.problem,
                 )
         self._faults = list(reported)
-        return _as_json(reported)
+        return _stored(reported)
 
     async def _renew(self, lease_ids: list[str]) -> None:
         self._unconfirmed.difference_update(lease_ids)
@@ -220,6 +241,8 @@ class WorkSession:
         topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
         if "report" in topics:
             await self._report(heard=False)
+            self._num_beats += 1
+            responses.append(Response(beat=task_service_pb2.Beat(number=self._num_beats)))
         if "durable" in topics:
             responses += self._watermark()
         if "version" in topics:
@@ -241,7 +264,7 @@ class WorkSession:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._look_again_s:
             return set()
-        self._look_again_s = now_s + HEARTBEAT_S
+        self._look_again_s = now_s + self._beat_s
         return {"report", "version", "run", "durable"}
 
     async def _new_versions(self) -> list[version_pb2.Version]:
@@ -312,8 +335,8 @@ class WorkSession:
             log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
 
 
-def _as_json(reported: Sequence[version_pb2.WeightFault] | Sequence[engine_load_pb2.EngineLoad]) -> str:
-    return json.dumps([MessageToDict(each, preserving_proto_field_name=True) for each in reported])
+def _stored(messages: Sequence[Message]) -> str:
+    return json.dumps([MessageToDict(message, preserving_proto_field_name=True) for message in messages])
 
 
 def _cancel(lease_id: str, reason: str) -> Response:

@@ -55,7 +55,9 @@ AcceptDataLoss = Annotated[
 
 @app.command()
 def dev(
-    recipe: Annotated[Path, typer.Argument(help="Recipe folder.")] = Path("recipes/quickstart"),
+    recipe: Annotated[
+        Path, typer.Argument(help="Folder, YAML file, or the name of a recipe of this release.")
+    ] = Path("quickstart"),
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable."),

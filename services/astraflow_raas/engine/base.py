@@ -5,6 +5,7 @@ all of them; an engine that cannot say so raises instead. `http` speaks SGLang's
 of the node knows only this module.
 
     RetryableError  EngineUnavailable  the engine is gone, starting or overloaded; nothing was sampled
+                    EngineHung         it is there and gave no whole answer in time
     StateError      EngineDown         there was no engine for so long that nobody should wait for it
     RequestError    EngineRefused      the engine will never accept this call
     AstraflowError  EngineFaulty       the answer contradicts itself or the contract
@@ -25,6 +26,10 @@ from astraflow_weights.mirror.changes import ChangedElements
 
 class EngineUnavailable(UnavailableError):
     """The engine does not answer, is starting, or is full. The same call may succeed later."""
+
+
+class EngineHung(EngineUnavailable):
+    """The engine took the request, or the connection, and gave no whole answer in time."""
 
 
 class EngineDown(StateError):

@@ -12,7 +12,8 @@ import httpx
 
 from astraflow.client import RetryPolicy
 from astraflow.errors import AstraflowError
-from astraflow_raas.engine.base import EngineFaulty, EngineRefused, EngineUnavailable
+from astraflow_kit.awake import within
+from astraflow_raas.engine.base import EngineFaulty, EngineHung, EngineRefused, EngineUnavailable
 from astraflow_raas.engine.connection_pools import ConnectionPools
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -98,13 +99,16 @@ class EngineTransport:
             # The engine died: whoever still holds it learns so as from a refused connection.
             raise EngineUnavailable(f"{where}: the engine is gone, its connections are closed")
         try:
-            async with asyncio.timeout(timeout_s), self._pools.client() as client:
-                response = await client.request(method, path, json=body)
+            response = await within(self._request(method, path, body), timeout_s)
         except TimeoutError as error:
-            raise EngineUnavailable(f"{where}: no whole answer within {timeout_s} s") from error
+            raise EngineHung(f"{where}: no whole answer within {timeout_s:.1f} s") from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise EngineUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         return _answer(response, where=where)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:
+        async with self._pools.client() as client:
+            return await client.request(method, path, json=body)
 
 
 def _answer(response: httpx.Response, *, where: str) -> Any:  # noqa: ANN401 - JSON

@@ -189,6 +189,7 @@ def _worker(
         state=lambda: node_state(policies, pusher, load),
         hooks=hooks,
         metrics=inputs.metrics,
+        server_silence_s=inputs.settings.server_silence_s,
     )
 
 

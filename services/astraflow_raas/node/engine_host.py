@@ -14,9 +14,11 @@ from typing import Generic, Protocol, TypeVar
 
 from astraflow.client import RetryPolicy
 from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import engine_load_pb2
+from astraflow_kit.awake import within
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineFaulty, EngineUnavailable
+from astraflow_raas.engine.base import Engine, EngineFaulty, EngineHung, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.engine.server_info import EngineUnsuitable
@@ -28,6 +30,7 @@ from astraflow_raas.timeline import Stage
 log = get_logger(__name__)
 
 _MAX_BACKOFF_S = 30.0
+_MAX_DETAIL = 512
 _STABLE_S = 60.0
 """An engine that lived this long starts the backoff over."""
 _MAX_FAILED_STARTS = 4
@@ -78,6 +81,8 @@ class _Host(LoopService, Generic[StartT]):
         self._was_ready = False
         self.num_restarts = 0
         """Engines that were lost since the node started."""
+        self.fault: engine_load_pb2.EngineFault | None = None
+        """Why the last one was lost, until the next one serves."""
 
     async def _loop(self) -> None:
         loop, failures = asyncio.get_running_loop(), 0
@@ -99,13 +104,19 @@ class _Host(LoopService, Generic[StartT]):
         raise NotImplementedError
 
     def _ready(self, engine: Engine, *, version: int) -> None:
-        self._was_ready = True
+        self._was_ready, self.fault = True, None
         self._replica.ready(engine, version=version)
         self._policy.timeline.mark(Stage.ENGINE_READY)
         log.info("engine.ready", engine=self._replica.number, version=version)
 
     def _lost(self, error: AstraflowError) -> None:
         self.num_restarts += 1
+        self.fault = engine_load_pb2.EngineFault(
+            policy_id=self._policy.policy_id,
+            engine=self._replica.number,
+            reason="engine_hung" if isinstance(error, EngineHung) else "engine_lost",
+            detail=error.message[:_MAX_DETAIL],
+        )
         self._metrics.increment("astraflow_raas_engine_losses_total", policy=self._policy.policy_id)
         log.error(
             "engine.lost",
@@ -120,24 +131,26 @@ class _Host(LoopService, Generic[StartT]):
         return backoff.wait_s(failures)
 
     async def _prove_progress(self, engine: Engine) -> None:
-        """Raises EngineUnavailable when calls run and the engine has made no token for `stall_s`, as far as answers and
-        a probe can tell; while it takes up weights, when it does not even say which it serves.
+        """Raises EngineHung when the engine has made no token for `stall_s`, as far as answers and a probe can tell, be
+        it busy or idle; while it takes up weights, when it does not even say which it serves.
         """
         if self._replica.is_swapping:
             await engine.served_version()
             return
         loop, stall_s = asyncio.get_running_loop(), self._settings.stall_s
         silent_s = loop.time() - self._replica.last_answer_s
-        if not self._replica.num_calls or silent_s < stall_s / 4:
+        if silent_s < stall_s / 4:
             return
         # Long answers are no fault: the engine only has to show that it still makes tokens.
         try:
-            async with asyncio.timeout(max(stall_s / 2, stall_s - silent_s)):
-                await engine.check_health()
-        except TimeoutError:
-            raise EngineUnavailable(
-                f"calls run, and the engine has made no token for {loop.time() - self._replica.last_answer_s:.1f} s"
-            ) from None
+            await within(engine.check_health(), max(stall_s / 2, stall_s - silent_s))
+        except (TimeoutError, EngineHung) as error:
+            if self._replica.is_swapping:
+                return  # it was paused meanwhile
+            raise EngineHung(
+                f"the engine has made no token for {loop.time() - self._replica.last_answer_s:.1f} s, with "
+                f"{self._replica.num_calls} calls in it"
+            ) from error
         self._replica.answered()
 
 

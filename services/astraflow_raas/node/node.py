@@ -82,6 +82,7 @@ class PolicyTable:
 def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_service_pb2.Credits:
     """What the server learns of the node with its credits; their number is the worker's to add."""
     faults = (part.weights.fault for part in policies.parts.values())
+    hosts = [host for part in policies.parts.values() for host in part.hosts]
     allowance = load.allowance
     return task_service_pb2.Credits(
         serving_versions={
@@ -96,6 +97,7 @@ def node_state(policies: PolicyTable, pusher: Pusher, load: LoadWatch) -> task_s
         max_episodes=allowance.episodes,
         bounded_by=allowance.bounded_by,
         engine_loads=load.loads[:_MAX_LOADS],
+        engine_faults=[host.fault for host in hosts if host.fault is not None][:_MAX_LOADS],
     )
 
 

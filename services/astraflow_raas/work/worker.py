@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_service_pb2, task_service_pb2, version_pb2
-from astraflow.errors import AstraflowError, UnauthenticatedError
+from astraflow.errors import AstraflowError, UnauthenticatedError, UnavailableError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
+from astraflow_kit.awake import Silence
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.loops import StreamService, converse
@@ -66,6 +67,7 @@ class Worker(StreamService):
         state: Callable[[], task_service_pb2.Credits],
         hooks: WorkerHooks,
         metrics: Metrics,
+        server_silence_s: float = 10.0,
     ) -> None:
         super().__init__()
         self._client = client
@@ -90,6 +92,9 @@ class Worker(StreamService):
         self._receipts: list[str] = []
         self._num_received = 0
         """Leases that came on the stream that is open."""
+        self._server_silence_s = server_silence_s
+        self._num_heard = 0
+        """Messages of the server since the node started."""
         self._has_asked = False
         self.draining = False
         """True once the node takes no new leases."""
@@ -159,8 +164,14 @@ class Worker(StreamService):
         await call.write(task_service_pb2.WorkRequest(hello=self._hello()))
         self.connected, self.without_server = True, False
         loop, last = asyncio.get_running_loop(), None
+        silence = Silence(period_s=_HEARTBEAT_S)
         renew_s = beat_s = loop.time()
         while True:
+            if silence.look(self._num_heard) >= self._server_silence_s:
+                # A connection stays open when the server, or all between, stands still.
+                raise UnavailableError(
+                    f"the dataflow server has said nothing for {self._server_silence_s:g} s in an open session"
+                )
             if loop.time() >= renew_s:
                 await self._renew(call)
                 renew_s = loop.time() + self._lease_ttl_s / 3
@@ -172,7 +183,8 @@ class Worker(StreamService):
                 if wanted.tasks and not self._has_asked:
                     self._has_asked = True
                     self._hooks.reached(Stage.ASKED)
-            await self._wait_for_change(min(renew_s, beat_s) - loop.time())
+            until_s = min(renew_s, beat_s, loop.time() + self._server_silence_s)
+            await self._wait_for_change(until_s - loop.time())
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -227,6 +239,7 @@ class Worker(StreamService):
 
     async def _read(self, call: WorkCall) -> None:
         async for response in call:
+            self._num_heard += 1
             kind = response.WhichOneof("kind")
             if kind == "lease":
                 self._accept(response.lease)

@@ -1,4 +1,4 @@
-"""`astraflow weights`: list, explain, verify, compare and pin the versions of a policy, or go back to one.
+"""`astraflow weights`: list, explain, verify, compare, export and pin the versions of a policy, or go back to one.
 
 Invariant: nothing here writes to a store (`rollback_command` and `collection_command` do); what is pinned is the
 server's to keep. JSON fields are documented in docs/weights.md.
@@ -16,6 +16,7 @@ from astraflow.commands.wording import as_json, console, count_text, print_json,
 from astraflow.dataflow.v1 import version_service_pb2
 from astraflow_kit import log
 from astraflow_weights.tools.collection_command import gc
+from astraflow_weights.tools.export_command import export
 from astraflow_weights.tools.located import (
     THREADS,
     PolicyOptions,
@@ -32,13 +33,14 @@ from astraflow_weights.versions.log import VersionRecord
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(show)
+app.command()(export)
 app.command()(rollback)
 app.command()(gc)
 
 
 @app.callback()
 def weights() -> None:
-    """List, explain, verify, compare and pin weight versions, go back to one, or collect old ones."""
+    """List, explain, verify, compare, export and pin weight versions, go back to one, or collect old ones."""
     # What the parts below log goes to stderr, and only when it matters: stdout is the answer.
     log.configure("weights", level="warning")
 

@@ -1,4 +1,4 @@
-"""`astraflow recipe`: check a recipe folder, show it resolved, or print the JSON schema for editors."""
+"""`astraflow recipe`: make a recipe folder, check one and show it resolved, or print the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,37 @@ import typer
 
 from astraflow.recipe import json_schema
 from astraflow.recipe.file import LoadedRecipe, load_recipe
+from astraflow.recipe.template import write_recipe
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Check a recipe, or print the schema.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Make a recipe, check it, or print the schema."
+)
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe folder, or a YAML file.", metavar="RECIPE")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a key, for example run.steps=20; repeatable.", metavar="KEY=VALUE"),
 ]
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="New folder, and name of its runs.")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="RECIPE", help="Recipe of this release to begin with.")
+    ] = "quickstart",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: folder and files.")] = False,
+) -> None:
+    """Make a recipe that works, in a new folder: recipe.yaml, recipe.py with data set and reward, README.md.
+
+    Example: astraflow recipe init my-task && astraflow dev my-task
+    """
+    files = write_recipe(folder, source=source)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "files": [path.name for path in files]}))
+        return
+    typer.echo(f"{folder} has a recipe like {source}: {', '.join(path.name for path in files)}")
+    typer.echo(f"next: astraflow recipe check {folder}; astraflow dev {folder}", err=True)
 
 
 @app.command()

@@ -231,9 +231,22 @@ async def test_an_engine_that_no_node_can_use_ends_the_node_at_once(tmp_path: Pa
     assert host.num_restarts == 0
 
 
-async def test_an_idle_engine_is_left_alone(setup: Setup, first: Mock) -> None:
-    first.engine.up = False
-    await asyncio.sleep(0.3)
+async def test_an_idle_engine_that_hangs_is_replaced_and_named_until_the_next_one_serves(
+    setup: Setup, first: Mock
+) -> None:
+    setup.num_sick = 1
+    first.engine.check_health = asyncio.Event().wait
+    await eventually(lambda: setup.host.fault, what="the hang is noticed")
+    assert setup.host.fault is not None
+    assert (setup.host.fault.reason, setup.host.fault.engine) == ("engine_hung", 1)
+    await setup.engines(3)
+    assert setup.host.fault is None
+    assert first.end.called
+
+
+async def test_an_idle_engine_that_proves_itself_stays(setup: Setup, first: Mock) -> None:
+    first.engine.check_health = AsyncMock()
+    await eventually(lambda: first.engine.check_health.await_count > 3, what="it is asked again and again")
     assert len(setup.started) == 1
 
 

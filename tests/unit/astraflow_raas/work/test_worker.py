@@ -1,6 +1,7 @@
 """The working session against a real server: credits, leases, renewals, cancels, lost streams, drains."""
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -86,14 +87,14 @@ class Setup:
 
 
 @asynccontextmanager
-async def working(script: ScriptedDataflow) -> AsyncIterator[Setup]:
+async def working(script: ScriptedDataflow, **settings: float) -> AsyncIterator[Setup]:
     runner, hooks = ScriptedRunner(), Mock(reached=lambda _stage: None)
     state = task_service_pb2.Credits(serving_versions={"solver": 0})
     retry, metrics = RetryPolicy(total_s=5.0), Metrics()
     async with running(script) as server, AsyncClient(server.address, retry=retry) as client:
         joined = await client.call(client.runs.JoinRun, ME)
         parts = {"runner": runner, "state": lambda: state, "hooks": hooks, "metrics": metrics}
-        worker = Worker(client, ME, joined=joined, group_size=4, **parts)
+        worker = Worker(client, ME, joined=joined, group_size=4, **parts, **settings)
         task = asyncio.create_task(worker.run())
         await eventually(lambda: script.credits, what="the first credits")
         try:
@@ -113,6 +114,21 @@ async def test_a_session_opens_with_hello_and_credits_for_all_free_places(setup:
     assert (setup.script.hellos[0].node_id, setup.script.hellos[0].incarnation) == ("node-1", 5)
     assert setup.last_credits.tasks == 3
     assert dict(setup.last_credits.serving_versions) == {"solver": 0}
+
+
+async def test_a_server_that_says_nothing_in_an_open_session_is_left_for_another_session() -> None:
+    script = ScriptedDataflow(beat_s=math.inf)
+    async with working(script, server_silence_s=0.5) as setup:
+        await setup.lease("a")
+        await setup.opens_session(2)
+        await setup.opens_session(3)
+        assert script.hellos[-1].held.lease_ids == ["a#1"], "what it holds goes on"
+        script.beat_s = 0.1
+        await eventually(lambda: len(script.hellos) > 3, what="the session that was open ends")
+        await eventually(lambda: setup.worker.connected, what="another one")
+        opened = len(script.hellos)
+        await asyncio.sleep(1.5)
+        assert len(script.hellos) == opened, "a server that beats keeps its nodes"
 
 
 async def test_credits_follow_what_is_held(setup: Setup) -> None:

@@ -24,7 +24,8 @@ type TaskServiceClient interface {
 	// leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
 	// keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
 	// stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-	// retried by the library: the node reconnects itself.
+	// retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+	// from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
 	Work(ctx context.Context, opts ...grpc.CallOption) (TaskService_WorkClient, error)
 	// Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
 	// Atomic per task. Not idempotent: a repeated call may lease more.
@@ -124,7 +125,8 @@ type TaskServiceServer interface {
 	// leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
 	// keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
 	// stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-	// retried by the library: the node reconnects itself.
+	// retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+	// from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
 	Work(TaskService_WorkServer) error
 	// Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
 	// Atomic per task. Not idempotent: a repeated call may lease more.

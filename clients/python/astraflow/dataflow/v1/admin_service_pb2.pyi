@@ -319,6 +319,7 @@ class NodeStatus(_message.Message):
     VERSION_LAGS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAULT_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAULT_TIME_FIELD_NUMBER: _builtins.int
+    ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -395,6 +396,10 @@ class NodeStatus(_message.Message):
     def environment_fault_time(self) -> _timestamp_pb2.Timestamp:
         """When that was."""
 
+    @_builtins.property
+    def engine_faults(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineFault]:
+        """Engines that it is replacing, or waits for, as it reports."""
+
     def __init__(
         self,
         *,
@@ -427,10 +432,11 @@ class NodeStatus(_message.Message):
         version_lags: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         environment_fault: _builtins.str = ...,
         environment_fault_time: _timestamp_pb2.Timestamp | None = ...,
+        engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
@@ -603,7 +609,7 @@ class Wait(_message.Message):
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
     """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`, `node_behind`, `policy_not_served`, `environment_unavailable`.
+    `weight_fault`, `node_behind`, `policy_not_served`, `engine_hung`, `environment_unavailable`.
     """
     detail: _builtins.str
     """For people: the figures."""

@@ -152,6 +152,7 @@ class Credits(_message.Message):
     MAX_EPISODES_FIELD_NUMBER: _builtins.int
     BOUNDED_BY_FIELD_NUMBER: _builtins.int
     ENGINE_LOADS_FIELD_NUMBER: _builtins.int
+    ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
     tasks: _builtins.int
     """Training tasks wanted."""
     tokens_sampled: _builtins.int
@@ -186,6 +187,10 @@ class Credits(_message.Message):
     def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:
         """How busy the engines are, one of each policy, for status."""
 
+    @_builtins.property
+    def engine_faults(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineFault]:
+        """Engines that are being replaced, or waited for, now."""
+
     def __init__(
         self,
         *,
@@ -199,10 +204,11 @@ class Credits(_message.Message):
         max_episodes: _builtins.int = ...,
         bounded_by: _builtins.str = ...,
         engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
+        engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "leases_received", b"leases_received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "bounded_by", b"bounded_by", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "max_episodes", b"max_episodes", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "bounded_by", b"bounded_by", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "max_episodes", b"max_episodes", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leases_received: _TypeAlias = _typing.Literal["leases_received"]  # noqa: Y015
     _WhichOneofArgType__leases_received: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received"]  # noqa: Y015
@@ -381,6 +387,7 @@ class WorkResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     WATERMARK_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _task_pb2.Lease:
         """Work to do."""
@@ -401,6 +408,12 @@ class WorkResponse(_message.Message):
     def watermark(self) -> _durability_pb2.Watermark:
         """What is durable by now."""
 
+    @_builtins.property
+    def beat(self) -> Global___Beat:
+        """The server lives; sent every 3 s, whatever else is. A node that has received nothing for several of them is right
+        to open another session.
+        """
+
     def __init__(
         self,
         *,
@@ -409,16 +422,39 @@ class WorkResponse(_message.Message):
         version: _version_pb2.Version | None = ...,
         drain: Global___Drain | None = ...,
         watermark: _durability_pb2.Watermark | None = ...,
+        beat: Global___Beat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "drain", b"drain", "kind", b"kind", "lease", b"lease", "version", b"version", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lease", "cancel", "version", "drain", "watermark"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["lease", "cancel", "version", "drain", "watermark", "beat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    """A sign of life of the server: it has looked at what the session waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the beats of this session, from 1."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):

@@ -81,7 +81,8 @@ class TaskServiceServicer:
         leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
         keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
         stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-        retried by the library: the node reconnects itself.
+        retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+        from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,8 @@ class TaskServiceStub:
     leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
     keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
     stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-    retried by the library: the node reconnects itself.
+    retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+    from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
     """
     LeaseTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]
     """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
@@ -76,7 +77,8 @@ class TaskServiceAsyncStub(TaskServiceStub):
     leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
     keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
     stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-    retried by the library: the node reconnects itself.
+    retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+    from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
     """
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.LeaseTasksRequest, _task_service_pb2.LeaseTasksResponse]  # type: ignore[assignment]
     """Unary form of the lease for simple clients: returns at most `max_tasks` leases, waiting up to `wait_duration`.
@@ -115,7 +117,8 @@ class TaskServiceServicer:
         leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
         keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
         stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-        retried by the library: the node reconnects itself.
+        retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+        from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
         """
 
     def LeaseTasks(

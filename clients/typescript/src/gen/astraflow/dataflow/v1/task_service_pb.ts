@@ -11,7 +11,7 @@ import { file_astraflow_dataflow_v1_durability } from "./durability_pb.js";
 import type { Version, WeightFault } from "./version_pb.js";
 import { file_astraflow_dataflow_v1_version } from "./version_pb.js";
 import { file_astraflow_options_v1_options } from "../../options/v1/options_pb.js";
-import type { EngineLoad } from "../../rollout/v1/engine_load_pb.js";
+import type { EngineFault, EngineLoad } from "../../rollout/v1/engine_load_pb.js";
 import { file_astraflow_rollout_v1_engine_load } from "../../rollout/v1/engine_load_pb.js";
 import type { Lease, Task } from "../../rollout/v1/task_pb.js";
 import { file_astraflow_rollout_v1_task } from "../../rollout/v1/task_pb.js";
@@ -23,7 +23,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/task_service.proto.
  */
 export const file_astraflow_dataflow_v1_task_service: GenFile = /*@__PURE__*/
-  fileDesc("Cihhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdGFza19zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEibgoSU3VibWl0VGFza3NSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJICgV0YXNrcxgCIAMoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2tCHfrzGBk4AUDoB3oSc2VuZCBzZXZlcmFsIGNhbGxzIjwKE1N1Ym1pdFRhc2tzUmVzcG9uc2USEQoJc3VibWl0dGVkGAEgASgNEhIKCmR1cGxpY2F0ZXMYAiABKA0iegoFSGVsbG8SDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSIgoLaW5jYXJuYXRpb24YAyABKARCDfrzGAkRAAAAAAAA8EMSLAoEaGVsZBgEIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld2FsItwDCgdDcmVkaXRzEg0KBXRhc2tzGAEgASgNEk0KEHNlcnZpbmdfdmVyc2lvbnMYAiADKAsyMy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ3JlZGl0cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIWCg50b2tlbnNfc2FtcGxlZBgDIAEoBBIXCg9lbmdpbmVfcmVzdGFydHMYBCABKA0SHQoLd2FpdGluZ19mb3IYBSABKAlCCPrzGAQgQFABEhwKD2xlYXNlc19yZWNlaXZlZBgGIAEoBEgAiAEBEkMKDXdlaWdodF9mYXVsdHMYByADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHRCCPrzGARAEFABEhQKDG1heF9lcGlzb2RlcxgIIAEoDRIcCgpib3VuZGVkX2J5GAkgASgJQgj68xgEIEBQARJACgxlbmdpbmVfbG9hZHMYCiADKAsyIC5hc3RyYWZsb3cucm9sbG91dC52MS5FbmdpbmVMb2FkQgj68xgEQEBQARo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQhIKEF9sZWFzZXNfcmVjZWl2ZWQidwoMTGVhc2VGYWlsdXJlEhAKCGxlYXNlX2lkGAEgASgJEiUKBnJlYXNvbhgCIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9EhsKBmRldGFpbBgDIAEoCUIL+vMYByCAEFABaAESEQoJcmV0cnlhYmxlGAQgASgIIpUCCgtXb3JrUmVxdWVzdBItCgVoZWxsbxgBIAEoCzIcLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5IZWxsb0gAEjEKB2NyZWRpdHMYAiABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ3JlZGl0c0gAEjEKB3JlbmV3YWwYAyABKAsyHi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdhbEgAEjYKB2ZhaWx1cmUYBCABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VGYWlsdXJlSAASMQoHcmVjZWlwdBgFIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZWNlaXB0SABCBgoEa2luZCIzCgdSZWNlaXB0EigKCWxlYXNlX2lkcxgBIAMoCUIV+vMYEUCAIHoMc2VuZCBzZXZlcmFsIjMKB1JlbmV3YWwSKAoJbGVhc2VfaWRzGAEgAygJQhX68xgRQIAgegxzZW5kIHNldmVyYWwiKgoGQ2FuY2VsEhAKCGxlYXNlX2lkGAEgASgJEg4KBnJlYXNvbhgCIAEoCSKOAgoMV29ya1Jlc3BvbnNlEiwKBWxlYXNlGAEgASgLMhsuYXN0cmFmbG93LnJvbGxvdXQudjEuTGVhc2VIABIvCgZjYW5jZWwYAiABKAsyHS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ2FuY2VsSAASMQoHdmVyc2lvbhgDIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5WZXJzaW9uSAASLQoFZHJhaW4YBCABKAsyHC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5IABI1Cgl3YXRlcm1hcmsYBSABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0ZXJtYXJrSABCBgoEa2luZCIXCgVEcmFpbhIOCgZyZWFzb24YASABKAki+QIKEUxlYXNlVGFza3NSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiIKC2luY2FybmF0aW9uGAMgASgEQg368xgJEQAAAAAAAPBDEikKCW1heF90YXNrcxgEIAEoDUIW+vMYEgkAAAAAAADwPxEAAAAAAABwQBJjCg13YWl0X2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQjH68xgtCQAAAAAAAAAAEQAAAAAAAD5AehljYWxsIGFnYWluIHRvIHdhaXQgbG9uZ2VyElcKEHNlcnZpbmdfdmVyc2lvbnMYBiADKAsyPS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VUYXNrc1JlcXVlc3QuU2VydmluZ1ZlcnNpb25zRW50cnkaNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ASJWChJMZWFzZVRhc2tzUmVzcG9uc2USKwoGbGVhc2VzGAEgAygLMhsuYXN0cmFmbG93LnJvbGxvdXQudjEuTGVhc2USEwoLd2FpdGluZ19mb3IYAiABKAkiXwoSUmVuZXdMZWFzZXNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEigKCWxlYXNlX2lkcxgDIAMoCUIV+vMYEUCAIHoMc2VuZCBzZXZlcmFsIi0KE1JlbmV3TGVhc2VzUmVzcG9uc2USFgoObG9zdF9sZWFzZV9pZHMYASADKAkicAoPRmFpbFRhc2tSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEjwKB2ZhaWx1cmUYAyABKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VGYWlsdXJlQgb68xgCWAEiJAoQRmFpbFRhc2tSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoCDKCBQoLVGFza1NlcnZpY2USbwoLU3VibWl0VGFza3MSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3VibWl0VGFza3NSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlN1Ym1pdFRhc2tzUmVzcG9uc2UiCcrzGAED0PMYAhJqCgRXb3JrEiIuYXN0cmFmbG93LmRhdGFmbG93LnYxLldvcmtSZXF1ZXN0GiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLldvcmtSZXNwb25zZSIVyvMYAQHQ8xgD2vMYCAoGRkVOQ0VEKAEwARJ4CgpMZWFzZVRhc2tzEiguYXN0cmFmbG93LmRhdGFmbG93LnYxLkxlYXNlVGFza3NSZXF1ZXN0GikuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxlYXNlVGFza3NSZXNwb25zZSIVyvMYAQHQ8xgD2vMYCAoGRkVOQ0VEEm8KC1JlbmV3TGVhc2VzEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbmV3TGVhc2VzUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld0xlYXNlc1Jlc3BvbnNlIgnK8xgBAdDzGAISZgoIRmFpbFRhc2sSJi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRmFpbFRhc2tSZXF1ZXN0GicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkZhaWxUYXNrUmVzcG9uc2UiCcrzGAEB0PMYAhpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_durability, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_google_protobuf_duration]);
+  fileDesc("Cihhc3RyYWZsb3cvZGF0YWZsb3cvdjEvdGFza19zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEibgoSU3VibWl0VGFza3NSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJICgV0YXNrcxgCIAMoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2tCHfrzGBk4AUDoB3oSc2VuZCBzZXZlcmFsIGNhbGxzIjwKE1N1Ym1pdFRhc2tzUmVzcG9uc2USEQoJc3VibWl0dGVkGAEgASgNEhIKCmR1cGxpY2F0ZXMYAiABKA0iegoFSGVsbG8SDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSIgoLaW5jYXJuYXRpb24YAyABKARCDfrzGAkRAAAAAAAA8EMSLAoEaGVsZBgEIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld2FsIqAECgdDcmVkaXRzEg0KBXRhc2tzGAEgASgNEk0KEHNlcnZpbmdfdmVyc2lvbnMYAiADKAsyMy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQ3JlZGl0cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIWCg50b2tlbnNfc2FtcGxlZBgDIAEoBBIXCg9lbmdpbmVfcmVzdGFydHMYBCABKA0SHQoLd2FpdGluZ19mb3IYBSABKAlCCPrzGAQgQFABEhwKD2xlYXNlc19yZWNlaXZlZBgGIAEoBEgAiAEBEkMKDXdlaWdodF9mYXVsdHMYByADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHRCCPrzGARAEFABEhQKDG1heF9lcGlzb2RlcxgIIAEoDRIcCgpib3VuZGVkX2J5GAkgASgJQgj68xgEIEBQARJACgxlbmdpbmVfbG9hZHMYCiADKAsyIC5hc3RyYWZsb3cucm9sbG91dC52MS5FbmdpbmVMb2FkQgj68xgEQEBQARJCCg1lbmdpbmVfZmF1bHRzGAsgAygLMiEuYXN0cmFmbG93LnJvbGxvdXQudjEuRW5naW5lRmF1bHRCCPrzGARAQFABGjYKFFNlcnZpbmdWZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCEgoQX2xlYXNlc19yZWNlaXZlZCJ3CgxMZWFzZUZhaWx1cmUSEAoIbGVhc2VfaWQYASABKAkSJQoGcmVhc29uGAIgASgJQhX68xgRSg9bYS16MC05X117MCw2NH0SGwoGZGV0YWlsGAMgASgJQgv68xgHIIAQUAFoARIRCglyZXRyeWFibGUYBCABKAgilQIKC1dvcmtSZXF1ZXN0Ei0KBWhlbGxvGAEgASgLMhwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkhlbGxvSAASMQoHY3JlZGl0cxgCIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5DcmVkaXRzSAASMQoHcmVuZXdhbBgDIAEoCzIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZW5ld2FsSAASNgoHZmFpbHVyZRgEIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZUZhaWx1cmVIABIxCgdyZWNlaXB0GAUgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlY2VpcHRIAEIGCgRraW5kIjMKB1JlY2VpcHQSKAoJbGVhc2VfaWRzGAEgAygJQhX68xgRQIAgegxzZW5kIHNldmVyYWwiMwoHUmVuZXdhbBIoCglsZWFzZV9pZHMYASADKAlCFfrzGBFAgCB6DHNlbmQgc2V2ZXJhbCIqCgZDYW5jZWwSEAoIbGVhc2VfaWQYASABKAkSDgoGcmVhc29uGAIgASgJIrsCCgxXb3JrUmVzcG9uc2USLAoFbGVhc2UYASABKAsyGy5hc3RyYWZsb3cucm9sbG91dC52MS5MZWFzZUgAEi8KBmNhbmNlbBgCIAEoCzIdLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5DYW5jZWxIABIxCgd2ZXJzaW9uGAMgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb25IABItCgVkcmFpbhgEIAEoCzIcLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EcmFpbkgAEjUKCXdhdGVybWFyaxgFIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYXRlcm1hcmtIABIrCgRiZWF0GAYgASgLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJlYXRIAEIGCgRraW5kIhYKBEJlYXQSDgoGbnVtYmVyGAEgASgEIhcKBURyYWluEg4KBnJlYXNvbhgBIAEoCSL5AgoRTGVhc2VUYXNrc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSIgoLaW5jYXJuYXRpb24YAyABKARCDfrzGAkRAAAAAAAA8EMSKQoJbWF4X3Rhc2tzGAQgASgNQhb68xgSCQAAAAAAAPA/EQAAAAAAAHBAEmMKDXdhaXRfZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CMfrzGC0JAAAAAAAAAAARAAAAAAAAPkB6GWNhbGwgYWdhaW4gdG8gd2FpdCBsb25nZXISVwoQc2VydmluZ192ZXJzaW9ucxgGIAMoCzI9LmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZVRhc2tzUmVxdWVzdC5TZXJ2aW5nVmVyc2lvbnNFbnRyeRo2ChRTZXJ2aW5nVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIlYKEkxlYXNlVGFza3NSZXNwb25zZRIrCgZsZWFzZXMYASADKAsyGy5hc3RyYWZsb3cucm9sbG91dC52MS5MZWFzZRITCgt3YWl0aW5nX2ZvchgCIAEoCSJfChJSZW5ld0xlYXNlc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSKAoJbGVhc2VfaWRzGAMgAygJQhX68xgRQIAgegxzZW5kIHNldmVyYWwiLQoTUmVuZXdMZWFzZXNSZXNwb25zZRIWCg5sb3N0X2xlYXNlX2lkcxgBIAMoCSJwCg9GYWlsVGFza1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSPAoHZmFpbHVyZRgDIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MZWFzZUZhaWx1cmVCBvrzGAJYASIkChBGYWlsVGFza1Jlc3BvbnNlEhAKCHJlcXVldWVkGAEgASgIMoIFCgtUYXNrU2VydmljZRJvCgtTdWJtaXRUYXNrcxIpLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdWJtaXRUYXNrc1JlcXVlc3QaKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3VibWl0VGFza3NSZXNwb25zZSIJyvMYAQPQ8xgCEmoKBFdvcmsSIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV29ya1JlcXVlc3QaIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV29ya1Jlc3BvbnNlIhXK8xgBAdDzGAPa8xgICgZGRU5DRUQoATABEngKCkxlYXNlVGFza3MSKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VUYXNrc1JlcXVlc3QaKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGVhc2VUYXNrc1Jlc3BvbnNlIhXK8xgBAdDzGAPa8xgICgZGRU5DRUQSbwoLUmVuZXdMZWFzZXMSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVuZXdMZWFzZXNSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlbmV3TGVhc2VzUmVzcG9uc2UiCcrzGAEB0PMYAhJmCghGYWlsVGFzaxImLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5GYWlsVGFza1JlcXVlc3QaJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRmFpbFRhc2tSZXNwb25zZSIJyvMYAQHQ8xgCGkPq8xg/CglOT1RfRk9VTkQKE0ZBSUxFRF9QUkVDT05ESVRJT04KDklOVkFMSURfUkVDSVBFCg1QTFVHSU5fRkFJTEVEQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_dataflow_v1_durability, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_google_protobuf_duration]);
 
 /**
  * Request of SubmitTasks.
@@ -205,6 +205,13 @@ export type Credits = Message<"astraflow.dataflow.v1.Credits"> & {
    * @generated from field: repeated astraflow.rollout.v1.EngineLoad engine_loads = 10;
    */
   engineLoads: EngineLoad[];
+
+  /**
+   * Engines that are being replaced, or waited for, now.
+   *
+   * @generated from field: repeated astraflow.rollout.v1.EngineFault engine_faults = 11;
+   */
+  engineFaults: EngineFault[];
 };
 
 /**
@@ -439,6 +446,15 @@ export type WorkResponse = Message<"astraflow.dataflow.v1.WorkResponse"> & {
      */
     value: Watermark;
     case: "watermark";
+  } | {
+    /**
+     * The server lives; sent every 3 s, whatever else is. A node that has received nothing for several of them is right
+     * to open another session.
+     *
+     * @generated from field: astraflow.dataflow.v1.Beat beat = 6;
+     */
+    value: Beat;
+    case: "beat";
   } | { case: undefined; value?: undefined };
 };
 
@@ -448,6 +464,27 @@ export type WorkResponse = Message<"astraflow.dataflow.v1.WorkResponse"> & {
  */
 export const WorkResponseSchema: GenMessage<WorkResponse> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_task_service, 9);
+
+/**
+ * A sign of life of the server: it has looked at what the session waits for.
+ *
+ * @generated from message astraflow.dataflow.v1.Beat
+ */
+export type Beat = Message<"astraflow.dataflow.v1.Beat"> & {
+  /**
+   * Counts the beats of this session, from 1.
+   *
+   * @generated from field: uint64 number = 1;
+   */
+  number: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.Beat.
+ * Use `create(BeatSchema)` to create a new message.
+ */
+export const BeatSchema: GenMessage<Beat> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_task_service, 10);
 
 /**
  * A request to leave.
@@ -468,7 +505,7 @@ export type Drain = Message<"astraflow.dataflow.v1.Drain"> & {
  * Use `create(DrainSchema)` to create a new message.
  */
 export const DrainSchema: GenMessage<Drain> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 10);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 11);
 
 /**
  * Request of LeaseTasks.
@@ -524,7 +561,7 @@ export type LeaseTasksRequest = Message<"astraflow.dataflow.v1.LeaseTasksRequest
  * Use `create(LeaseTasksRequestSchema)` to create a new message.
  */
 export const LeaseTasksRequestSchema: GenMessage<LeaseTasksRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 11);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 12);
 
 /**
  * Response of LeaseTasks.
@@ -553,7 +590,7 @@ export type LeaseTasksResponse = Message<"astraflow.dataflow.v1.LeaseTasksRespon
  * Use `create(LeaseTasksResponseSchema)` to create a new message.
  */
 export const LeaseTasksResponseSchema: GenMessage<LeaseTasksResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 13);
 
 /**
  * Request of RenewLeases.
@@ -588,7 +625,7 @@ export type RenewLeasesRequest = Message<"astraflow.dataflow.v1.RenewLeasesReque
  * Use `create(RenewLeasesRequestSchema)` to create a new message.
  */
 export const RenewLeasesRequestSchema: GenMessage<RenewLeasesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 14);
 
 /**
  * Response of RenewLeases.
@@ -609,7 +646,7 @@ export type RenewLeasesResponse = Message<"astraflow.dataflow.v1.RenewLeasesResp
  * Use `create(RenewLeasesResponseSchema)` to create a new message.
  */
 export const RenewLeasesResponseSchema: GenMessage<RenewLeasesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 15);
 
 /**
  * Request of FailTask.
@@ -644,7 +681,7 @@ export type FailTaskRequest = Message<"astraflow.dataflow.v1.FailTaskRequest"> &
  * Use `create(FailTaskRequestSchema)` to create a new message.
  */
 export const FailTaskRequestSchema: GenMessage<FailTaskRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 16);
 
 /**
  * Response of FailTask.
@@ -665,7 +702,7 @@ export type FailTaskResponse = Message<"astraflow.dataflow.v1.FailTaskResponse">
  * Use `create(FailTaskResponseSchema)` to create a new message.
  */
 export const FailTaskResponseSchema: GenMessage<FailTaskResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_task_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_task_service, 17);
 
 /**
  * Task queues. Delivery is at least once: an expired lease is leased again with attempt + 1, and after the run's bound
@@ -690,7 +727,8 @@ export const TaskService: GenService<{
    * leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
    * keeps the leases the node has confirmed (receipt, renewal) until they expire, and gives the others back; a new
    * stream of the same (node_id, incarnation) continues them and replaces the older stream, which answers FENCED. Not
-   * retried by the library: the node reconnects itself.
+   * retried by the library: the node reconnects itself. A node says something every 2 s: a session in which nothing came
+   * from it for a while (10 s by default) answers DEADLINE_EXCEEDED.
    *
    * @generated from rpc astraflow.dataflow.v1.TaskService.Work
    */
