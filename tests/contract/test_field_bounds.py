@@ -200,7 +200,7 @@ URIS = [BLOBS + "a" * (1024 - len(BLOBS))], [BLOBS + "a" * (1025 - len(BLOBS))]
 MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 
 SLUGS = ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]
-STORES = ["file:///a", "s3://bucket/a"], ["", "http://a", "file://a", "file:///a\n", f"s3://{'a' * 1024}"]
+STORES = ["", "file:///a", "s3://bucket/a"], ["http://a", "file://a", "file:///a\n", f"s3://{'a' * 1024}"]
 CODE_PATHS = ["a.py", "data/a b.txt", "a" * 100], ["", ".py", "../a.py", "a/../b", "/a", "a//b", "a" * 101]
 READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [

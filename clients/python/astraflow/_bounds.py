@@ -73,9 +73,11 @@ class _Outside(Exception):
 
     def within(self, name: str, bounds: options_pb2.Bounds | None = None) -> _Outside:
         """The same, seen from the message or list around it."""
+        if bounds is not None and (
+            not self.place or self.place[0] == "["
+        ):  # its own field, not one around it
+            self.poison, self.remedy = bounds.poison, bounds.remedy
         self.place = name + ("." if self.place and self.place[0] != "[" else "") + self.place
-        if bounds is not None:
-            self.poison, self.remedy = self.poison or bounds.poison, self.remedy or bounds.remedy
         return self
 
     def sentence(self, name: str) -> str:
