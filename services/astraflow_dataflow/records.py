@@ -117,6 +117,18 @@ class StoredEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerReport:
+    """What a trainer said that it waits for. Times are milliseconds of Redis' clock."""
+
+    reason: str
+    detail: str
+    progress: float | None
+    since_ms: int
+    heard_ms: int
+    """When it said so last."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyState:
     """One policy inside an audit."""
 
@@ -157,6 +169,8 @@ class PolicyState:
     """Who claimed it last."""
     heard_ms: int
     """When that trainer last called; 0 when nobody holds the policy."""
+    report: TrainerReport | None = None
+    """What its trainer said last that it waits for; None when it waits for nothing that only it knows."""
     doubt: str = ""
     """Why its last trainer did not go on from what is here; empty when it did."""
     turn: str = ""

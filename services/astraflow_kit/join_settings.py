@@ -51,6 +51,9 @@ class JoinSettings(DaemonSettings):
     """Seconds to wait for the dataflow server, and for a run that is not created yet, before giving up with exit code
     75.
     """
+    server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
+    """Seconds without the dataflow server after which a daemon that has joined ends with exit code 75; its next start
+    goes on where it was, and what a node has not pushed stays on disk. 0: never."""
 
     @model_validator(mode="after")
     def _can_connect(self) -> Self:

@@ -41,9 +41,6 @@ class NodeSettings(JoinSettings, StoreAccess):
     """What the machine is, for people; empty lets the node look."""
     price_per_hour: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """What an hour of the machine costs, in one currency for all nodes; shown with the tokens it samples."""
-    server_gone_timeout_s: Annotated[float, Field(ge=0, le=31_536_000)] = 3600.0
-    """Seconds without the dataflow server after which a node that has joined ends with exit code 75; what it has not
-    pushed stays on disk for its next start. 0: never."""
     server_silence_s: Annotated[float, Field(ge=0.3, le=3600)] = 10.0
     """Seconds without a message of the dataflow server after which the node opens another session; servers say
     something every 3 s."""

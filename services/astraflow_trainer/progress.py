@@ -50,8 +50,13 @@ class State:
     phase: Phase = Phase.STARTING
     waiting_for: str = ""
     """Slug of what it waits for; empty when it works."""
-    fraction: float = 0.0
-    """How far a long phase has come, in [0, 1]."""
+    fraction: float | None = None
+    """How far a long phase has come, in [0, 1]; None where nobody can tell."""
+    detail: str = ""
+    """What the start-up is busy with, for people."""
+    store_wait: str = ""
+    """Slug of what the weight store lacks, also while training goes on; empty when it lacks nothing."""
+    store_detail: str = ""
     step: int = 0
     version: int | None = None
     trainer_epoch: int = 0
@@ -119,13 +124,17 @@ class Progress:
         with self._lock:
             return self._state
 
-    def starting(self, waiting_for: str, *, fraction: float = 0.0) -> None:
+    def starting(self, waiting_for: str, *, detail: str, fraction: float | None = None) -> None:
         """Say what the start-up is busy with, and how far it is."""
-        self._set(phase=Phase.STARTING, waiting_for=waiting_for, fraction=fraction)
+        self._set(phase=Phase.STARTING, waiting_for=waiting_for, detail=detail, fraction=fraction)
+
+    def store_lacks(self, wait: str, detail: str) -> None:
+        """Say what the weight store lacks; two empty texts, that it lacks nothing."""
+        self._set(store_wait=wait, store_detail=detail)
 
     def claimed(self, *, epoch: int, step: int, version: int | None) -> None:
         """Record where the trainer goes on."""
-        self._set(trainer_epoch=epoch, step=step, version=version, fraction=1.0)
+        self._set(trainer_epoch=epoch, step=step, version=version, fraction=1.0, detail="")
 
     def resumed(self, *, durable_step: int, learning_rate: float) -> None:
         """Record what the loop starts from."""

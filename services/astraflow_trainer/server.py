@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import stamina
 
-from astraflow.client import Client
+from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
@@ -35,6 +36,7 @@ from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
 from astraflow_kit.serve import GrpcServer
 from astraflow_trainer.controls import Controls
+from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.publish.publishing import STORE_RETRY_S
@@ -43,7 +45,7 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_weights.errors import StoreMissing
+from astraflow_weights.errors import StoreFull, StoreMissing, StoreReadOnly
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
@@ -51,7 +53,10 @@ from astraflow_weights.versions.log import VersionLog
 __all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
+_PATIENCE_SHARE = 0.25
+"""Of the time for stopping, for a server that does not answer."""
 _STORE_POLL_S = 5.0
+_LACKING = (StoreMissing, StoreReadOnly, StoreFull)
 
 log = get_logger(__name__)
 _CHECK_PATIENCE_S = 5.0
@@ -91,9 +96,12 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
 async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
     metrics, controls = Metrics(), Controls()
     progress = Progress(on_step=partial(_observe, metrics))
-    with _client(settings) as client:
+    with ExitStack() as stack:
+        client = stack.enter_context(_client(settings))
         joined = await _join(client, settings, folder=settings.work_dir, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
+        names = {"run_id": joined.run_id, "policy_id": joined.policy_id}
+        heartbeat = stack.enter_context(Heartbeat(client, **names, progress=progress))
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
         group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
@@ -105,8 +113,9 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             group=group,
             progress=progress,
             controls=controls,
+            heartbeat=heartbeat,
         )
-        servicer = TrainerServicer(progress, controls, run_id=joined.run_id, policy_id=joined.policy_id)
+        servicer = TrainerServicer(progress, controls, **names)
         grpc_server = GrpcServer(
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
@@ -115,7 +124,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         )
         pages = Pages(settings, life=life, metrics=metrics, status=_status_of(progress), run_id=joined.run_id)
         await lifecycle.run_services(
-            [grpc_server, pages, _Training(session, controls, group)],
+            [grpc_server, pages, _Training(session, controls, group, client)],
             lifecycle=life,
             on_started=lambda: lifecycle.write_address_file(
                 settings.address_file,
@@ -141,7 +150,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
             progress=Progress(),
             controls=controls,
         )
-        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group)]
+        services = [*probes_of_pod(settings, rank, life), _Training(session, controls, group, client)]
         await lifecycle.run_services(services, lifecycle=life)
 
 
@@ -156,7 +165,10 @@ def probes_of_pod(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
 class _Training:
     """The training thread as a service of the lifecycle."""
 
-    def __init__(self, session: TrainingSession, controls: Controls, group: RankGroup) -> None:
+    def __init__(
+        self, session: TrainingSession, controls: Controls, group: RankGroup, client: Client
+    ) -> None:
+        self._client = client
         self._session = session
         self._controls = controls
         self._group = group
@@ -182,8 +194,8 @@ class _Training:
 
     async def stop(self, *, deadline_s: float) -> None:
         """Ask for an end after the step in progress; `run` returns when it is published and checkpointed."""
-        del deadline_s
         self._controls.stop_after_step()
+        self._client.end_within(deadline_s * _PATIENCE_SHARE)
         if self._group.watch is not None:
             self._group.watch.ask_to_stop()
 
@@ -211,7 +223,7 @@ class _Training:
 
 
 def _client(settings: TrainerSettings) -> Client:
-    return Client(settings.connection)
+    return Client(settings.connection, retry=RetryPolicy(total_s=settings.server_gone_timeout_s or math.inf))
 
 
 async def _join(client: Client, settings: TrainerSettings, *, folder: Path, life: Lifecycle) -> JoinedRun:
@@ -244,17 +256,19 @@ def _usable_store(settings: TrainerSettings, joined: JoinedRun, *, remember: boo
 
 
 def _store_when_there(settings: TrainerSettings, joined: JoinedRun, progress: Progress) -> ObjectStore:
-    """As `_usable_store`; waits for one that this trainer used before and that is not mounted."""
+    """As `_usable_store`; waits for one that this trainer used before and that is not mounted, read-only or full."""
     for attempt in stamina.retry_context(
-        on=StoreMissing, attempts=None, timeout=STORE_RETRY_S, wait_max=_STORE_POLL_S
+        on=_LACKING, attempts=None, timeout=STORE_RETRY_S, wait_max=_STORE_POLL_S
     ):
         with attempt:
             try:
-                return _usable_store(settings, joined)
-            except StoreMissing as error:
-                progress.starting("store_missing")
-                log.warning("store.missing", message=error.message)
+                store = _usable_store(settings, joined)
+            except _LACKING as error:
+                progress.store_lacks(error.wait, error.message)
+                log.warning("store.waits", waiting_for=error.wait, message=error.message)
                 raise
+            progress.store_lacks("", "")
+            return store
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -46,7 +46,7 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             policy_id=self._policy_id,
             phase=trainer_service_pb2.Phase.Value(f"PHASE_{state.phase.name}"),
             waiting_for=state.waiting_for,
-            progress=state.fraction,
+            progress=state.fraction or 0.0,
             step=state.step,
             version=state.version,
             trainer_epoch=state.trainer_epoch,

@@ -12,22 +12,25 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
+from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
@@ -66,8 +69,11 @@ class TrainingSession:
         group: RankGroup,
         progress: Progress,
         controls: Controls,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        """`heartbeat` is the first rank's, which speaks for all."""
         self._settings = settings
+        self._heartbeat = heartbeat
         self._client = client
         self._joined = joined
         self._plugins = StepPlugins.made(
@@ -95,6 +101,7 @@ class TrainingSession:
     def run(self) -> None:
         """Train to the end. Raises FencedError, naming the other trainer, when one took over."""
         bind(run_id=self._joined.run_id, policy_id=self._joined.policy_id)
+        self._client.on_wait = partial(self._server_is_silent, threading.get_ident())
         keep_freed_memory()
         torch.set_num_threads(self._settings.threads)
         model_dir = self._starting_model()
@@ -102,11 +109,28 @@ class TrainingSession:
             # Before the claim, which begins what a checkpoint that cannot be read would end: the folder is ours alone.
             self._num_damaged = set_aside_damaged(self._checkpoints)
         claim = self._claim()
-        with self._source.held(lease_s=claim.batch_lease_s) if self._is_first else nullcontext():
+        with self._held() if self._is_first else nullcontext():
             self._train_on(claim, model_dir=model_dir)
+
+    def _server_is_silent(self, training_thread: int, error: AstraflowError, waited_s: float) -> None:
+        log.warning("server.silent", reason=error.reason, message=error.message, since_s=round(waited_s, 1))
+        if threading.get_ident() == training_thread:  # the others do not hold up training
+            self._progress.waiting(error.metadata.get("reason", "") or "server_silent")
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """At the end of the block the policy is released."""
+        try:
+            yield
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.released()
+            self._source.release()
 
     def _train_on(self, claim: Claim, *, model_dir: Path) -> None:
         while True:
+            if self._heartbeat is not None:
+                self._heartbeat.holds(claim.epoch, lease_s=claim.batch_lease_s)
             try:
                 return self._train(claim, model_dir=model_dir)
             except (RequestError, StateError) as error:
@@ -168,7 +192,7 @@ class TrainingSession:
         return self._log.owner.epoch if self._log.owner else 0
 
     def _train(self, claim: Claim, *, model_dir: Path) -> None:
-        self._progress.starting("model")
+        self._progress.starting("model_loading", detail=f"loads {model_dir}, or the newest checkpoint")
         # After the claim: an older trainer that shares the folder can no longer release what we must replay.
         learner = PolicyLearner(
             self._joined.policy,
@@ -225,13 +249,7 @@ class TrainingSession:
         )
         with (
             compactor as notify,
-            PublishWorker(
-                publisher,
-                announcer,
-                policy_id=self._joined.policy_id,
-                max_behind=training.publish.max_behind,
-                published=lambda committed: self._published(committed, notify),
-            ) as worker,
+            self._publish_worker(publisher, announcer, notify) as worker,
         ):
             if newest is None or _must_publish(newest.version, start.version, lost=publisher.base_lost):
                 worker.submit(start.step, learner.published_bytes())
@@ -258,6 +276,18 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _publish_worker(
+        self, publisher: ShardPublisher, announcer: Announcer | None, notify: Callable[[], None]
+    ) -> PublishWorker:
+        return PublishWorker(
+            publisher,
+            announcer,
+            policy_id=self._joined.policy_id,
+            max_behind=self._joined.policy.trainer.publish.max_behind,
+            published=lambda committed: self._published(committed, notify),
+            failing=self._progress.store_lacks,
+        )
 
     def _announcer(self, claim: Claim) -> Announcer | None:
         """The first rank's; it announces for all."""
@@ -291,17 +321,27 @@ class TrainingSession:
 
     def _starting_model(self) -> Path:
         """The first rank makes it, which may take minutes; the others wait for it."""
-        self._progress.starting("warm_start")
+        path = self._joined.policy.model.path
+        if path is not None:
+            self._progress.starting(
+                "model_loading", detail=f"reads {path}, from the hub where it is not a folder"
+            )
+        else:
+            self._warm_start(0.0)
         if not self._is_first:
             return Path(self._group.wait_for_value("model_dir"))
         model_dir = starting_model(
             self._joined,
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
-            progress=lambda share: self._progress.starting("warm_start", fraction=share),
+            progress=self._warm_start,
         )
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
+
+    def _warm_start(self, share: float) -> None:
+        detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"
+        self._progress.starting("warm_start", detail=detail, fraction=share)
 
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)

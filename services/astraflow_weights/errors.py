@@ -2,6 +2,8 @@
 
     RetryableError    Unavailable        the store cannot answer now
                       StoreMissing       its folder is not there, or another store is in its place
+                      StoreReadOnly      it may not be written now
+                      StoreFull          there is no space left in it
     RequestError      ObjectNotFound     no object under that key
                       StoreRefused       the store cannot hold weight versions, or its settings are wrong
                       ModelMismatch      two models differ in names, dtypes or shapes: a new policy
@@ -38,11 +40,28 @@ class Unavailable(UnavailableError):
     The operation may or may not have happened. Every operation of a store may be repeated.
     """
 
+    wait = "store_unreachable"
+    """What one who repeats it waits for, as `why` says it."""
+
 
 class StoreMissing(Unavailable):
     """The folder of a store that was used before is not there, or holds another store: it is not mounted. Nothing was
     written.
     """
+
+    wait = "store_missing"
+
+
+class StoreReadOnly(Unavailable):
+    """A store that was used before may not be written now: a read-only mount, or another owner or mode."""
+
+    wait = "store_read_only"
+
+
+class StoreFull(Unavailable):
+    """There is no space, or no quota, left."""
+
+    wait = "store_full"
 
 
 class ObjectNotFound(NotFoundError):

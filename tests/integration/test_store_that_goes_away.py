@@ -75,7 +75,7 @@ async def test_a_trainer_that_starts_before_its_store_is_mounted_waits_for_it(
         trainer.start()
 
         async def says_so() -> bool:
-            return "store.missing" in trainer.log
+            return "store.waits" in trainer.log
 
         await until(says_so, within_s=120)
         back()

@@ -1,6 +1,7 @@
 """`why` tells the truth: each named wait appears in its situation, and ends when what it names happens."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,7 +12,8 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_INTENT as INTENT
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
-from support.dataflow_world import World, served, until, until_equal
+from astraflow.errors import InvalidArgumentError
+from support.dataflow_world import Trainer, World, served, until, until_equal
 from support.work_stream import working
 
 pytestmark = pytest.mark.integration
@@ -218,3 +220,37 @@ async def test_a_trainer_that_does_not_trust_the_server(world: World) -> None:
     assert found.detail == "Redis is older"
     await trainer.claim()
     await gone(world, "batch/state_in_doubt")
+
+
+async def test_a_trainer_says_how_far_its_start_is_and_what_its_store_lacks(world: World) -> None:
+    await world.create_run()
+    before_claim = Trainer(world, "solver")
+    await before_claim.hold(waiting_for="warm_start", detail="supervised steps", progress=0.45)
+    wait = await seen(world, "batch/warm_start", released_by="by itself")
+    assert (wait.detail, wait.progress) == ("45% done: supervised steps", 0.45)
+    assert "batch/no_trainer" not in await waits(world), "there is one, and it is busy"
+    trainer = await world.trainer()
+    lacks = {"detail": "file:///mnt/runs is not mounted"}
+    for reason in ("store_missing", "store_read_only", "store_full", "store_unreachable"):
+        await trainer.hold(waiting_for=reason, **lacks)
+        assert (await seen(world, f"publish/{reason}", released_by="by itself")).detail == lacks["detail"]
+    await trainer.hold()
+    await gone(world, "publish/store_unreachable")
+
+
+@pytest.mark.parametrize("told", [{"waiting_for": "not a slug\n"}, {"progress": 1.5}, {"progress": math.nan}])
+async def test_what_a_trainer_says_of_itself_is_bounded(world: World, told: dict[str, object]) -> None:
+    await world.create_run()
+    trainer = await world.trainer()
+    with pytest.raises(InvalidArgumentError, match="must be"):
+        await trainer.hold(**told)
+
+
+async def test_a_node_that_starts_its_engine_says_so(world: World) -> None:
+    await world.started()
+    async with working(world, "n1") as session:
+        await session.credits(0, waiting_for="engine_start")
+        wait = await seen(world, "activate/node_starting", released_by="by itself")
+        assert wait.detail == "n1 starts its engine"
+        await session.credits(0, solver=0)
+        await gone(world, "activate/node_starting")

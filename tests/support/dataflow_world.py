@@ -382,9 +382,9 @@ class Trainer:
         self.epoch = claim.trainer_epoch
         return claim
 
-    async def hold(self) -> None:
-        """Say that this trainer lives."""
-        await self._ask(batches.HoldPolicyResponse)
+    async def hold(self, **told: Any) -> None:
+        """Say that this trainer lives, and what it waits for: fields of the request."""
+        await self._ask(batches.HoldPolicyResponse, **told)
 
     async def release(self, *, doubt: str = "") -> None:
         """Say that this trainer ends, and what it doubts."""

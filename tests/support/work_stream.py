@@ -56,9 +56,13 @@ class Session:
         """Renew leases."""
         await self.call.write(pb.WorkRequest(renewal=pb.Renewal(lease_ids=lease_ids)))
 
-    async def credits(self, tasks: int, *, leases_received: int | None = None, **serving: int) -> None:
+    async def credits(
+        self, tasks: int, *, leases_received: int | None = None, waiting_for: str = "", **serving: int
+    ) -> None:
         """Give credits; `leases_received` says which leases they take into account."""
-        given = pb.Credits(tasks=tasks, serving_versions=serving, leases_received=leases_received)
+        given = pb.Credits(
+            tasks=tasks, serving_versions=serving, leases_received=leases_received, waiting_for=waiting_for
+        )
         await self.call.write(pb.WorkRequest(credits=given))
 
 

@@ -73,6 +73,13 @@ def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
     return kind(f"{code.name}: {error.details() or 'the server gave no message'}")
 
 
+def is_silence(error: grpc.RpcError) -> bool:
+    """Whether a deadline passed without a word from the server; one that it answers itself is an answer."""
+    call = cast("grpc.Call", error)
+    details = (key for key, _ in call.trailing_metadata() or ())
+    return call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and "grpc-status-details-bin" not in details
+
+
 def from_status(status: status_pb2.Status) -> errors.AstraflowError | None:
     """Return the typed error a status describes, or None when it carries no `ErrorInfo` of ours."""
     info, retry_after_s = None, None

@@ -2,7 +2,8 @@
 
 `AsyncClient` and `Client` are twins: each rpc of the contract is a typed attribute call with a deadline,
 typed errors (`astraflow.errors`) and retries only where the contract's `retry` option says that repeating is
-harmless. Streams are never repeated; a stream that ends early is the caller's to open again.
+harmless: while the server, or its store, does not answer, and no longer than one budget (`RetryPolicy.total_s`).
+`read_all` repeats a stream that only reads; other streams are never repeated, and are the caller's to open again.
 
     async with AsyncClient("127.0.0.1:7070") as client:  # or a join string, or a Connection
         run = (await client.call(client.runs.GetRun, GetRunRequest())).run
@@ -13,9 +14,10 @@ harmless. Streams are never repeated; a stream that ends early is the caller's t
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from google.protobuf.message import Message
 
 from astraflow import errors
 from astraflow._bounds import require_bounds
-from astraflow._status import from_rpc_error
+from astraflow._status import from_rpc_error, is_silence
 from astraflow.connecting.compatibility import require_compatible
 from astraflow.connecting.connection import Connection
 from astraflow.connecting.trust import trust_problem
@@ -142,11 +144,11 @@ def _options(connection: Connection) -> list[tuple[str, int | str]]:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, and for how long, a harmless call is repeated while the server is unreachable.
+    """How often, and for how long, a harmless call is repeated while the server does not answer.
 
-    No attempt starts later than `total_s` after the first one. Waits double from `first_wait_s` up to
-    `max_wait_s`, each shortened at random by up to half so that callers do not come back together. A wait that
-    the server asks for takes their place, lengthened at random by up to half.
+    No attempt starts later than `total_s` after the first one; `math.inf` has no end. Waits double from
+    `first_wait_s` up to `max_wait_s`, each shortened at random by up to half so that callers do not come back
+    together. A wait that the server asks for takes their place, lengthened at random by up to half.
     """
 
     total_s: float = 30.0
@@ -172,6 +174,16 @@ class _Calls:
         self.connection = Connection.of(target) if isinstance(target, str) else target
         self.address = self.connection.address
         self._retry = retry or RetryPolicy()
+        self._end_s = math.inf
+        self.on_wait: Callable[[errors.AstraflowError, float], None] = lambda _error, _waited_s: None
+        """Called before a call is repeated, in the thread of the call: why, and the seconds since it began."""
+
+    def end_within(self, seconds: float) -> None:
+        """From now on no call is repeated later than `seconds` from now: whoever uses this client ends."""
+        self._end_s = time.monotonic() + seconds
+
+    def _attempts(self, call: object, retry: RetryPolicy | None, *, harmless: bool = False) -> _Attempts:
+        return _Attempts(self, call, retry or self._retry, harmless=harmless or _retry_of(call) in _HARMLESS)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         token, correlation_id = self.connection.current_token(), _correlation_id.get()
@@ -182,9 +194,11 @@ class _Calls:
 class _Attempts:
     """Counts the attempts of one call and decides after each failure whether another one follows."""
 
-    def __init__(self, call: object, policy: RetryPolicy) -> None:
+    def __init__(self, calls: _Calls, call: object, policy: RetryPolicy, *, harmless: bool) -> None:
+        self._calls = calls
         self._call = call
         self._policy = policy
+        self._harmless = harmless
         self._started_s = time.monotonic()
         self._failed = 0
 
@@ -193,8 +207,10 @@ class _Attempts:
         self._failed += 1
         typed = from_rpc_error(error)
         wait_s = self._policy.wait_s(self._failed, hint_s=typed.retry_after_s)
-        in_time = time.monotonic() + wait_s - self._started_s <= self._policy.total_s
-        if in_time and isinstance(typed, _REPEATABLE) and _retry_of(self._call) in _HARMLESS:
+        again_s = time.monotonic() + wait_s
+        in_time = again_s - self._started_s <= self._policy.total_s and again_s <= self._calls._end_s
+        if in_time and self._harmless and (is_silence(error) or isinstance(typed, _REPEATABLE)):
+            self._calls.on_wait(typed, again_s - wait_s - self._started_s)
             return wait_s
         raise typed from error
 
@@ -248,15 +264,16 @@ class AsyncClient(_Calls):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        harmless: bool = False,
     ) -> Response:
         """Call a unary rpc with a deadline of `timeout_s` per attempt.
 
-        Repeats it, where the contract says that this is harmless, while the server or its store is
-        unreachable. Raises the typed error of the last attempt, InvalidArgumentError for a message above
+        Repeats it, where the contract says that this is harmless, or the caller with `harmless`, while the server or
+        its store does not answer. Raises the typed error of the last attempt, InvalidArgumentError for a message above
         MAX_MESSAGE_BYTES.
         """
         _require_fitting(request)
-        attempts = _Attempts(rpc, retry or self._retry)
+        attempts = self._attempts(rpc, retry, harmless=harmless)
         while True:
             try:
                 return await rpc(request, timeout=timeout_s, metadata=self._metadata())
@@ -343,10 +360,11 @@ class Client(_Calls):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        harmless: bool = False,
     ) -> Response:
         """Blocking form of `AsyncClient.call`."""
         _require_fitting(request)
-        attempts = _Attempts(rpc, retry or self._retry)
+        attempts = self._attempts(rpc, retry, harmless=harmless)
         while True:
             try:
                 return rpc(request, timeout=timeout_s, metadata=self._metadata())
@@ -391,6 +409,25 @@ class Client(_Calls):
         """Blocking form of `AsyncClient.stream`."""
         _require_fitting(request)
         return _typed_blocking_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
+
+    def read_all(
+        self,
+        rpc: grpc.UnaryStreamMultiCallable[Request, Response],
+        request: Request,
+        *,
+        timeout_s: float,
+    ) -> list[Response]:
+        """All responses of a stream that only reads, each attempt within `timeout_s`; begins anew where one broke, as
+        `call` does.
+        """
+        _require_fitting(request)
+        attempts = self._attempts(rpc, None)
+        while True:
+            try:
+                return list(rpc(request, timeout=timeout_s, metadata=self._metadata()))
+            except grpc.RpcError as error:
+                wait_s = attempts.wait_s_after(error)
+            time.sleep(wait_s)
 
     def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

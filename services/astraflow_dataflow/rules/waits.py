@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
-from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation
+from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, TrainerReport
 from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
@@ -20,6 +20,43 @@ _BATCH_RELEASES = {
     "publish": "the trainer announces the versions it has trained",
     "selector": "the selector takes groups; it is asked again when another one is ready",
 }
+
+# What only a trainer knows: the stage that shows it, what it is when the trainer says no more, and what ends it.
+_REPORTED = {
+    "warm_start": (
+        "batch",
+        "the initial model is made",
+        "it ends by itself; its result is kept for the next start",
+    ),
+    "model_loading": (
+        "batch",
+        "the model is loaded",
+        "it ends by itself; if it takes long, see the trainer's log",
+    ),
+    "paused": (
+        "batch",
+        "an operator paused the trainer",
+        "an operator ends the pause (TrainerService.Resume)",
+    ),
+    "store_missing": (
+        "publish",
+        "the weight store is not there",
+        "mount it, or bring its folder back; the trainer goes on by itself, and nothing is made in its place",
+    ),
+    "store_read_only": (
+        "publish",
+        "the weight store may not be written",
+        "mount it read-write, or give its folder back to the trainer's user; the trainer goes on by itself",
+    ),
+    "store_full": ("publish", "the weight store is full", "make room in it; the trainer goes on by itself"),
+    "store_unreachable": (
+        "publish",
+        "the weight store does not answer, or fails",
+        "bring it, or the network to it, back; the trainer goes on by itself",
+    ),
+}
+_REPORT_LIFE_MS = 15_000
+"""A trainer that waits says so every 2 s: what it said longer ago than this is not known any more."""
 
 # Kind of a failed plug-in: the stage that shows it, and what becomes of the stage's work.
 _PLUGIN_FAULTS = {
@@ -43,6 +80,8 @@ class Wait:
     released_by: str
     policy_id: str = ""
     since_ms: int | None = None
+    progress: float | None = None
+    """How far a long phase has come, in [0, 1]."""
 
 
 class WaitBook:
@@ -80,6 +119,7 @@ def current_waits(
         waits.append(_refused(refused, connected))
     if audit.life is Life.ACTIVE:
         waits += _lease_waits(audit, connected, faults, skipped)
+        waits += _starting_nodes(connected)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     waits += _engine_faults(connected)
@@ -87,6 +127,7 @@ def current_waits(
     for policy in audit.policies:
         if audit.life is Life.ACTIVE:
             waits += _node_waits(policy, connected)
+        waits += _reported_waits(policy, now_ms=audit.now_ms)
         if not policy.frozen:
             waits += _batch_waits(policy, now_ms=audit.now_ms, lease_ms=1000 * trainer_lease_s)
             waits += _publish_waits(policy)
@@ -217,6 +258,25 @@ def _task_waits(audit: Audit, faults: Sequence[PluginFault], skipped: int) -> li
     return []
 
 
+_STARTS = {"engine_start": "starts its engine", "weights": "fetches its first weights"}
+
+
+def _starting_nodes(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
+    """Nodes that are not ready for their first task, by what they say."""
+    starting = [
+        f"{node.node_id} {_STARTS[node.waiting_for]}" for node in connected if node.waiting_for in _STARTS
+    ]
+    if starting:
+        more = f" (and {len(starting) - 5} more)" if len(starting) > 5 else ""
+        yield Wait(
+            stage="activate",
+            reason="node_starting",
+            detail=f"{', '.join(starting[:5])}{more}",
+            released_by="it ends by itself, and takes minutes for a large model; the engine's log in the node's work "
+            "folder says how far it is",
+        )
+
+
 def _node_waits(policy: PolicyState, connected: Sequence[NodeStatus]) -> Iterator[Wait]:
     """Nodes that serve older weights of a policy than its groups may have, and a policy that none serves of those that
     serve others.
@@ -321,6 +381,33 @@ def _turn_wait(policy: PolicyState) -> Wait:
     )
 
 
+def _fresh_report(policy: PolicyState, *, now_ms: int) -> TrainerReport | None:
+    """What its trainer waits for by its own word, while that is fresh."""
+    report = policy.report
+    return (
+        report
+        if report and report.reason in _REPORTED and now_ms - report.heard_ms < _REPORT_LIFE_MS
+        else None
+    )
+
+
+def _reported_waits(policy: PolicyState, *, now_ms: int) -> Iterator[Wait]:
+    report = _fresh_report(policy, now_ms=now_ms)
+    if report is None:
+        return
+    stage, meaning, released_by = _REPORTED[report.reason]
+    share = "" if report.progress is None else f"{report.progress:.0%} done: "
+    yield Wait(
+        stage=stage,
+        policy_id=policy.policy_id,
+        reason=report.reason,
+        detail=f"{share}{report.detail or meaning}",
+        released_by=released_by,
+        since_ms=report.since_ms,
+        progress=report.progress,
+    )
+
+
 def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterator[Wait]:
     if policy.doubt:
         yield Wait(
@@ -345,6 +432,8 @@ def _batch_waits(policy: PolicyState, *, now_ms: int, lease_ms: float) -> Iterat
             released_by=_BATCH_RELEASES.get(policy.wait, "the trainer's next call"),
             since_ms=policy.wait_since_ms,
         )
+    elif _fresh_report(policy, now_ms=now_ms):
+        return  # a trainer is there, and busy
     elif policy.epoch == 0 or (policy.turn and not policy.heard_ms):
         yield Wait(
             stage="batch",

@@ -50,7 +50,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.hold(run.run_id, request.policy_id, epoch=request.trainer_epoch)
+        await self.store.batches.hold(run.run_id, request, detail=request.detail)
         return pb.HoldPolicyResponse()
 
     async def ReleasePolicy(

@@ -79,6 +79,7 @@ class Reporting:
             dead_letters=audit.dead_letters,
             failures=await self._failures(context.run_id),
             stopped_for=await self.store.runs.stopped_for(context.run_id),
+            read_time=timestamp(audit.now_ms),
         )
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
@@ -117,6 +118,7 @@ class Reporting:
             failures=await self._failures(context.run_id),
             stopped_for=await self.store.runs.stopped_for(context.run_id),
             dead_letters=audit.dead_letters,
+            read_time=timestamp(audit.now_ms),
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
@@ -295,6 +297,7 @@ def wait_message(wait: Wait, waited_ms: int, *, now_ms: int) -> admin_service_pb
         detail=wait.detail,
         since_time=timestamp(now_ms - waited_ms),
         released_by=wait.released_by,
+        progress=wait.progress,
     )
     message.waited_duration.FromMilliseconds(waited_ms)
     return message

@@ -39,6 +39,7 @@ def timeless(status: admin_service_pb2.StatusResponse) -> admin_service_pb2.Stat
     """Return a status without the times that pass by themselves."""
     copy = admin_service_pb2.StatusResponse()
     copy.CopyFrom(status)
+    copy.ClearField("read_time")
     for node in copy.nodes:
         node.ClearField("last_seen_time")
     for wait in copy.waits:

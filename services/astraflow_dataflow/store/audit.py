@@ -6,7 +6,9 @@ reporting and by the event reader.
 
 from __future__ import annotations
 
-from astraflow_dataflow.records import Audit, Event, Life, PolicyState
+from collections.abc import Mapping
+
+from astraflow_dataflow.records import Audit, Event, Life, PolicyState, TrainerReport
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
@@ -108,9 +110,23 @@ def _policy_state(reply: Reply) -> PolicyState:
         settled=as_int(stored.get("settled")),
         trainer=as_text(stored.get("trainer")),
         heard_ms=as_int(stored.get("heard_ms")),
+        report=_report(stored),
         doubt=as_text(stored.get("doubt")),
         turn=as_text(fields[12]),
         turn_ends_step=as_int(fields[13]),
+    )
+
+
+def _report(stored: Mapping[str, Reply]) -> TrainerReport | None:
+    reason, progress = as_text(stored.get("reported")), as_text(stored.get("reported_progress"))
+    if not reason:
+        return None
+    return TrainerReport(
+        reason=reason,
+        detail=as_text(stored.get("reported_detail")),
+        progress=float(progress) if progress else None,
+        since_ms=as_int(stored.get("reported_since")),
+        heard_ms=as_int(stored.get("reported_ms")),
     )
 
 

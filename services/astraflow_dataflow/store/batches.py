@@ -73,9 +73,11 @@ class BatchStore:
             identity=as_text(reply[4]),
         )
 
-    async def hold(self, run_id: str, policy_id: str, *, epoch: int) -> None:
-        """Note that the trainer of this epoch lives. Raises FencedError, NotFoundError."""
-        await self._connection.call(Keys(run_id), "hold", policy_id, epoch)
+    async def hold(self, run_id: str, request: pb.HoldPolicyRequest, *, detail: str) -> None:
+        """Note that the trainer of this epoch lives, and what it waits for. Raises FencedError, NotFoundError."""
+        progress = repr(request.progress) if request.HasField("progress") else ""
+        arguments = (request.policy_id, request.trainer_epoch, request.waiting_for, detail, progress)
+        await self._connection.call(Keys(run_id), "hold", *arguments)
 
     async def release_policy(self, run_id: str, policy_id: str, *, epoch: int, doubt: str) -> None:
         """Note that the trainer of this epoch ends, and what it doubts. Raises FencedError, NotFoundError."""

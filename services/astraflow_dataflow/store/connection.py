@@ -30,7 +30,12 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 MIN_REDIS_VERSION = (7, 0)
-_DEADLINE_S = 10.0
+_DEADLINE_S = 8.0
+"""Below the deadline of a client's call, which then hears who is silent."""
+_BLOCKING_DEADLINE_S = 10.0
+_ASK_AGAIN_S = 0.2
+SILENT = "redis_silent"
+"""What `reason` says, in the metadata of errors, of a Redis that takes connections and does not answer."""
 
 Argument: TypeAlias = str | bytes | int | float
 Call: TypeAlias = tuple[str, tuple[Argument, ...]]
@@ -74,6 +79,8 @@ class Connection:
         # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
         self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
         self._plain.response_callbacks.clear()
+        self._asking: asyncio.Task[None] | None = None
+        """Asks a silent Redis until it answers; nobody else does meanwhile."""
 
     async def open(self) -> None:
         """Check the server, claim or compare the schema, load the functions.
@@ -96,7 +103,14 @@ class Connection:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._asking is not None:
+            self._asking.cancel()
         await self._redis.aclose()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a command had no answer in time, and Redis has given none since."""
+        return self._asking is not None and not self._asking.done()
 
     async def load_functions(self) -> None:
         """Load the library, replacing what has its name. What is there already is left: a full Redis loads nothing,
@@ -141,7 +155,7 @@ class Connection:
         """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
         it counts as safe once answered). All on one connection, so the positions are those before the beat.
         """
-        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+        async with self._answered(_BLOCKING_DEADLINE_S), self._redis.pipeline(transaction=False) as pipeline:
             pipeline.execute_command("INFO", "server")
             pipeline.execute_command("GET", INCARNATION_KEY)
             for run_id in run_ids:
@@ -198,7 +212,7 @@ class Connection:
 
     async def raw(self, *command: Argument) -> Reply:
         """Send one plain command. Raises the typed error."""
-        async with _answered():
+        async with self._answered():
             return cast("Reply", await self._plain.execute_command(*command))
         raise AssertionError("an answered command returned or raised")
 
@@ -206,7 +220,9 @@ class Connection:
         self, key: str, *, after: str, block_ms: int, limit: int
     ) -> list[tuple[str, dict[str, str]]]:
         """Return up to `limit` entries of a stream after an id, waiting up to `block_ms` for the first."""
-        reply = await self.raw("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        command = ("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
+        async with self._answered(_DEADLINE_S + block_ms / 1000):
+            reply = await self._plain.execute_command(*command)
         entries = as_list(as_list(as_list(reply)[0])[1]) if reply else []
         return [
             (as_text(entry), {name: as_text(value) for name, value in as_mapping(fields).items()})
@@ -216,7 +232,7 @@ class Connection:
     async def _pipeline(
         self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
     ) -> list[object]:
-        async with _answered(), self._redis.pipeline(transaction=False) as pipeline:
+        async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
             for key, body, ttl_s in payloads:
                 pipeline.set(key, body, ex=ttl_s, nx=True)
             for name, arguments in calls:
@@ -226,6 +242,40 @@ class Connection:
                 )
             return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
         raise AssertionError("an answered pipeline returned or raised")
+
+    @asynccontextmanager
+    async def _answered(self, deadline_s: float = _DEADLINE_S) -> AsyncIterator[None]:
+        """Bound what is inside by a deadline and raise its failures as typed errors; at once while Redis is silent."""
+        if self.is_silent:
+            raise self._silent()
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError as error:
+            if not self.is_silent:
+                self._asking = asyncio.create_task(self._ask_until_it_answers(), name="silent Redis")
+            raise self._silent() from error
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
+    def _silent(self) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            f"Redis at {self._shown} gave no answer within {_DEADLINE_S:g} s; it is asked until it does",
+            metadata={"reason": SILENT},
+            retry_after_s=0.2,
+        )
+
+    async def _ask_until_it_answers(self) -> None:
+        log.warning("redis.silent", address=self._shown)
+        while True:
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    await self._plain.execute_command("PING")
+            except (TimeoutError, redis_errors.RedisError):
+                await asyncio.sleep(_ASK_AGAIN_S)
+            else:
+                log.info("redis.answers", address=self._shown)
+                return
 
     async def _check_server(self) -> None:
         server, memory = await self._info("server"), await self._info("memory")
@@ -267,20 +317,6 @@ class Connection:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-@asynccontextmanager
-async def _answered() -> AsyncIterator[None]:
-    """Bound what is inside by a deadline and raise its failures as typed errors."""
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            yield
-    except TimeoutError as error:
-        raise errors.UnavailableError(
-            f"Redis gave no answer within {_DEADLINE_S:g} s", retry_after_s=0.2
-        ) from error
-    except redis_errors.RedisError as error:
-        raise translate(error) from error
 
 
 def translate(error: Exception) -> errors.AstraflowError:

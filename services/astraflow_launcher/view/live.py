@@ -25,6 +25,7 @@ from astraflow.commands.status import (
     trajectory_parts,
     wait_parts,
 )
+from astraflow.commands.waits import in_order, is_alarm
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
@@ -34,10 +35,8 @@ __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
 
 _LONG_WAIT_S = 5
 _DAMAGE_SHOWN_STEPS = 100
-_STORE_WAITS = {
-    "store_missing": "the folder of its weight store is not mounted, moved or deleted; it goes on when that is back",
-    "store": "its weight store fails; what was to be written is tried again",
-}
+_SAID_AGAIN_SHARE = 0.25
+"""Of a long phase: how much further it must be for another line."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -74,8 +73,7 @@ class LineView(QuietView):
         self._server_shown = False
         self._steps = 0
         self._evaluations: set[tuple[str, str]] = set()
-        self._waits: set[tuple[str, str, str]] = set()
-        self._without_store: set[str] = set()
+        self._waits: dict[tuple[str, str, str], admin_service_pb2.Wait] = {}
         self._failures: set[tuple[str, str]] = set()
         self._stopped = False
 
@@ -97,7 +95,6 @@ class LineView(QuietView):
                 self._write(observation, _evaluation_line(item))
         self._show_failures(observation)
         self._show_waits(observation)
-        self._show_stores(observation)
 
     def _show_failures(self, observation: Observation) -> None:
         """Say each kind of failure when it first happens, and why the server stopped the run."""
@@ -110,32 +107,25 @@ class LineView(QuietView):
             self._write(observation, f"STOPPED {observation.stopped_for}")
 
     def _show_waits(self, observation: Observation) -> None:
-        """Say once what has been waited for longer than a moment; again when it comes back."""
-        waits = observation.status.waits if observation.status else ()
-        long = {
+        """Say what is wrong at once, with what would end it, and its end; and once what else has been waited for longer
+        than a moment, a long phase again as it goes on.
+        """
+        now = {
             (wait.stage, wait.policy_id, wait.reason): wait
-            for wait in waits
-            if wait.waited_duration.seconds >= _LONG_WAIT_S
+            for wait in in_order(observation.status.waits if observation.status else ())
+            if is_alarm(wait) or wait.waited_duration.seconds >= _LONG_WAIT_S
         }
-        for key, wait in long.items():
-            if key not in self._waits:
-                self._write(
-                    observation,
-                    f"{wait.policy_id} {wait.stage} waits: {wait.reason} — {wait.detail}".strip(),
-                )
-        self._waits = set(long)
-
-    def _show_stores(self, observation: Observation) -> None:
-        """Say once that a trainer's store fails or is not there; again when it does so again."""
-        failing = {
-            policy for policy, trainer in observation.trainers.items() if trainer.waiting_for in _STORE_WAITS
-        }
-        for policy in sorted(failing - self._without_store):
-            reason = observation.trainers[policy].waiting_for
-            self._write(
-                observation, f"{policy} publish waits: {reason} — {_STORE_WAITS[reason]}, see its log"
-            )
-        self._without_store = failing
+        for key, wait in now.items():
+            said = self._waits.get(key)
+            if said is not None and wait.progress < said.progress + _SAID_AGAIN_SHARE:
+                now[key] = said
+                continue
+            released = f"; next: {wait.released_by}" if is_alarm(wait) else ""
+            self._write(observation, f"{_wait_title(wait)} — {wait.detail}{released}")
+        for key in self._waits.keys() - now.keys():
+            if is_alarm(self._waits[key]):
+                self._write(observation, f"{_wait_title(self._waits[key])}: over")
+        self._waits = now
 
     def _write(self, observation: Observation, text: str) -> None:
         self._console.print(
@@ -248,6 +238,10 @@ def _run_parts(observation: Observation) -> list[RenderableType]:
         *failure_parts(status.failures, dead_letters=status.dead_letters),
     ]
     return [*failed, *trajectory_parts(status), *node_parts(status), *wait_parts(status)]
+
+
+def _wait_title(wait: admin_service_pb2.Wait) -> str:
+    return f"{wait.policy_id} {wait.stage} waits: {wait.reason}".strip()
 
 
 def _step_line(point: StepPoint) -> str:

@@ -14,7 +14,13 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.chat import message_to_proto, observation_from_proto, task_to_proto
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.environments import EnvironmentFailed
-from astraflow.errors import AstraflowError, NotFoundError, ResourceExhaustedError, UnavailableError
+from astraflow.errors import (
+    AstraflowError,
+    DeadlineError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
@@ -75,7 +81,9 @@ class RemoteEnvironment:
             answer = await self._when_free(lambda: self._call(self._service.Reset, request))
         except NotFoundError as error:
             raise MissingCapability(f"{self._where}: {error.message}") from error
-        except UnavailableError as error:
+        except (UnavailableError, DeadlineError) as error:
+            if error.metadata.get("rpc") and isinstance(error, DeadlineError):
+                raise self._failure(error) from error  # the service answers: its environment is late
             raise EnvironmentUnavailable(
                 f"{self._where} does not answer ({error.message}); start it, or mend --environment of this node"
             ) from error

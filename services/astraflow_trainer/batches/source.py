@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import stamina
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client, RetryPolicy
@@ -38,8 +37,7 @@ __all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
-_CLAIM_RETRY_S = 600.0
-# Signs of life come again, and the end of a trainer waits for nobody.
+# Renewals come again, and the end of a trainer waits for nobody.
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
@@ -157,9 +155,7 @@ class BatchSource:
             last_step=last_step,
             accepted_loss=accepted_loss,
         )
-        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=_CLAIM_RETRY_S):
-            with attempt:
-                response = self._client.call(self._client.batches.ClaimPolicy, request)
+        response = self._client.call(self._client.batches.ClaimPolicy, request, harmless=True)
         self.epoch = response.trainer_epoch
         return Claim(
             epoch=response.trainer_epoch,
@@ -259,15 +255,6 @@ class BatchSource:
         with self.unit_of_work(step):
             self._client.call(self._client.batches.MarkDurable, request)
 
-    @contextmanager
-    def held(self, *, lease_s: float) -> Iterator[None]:
-        """Say in the background that this trainer lives while the block runs, and at its end that it ends."""
-        try:
-            with _in_background(self._hold, period_s=max(0.2, lease_s / 3), name="policy-hold"):
-                yield
-        finally:
-            self.release()
-
     def release(self, *, doubt: str = "") -> None:
         """Say that this trainer ends; `doubt` is why it does not go on from what the server knows."""
         request = batch_service_pb2.ReleasePolicyRequest(**self._held, doubt=doubt)
@@ -286,22 +273,13 @@ class BatchSource:
         with _in_background(renew, period_s=max(0.2, lease_s / 3), name="batch-lease"):
             yield
 
-    def _hold(self) -> bool:
-        request = batch_service_pb2.HoldPolicyRequest(**self._held)
-        try:
-            self._client.call(
-                self._client.batches.HoldPolicy, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
-            )
-        except AstraflowError as error:
-            # Nothing depends on it but the answer to a rollback; and the epoch changes after Redis lost data.
-            log.warning("policy.hold_failed", reason=error.reason, message=error.message)
-        return True
-
     def _renew(self, step: int) -> bool:
         request = batch_service_pb2.RenewBatchRequest(**self._held, step=step)
         try:
             with self.unit_of_work(step):
-                self._client.call(self._client.batches.RenewBatch, request)
+                self._client.call(
+                    self._client.batches.RenewBatch, request, timeout_s=_SIGN_TIMEOUT_S, retry=_ONCE
+                )
         except RetryableError as error:
             # Expiry only raises an alarm at the server; the next renewal, or the ack, will show it.
             log.warning("batch.renewal_failed", step=step, reason=error.reason)
@@ -331,7 +309,8 @@ class BatchSource:
             step=batch.bound.step,
             trajectory_ids=[item.trajectory_id for item in items],
         )
-        for item in self._client.stream(self._client.batches.FetchBatch, request, timeout_s=_FETCH_TIMEOUT_S):
+        fetch = self._client.batches.FetchBatch
+        for item in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
             self.fetched_bytes += len(item.body)
             yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
 

@@ -24,7 +24,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.codec.shards import ShardedModel
-from astraflow_weights.errors import StoreMissing
+from astraflow_weights.errors import Unavailable
 from astraflow_weights.publish.announcing import Announcer, Committed
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.versions.probe import Probe
@@ -83,18 +83,21 @@ class PublishWorker:
         policy_id: str,
         max_behind: int,
         published: Callable[[CommittedVersion], None],
+        failing: Callable[[str, str], None] = lambda _reason, _detail: None,
     ) -> None:
+        """`failing` gets what the store lacks, as slug and text, and ("", "") when it lacks nothing any more."""
         self._publisher = publisher
         self._announcer = announcer
         self._policy_id = policy_id
         self._max_behind = max_behind
         self._published = published
+        self._failing = failing
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._idle = threading.Condition()
         self._unfinished = 0
         self._failure: BaseException | None = None
         self.waits_for = PUBLISH
-        """What versions wait for, as a slug: their own making, or a store that fails or is not there."""
+        """What versions wait for, as a slug: their own making, or what the store lacks."""
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
 
     def submit(self, step: int, model: ModelBytes, *, learning_rate: float | None = None) -> None:
@@ -168,18 +171,18 @@ class PublishWorker:
     def _store_may_fail(self) -> Iterator[None]:
         try:
             yield
-        except RetryableError as error:
-            self.waits_for = "store_missing" if isinstance(error, StoreMissing) else "store"
+        except Unavailable as error:
+            self.waits_for = error.wait
+            self._failing(error.wait, error.message)
             log.warning("version.not_published", waiting_for=self.waits_for, message=error.message)
             raise
         self.waits_for = PUBLISH
+        self._failing("", "")
 
     def _announce(self) -> None:
         if self._announcer is None:
             return
-        for attempt in stamina.retry_context(on=RetryableError, attempts=None, timeout=STORE_RETRY_S):
-            with attempt:
-                self._announcer.announce_missing(self._publisher)
+        self._announcer.announce_missing(self._publisher)
 
     def __enter__(self) -> PublishWorker:
         self._thread.start()

@@ -17,7 +17,14 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from astraflow_weights.durable import replace_synced, sync_folder, write_synced
-from astraflow_weights.errors import ObjectNotFound, StoreMissing, StoreRefused, Unavailable
+from astraflow_weights.errors import (
+    ObjectNotFound,
+    StoreFull,
+    StoreMissing,
+    StoreReadOnly,
+    StoreRefused,
+    Unavailable,
+)
 from astraflow_weights.store import ObjectInfo, PutResult
 from astraflow_weights.store.layout import check_key
 
@@ -28,6 +35,7 @@ _LINKS_REMEDY = "use a file system with hard links, or an s3:// store"
 _FOLDER_REMEDY = "check the folder's owner, mode, free space and mount"
 # Of a store that has worked these pass: a mount came back read-only, an owner is being changed.
 _PASSING = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EOPNOTSUPP, errno.ENOTDIR, errno.EXDEV)
 
 T = TypeVar("T")
@@ -173,9 +181,14 @@ class FileStore:
 
     def _translated(self, error: OSError, *, key: str) -> StoreRefused | Unavailable:
         remedy = _LINKS_REMEDY if error.errno in _NO_LINKS else _FOLDER_REMEDY
-        passes = self._identity and error.errno in _PASSING
-        kind = Unavailable if passes or error.errno not in _REFUSED else StoreRefused
-        return kind(f"{self.uri}: {error.strerror or error} at {key!r}; {remedy}")
+        return self._kind_of(error)(f"{self.uri}: {error.strerror or error} at {key!r}; {remedy}")
+
+    def _kind_of(self, error: OSError) -> type[StoreRefused | Unavailable]:
+        if self._identity and error.errno in _PASSING:
+            return StoreReadOnly
+        if error.errno in _FULL:
+            return StoreFull
+        return StoreRefused if error.errno in _REFUSED else Unavailable
 
 
 def _keys(root: Path, prefix: str) -> list[str]:

@@ -109,6 +109,10 @@ def _abort(context: grpc.ServicerContext, *, failure: errors.AstraflowError) -> 
     context.abort_with_status(rpc_status.to_status(to_status(failure)))
 
 
+def _pass(context: grpc.ServicerContext) -> None:
+    del context
+
+
 @contextmanager
 def serving(script: Script, *, port: int = 0) -> Iterator[str]:
     """A real server on loopback; yields its address."""
@@ -120,6 +124,9 @@ def serving(script: Script, *, port: int = 0) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(0).wait()
+
+
+OnWait = Callable[[errors.AstraflowError, float], None]
 
 
 class BlockingTwin:
@@ -135,6 +142,12 @@ class BlockingTwin:
         """The first versions of a watch, then leaves."""
         notices = self._client.stream(self._client.versions.Watch, versions.WatchRequest())
         return [notice.version.version for notice in islice(notices, take)]
+
+    def on_wait(self, told: OnWait) -> None:
+        self._client.on_wait = told
+
+    def end_within(self, seconds: float) -> None:
+        self._client.end_within(seconds)
 
     def close(self) -> None:
         self._client.close()
@@ -169,6 +182,12 @@ class AsyncioTwin:
             if len(found) == take:
                 break
         return found
+
+    def on_wait(self, told: OnWait) -> None:
+        self._client.on_wait = told
+
+    def end_within(self, seconds: float) -> None:
+        self._client.end_within(seconds)
 
     def close(self) -> None:
         self._run(self._client.close())
@@ -225,11 +244,56 @@ def test_a_call_carries_a_deadline_even_when_none_is_given(twin: Twin, script: S
     assert default_s < 60 < given_s < 8_000
 
 
-def test_a_silent_server_is_a_deadline_error_and_is_not_asked_twice(twin: Twin, script: Script) -> None:
+@pytest.mark.parametrize("rpc", [READ, IDEMPOTENT])
+def test_a_silent_server_is_asked_again_where_that_is_harmless(twin: Twin, script: Script, rpc: str) -> None:
+    script.hang()
+    twin.call(rpc, timeout_s=0.5)
+    assert len(script.seen) == 2
+
+
+def test_a_silent_server_is_a_deadline_error_when_the_budget_is_spent(twin: Twin, script: Script) -> None:
     script.hang()
     with pytest.raises(errors.DeadlineError):
-        twin.call(READ, timeout_s=0.2)
+        twin.call(READ, timeout_s=0.5, retry=RetryPolicy(total_s=0.4))
     assert len(script.seen) == 1
+
+
+def test_a_call_that_may_act_twice_is_repeated_only_by_leave_of_its_caller(
+    twin: Twin, script: Script
+) -> None:
+    script.fail(errors.UnavailableError("away"))
+    twin.call(NEVER, harmless=True)
+    assert len(script.seen) == 2
+
+
+def test_whoever_waits_hears_why_and_for_how_long_and_ends_sooner_when_told(
+    connect: Connect, address: str, script: Script
+) -> None:
+    told: list[tuple[str, float]] = []
+    twin = connect(address, retry=RetryPolicy(total_s=math.inf, first_wait_s=0.05, max_wait_s=0.05))
+
+    def note(error: errors.AstraflowError, waited_s: float) -> None:
+        told.append((error.metadata["reason"], waited_s))
+        if len(told) == 3:
+            twin.end_within(0.0)
+
+    twin.on_wait(note)
+    script.fail(*[errors.UnavailableError("away", metadata={"reason": "redis_silent"})] * 50)
+    with pytest.raises(errors.UnavailableError):
+        twin.call(READ)
+    assert [reason for reason, _ in told] == ["redis_silent"] * 3
+    assert 0 <= told[0][1] < told[1][1] < told[2][1]
+
+
+def test_a_stream_that_only_reads_begins_anew_where_it_broke(address: str, script: Script) -> None:
+    def lost(context: grpc.ServicerContext) -> None:
+        _abort(context, failure=errors.UnavailableError("Redis restarts"))
+
+    script.acts.extend([_pass, lost])
+    with Client(address, retry=FAST) as client:
+        found = client.read_all(client.versions.Watch, versions.WatchRequest(), timeout_s=PATIENCE_S)
+    assert [notice.version.version for notice in found] == [0, 1, 2]
+    assert len(script.seen) == 2 + 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

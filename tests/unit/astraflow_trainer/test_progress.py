@@ -20,8 +20,9 @@ def progress() -> Progress:
 
 
 def test_starting_up_tells_what_it_is_busy_with_and_how_far_it_is(progress: Progress) -> None:
-    progress.starting("warm_start", fraction=0.25)
-    assert progress.state == State(phase=Phase.STARTING, waiting_for="warm_start", fraction=0.25)
+    progress.starting("warm_start", detail="supervised", fraction=0.25)
+    begun = State(phase=Phase.STARTING, waiting_for="warm_start", detail="supervised", fraction=0.25)
+    assert progress.state == begun
 
 
 def test_waiting_names_its_reason_until_training_begins(progress: Progress) -> None:

@@ -7,16 +7,21 @@ by itself, no share matters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from astraflow.commands.waits import in_order
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 
 __all__ = ["Bound", "Verdict", "find_bottleneck", "find_failure"]
 
 _BLOCKING = {
     "state_in_doubt": "the server lost what its trainer knows",
+    "store_missing": "the weight store is not there",
+    "store_read_only": "the weight store may not be written",
+    "store_full": "the weight store is full",
+    "store_unreachable": "the weight store does not answer",
     "trainer_silent": "a trainer is silent",
     "no_node": "no node works for the run",
     "no_capable_node": "no node can run the task",
@@ -25,8 +30,14 @@ _BLOCKING = {
     "dataset_exhausted": "the data set has no more tasks",
     "dataset_failed": "the data set fails",
     "no_node_at_version": "no node serves the version to evaluate",
+    "paused": "an operator paused the trainer",
 }
 """Waits that time alone does not end, in words."""
+_STARTING = {
+    "warm_start": "the trainer makes the initial model",
+    "model_loading": "the trainer loads its model",
+    "node_starting": "nodes start their engines",
+}
 _TELLING_SHARE = 0.2
 """A stage that waits less than this share of the time does not bound the run."""
 _TELLING_ROW = 3
@@ -38,6 +49,7 @@ class Bound(StrEnum):
 
     FAILING = "failing"
     BLOCKED = "blocked"
+    STARTING = "starting"
     ROLLOUT = "rollout-bound"
     TRAINER = "trainer-bound"
     STORE = "store-bound"
@@ -78,9 +90,12 @@ def find_failure(failures: Sequence[pb.TaskFailures], *, stopped_for: str = "") 
 
 def find_bottleneck(looks: Sequence[Sequence[pb.Wait]], *, over_s: float) -> Verdict:
     """Return what the run was bound by over `looks`, taken within `over_s` seconds; the newest is the last."""
-    blocked = [wait for wait in looks[-1] if wait.reason in _BLOCKING and wait.stage != "evaluate"]
+    starting = [wait for wait in looks[-1] if wait.reason in _STARTING]
+    blocked = [wait for wait in looks[-1] if _blocks(wait, starting=bool(starting))]
     if blocked:
-        return _blocked(blocked, looks=len(looks))
+        return _of_first(Bound.BLOCKED, in_order(blocked)[0], _BLOCKING, looks=len(looks))
+    if starting:
+        return _of_first(Bound.STARTING, in_order(starting)[0], _STARTING, looks=len(looks))
     counts: dict[tuple[Bound, str], int] = {}
     for look in looks:
         for key in {found for wait in look if (found := _bound_of(wait, look))}:
@@ -120,13 +135,19 @@ def _bound_of(wait: pb.Wait, look: Sequence[pb.Wait]) -> tuple[Bound, str] | Non
     return None
 
 
-def _blocked(waits: Sequence[pb.Wait], *, looks: int) -> Verdict:
-    first = max(waits, key=lambda wait: wait.waited_duration.ToNanoseconds())
+def _blocks(wait: pb.Wait, *, starting: bool) -> bool:
+    """Whether time alone does not end it; weights that are still made are announced when they are."""
+    ends = wait.stage == "evaluate" or (starting and wait.reason == "no_version")
+    return wait.reason in _BLOCKING and not ends
+
+
+def _of_first(bound: Bound, first: pb.Wait, words: Mapping[str, str], *, looks: int) -> Verdict:
+    share = f", {first.progress:.0%} done" if first.HasField("progress") else ""
     whose = f" of {first.policy_id}" if first.policy_id else ""
     return Verdict(
-        bound=Bound.BLOCKED,
+        bound=bound,
         share=1.0,
         looks=looks,
-        because=f"{_BLOCKING[first.reason]} ({first.stage}{whose})",
+        because=f"{words[first.reason]}{share} ({first.stage}{whose})",
         policy_id=first.policy_id,
     )

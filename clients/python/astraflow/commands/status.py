@@ -16,6 +16,7 @@ from rich.text import Text
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
+from astraflow.commands.waits import in_order
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -265,7 +266,7 @@ def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
     if not status.waits:
         return [heading("waits"), Text("  nothing waits")]
     shown = table("stage", "policy", "waits for", "waited", "figures", right=("waited",))
-    for wait in status.waits:
+    for wait in in_order(status.waits):
         since = span_text(seconds_of(wait.waited_duration))
         shown.add_row(wait.stage, wait.policy_id, wait.reason, since, wait.detail)
     return [heading("waits"), shown, Text("  `astraflow why` says what would end them", "dim")]

@@ -16,6 +16,7 @@ from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck, find_
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
 from astraflow.commands.status import failure_parts
+from astraflow.commands.waits import in_order
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -89,11 +90,11 @@ def judge(looks: list[pb.WhyResponse], *, over_s: float) -> Verdict:
 
 
 def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
-    """Return the verdict, what failed, and one block per wait, the longest first."""
+    """Return the verdict, what failed, and one block per wait, in the order in which a person must see to them."""
     state = enum_text(run_pb2.RunState.DESCRIPTOR, answer.state)
     title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n")
     line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
-    waits = sorted(answer.waits, key=lambda wait: -wait.waited_duration.ToNanoseconds())
+    waits = in_order(answer.waits)
     failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)
     if not waits and verdict.bound is not Bound.FINISHED:
         return Group(title, line, *failed, Text("\nnothing waits at this moment"))

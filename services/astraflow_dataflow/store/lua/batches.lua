@@ -107,12 +107,19 @@ local function claim(keys, a)
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '', call('HGET', K.run(P), 'identity') or '' }
 end
 
--- hold: policy, epoch. The trainer lives, whatever it is busy with. Returns 1.
-SIGNATURE.hold = { 'policy', 'epoch' }
+-- hold: policy, epoch or 0, then what the trainer says that it waits for: reason, detail, progress, each or ''. The trainer of the epoch lives,
+-- whatever it is busy with; one without an epoch is only listened to. Returns 1.
+SIGNATURE.hold = { 'policy', 'epoch', 'reason', 'detail', 'progress' }
 local function hold(keys, a)
-  local refusal = fenced(keys[1], a.policy, a.epoch)
-  if refusal then return refusal end
-  note_heard(keys[1], a.policy)
+  local P, Q = keys[1], K.policy(keys[1], a.policy)
+  if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
+  if tonumber(a.epoch) > 0 then
+    local refusal = fenced(P, a.policy, a.epoch)
+    if refusal then return refusal end
+    note_heard(P, a.policy)
+  end
+  if call('HGET', Q, 'reported') ~= a.reason then call('HSET', Q, 'reported', a.reason, 'reported_since', now_ms()) end
+  call('HSET', Q, 'reported_detail', a.detail, 'reported_progress', a.progress, 'reported_ms', now_ms())
   return 1
 end
 

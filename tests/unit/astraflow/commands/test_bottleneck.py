@@ -60,3 +60,19 @@ def test_a_block_that_is_over_is_not_the_verdict() -> None:
 def test_an_evaluation_that_waits_for_a_node_does_not_block_training() -> None:
     waiting = pb.Wait(stage="evaluate", policy_id="solver", reason="no_node_at_version")
     assert find_bottleneck([[waiting, GROUPS]], over_s=1.0).bound is Bound.ROLLOUT
+
+
+def test_weights_that_are_still_made_do_not_block_a_run() -> None:
+    no_version = pb.Wait(stage="lease", reason="no_version")
+    warm = pb.Wait(stage="batch", policy_id="solver", reason="warm_start", progress=0.45)
+    verdict = find_bottleneck([[no_version, warm]], over_s=1.0)
+    assert verdict.sentence == "starting: the trainer makes the initial model, 45% done (batch of solver)"
+    no_node = pb.Wait(stage="lease", reason="no_node")
+    assert find_bottleneck([[warm, no_node]], over_s=1.0).bound is Bound.BLOCKED
+
+
+def test_of_several_blocks_the_one_to_see_to_first_is_the_verdict() -> None:
+    old = pb.Wait(stage="lease", reason="no_node")
+    old.waited_duration.FromSeconds(900)
+    verdict = find_bottleneck([[old, pb.Wait(stage="publish", reason="store_missing")]], over_s=1.0)
+    assert verdict.because == "the weight store is not there (publish)"

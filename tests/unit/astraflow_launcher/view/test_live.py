@@ -119,15 +119,38 @@ def test_a_skipped_step_is_marked_and_counted() -> None:
     assert "(1 skipped)" in _text(observation)
 
 
-def test_a_store_that_is_gone_is_told_once_each_time() -> None:
+def test_what_is_wrong_is_told_at_once_with_its_remedy_and_its_end_and_told_again_when_it_comes_back() -> (
+    None
+):
     view, output, observation = _lines()
-    for waiting_for in ("store_missing", "store_missing", "", "store_missing"):
-        observation.trainers["solver"] = trainers.StatusResponse(waiting_for=waiting_for)
-        view.show(observation, doing="running")
-    assert (
-        output.getvalue().count("solver publish waits: store_missing — the folder of its weight store") == 2
+    missing = admin.Wait(
+        stage="publish",
+        policy_id="solver",
+        reason="store_missing",
+        detail="/mnt is not mounted",
+        released_by="mount it",
     )
-    assert "waits for store_missing" in _text(observation)
+    for waits in ([missing], [missing], [], [missing]):
+        del observation.status.waits[:]
+        observation.status.waits.extend(waits)
+        view.show(observation, doing="running")
+    said = output.getvalue()
+    assert said.count("solver publish waits: store_missing — /mnt is not mounted; next: mount it") == 2, said
+    assert said.count("solver publish waits: store_missing: over") == 1
+    assert "store_missing" in _text(observation)
+
+
+def test_a_long_start_is_told_again_as_it_goes_on() -> None:
+    view, output, observation = _lines()
+    for done in (0.1, 0.2, 0.4, 0.5, 0.9):
+        del observation.status.waits[:]
+        wait = observation.status.waits.add(
+            stage="batch", policy_id="solver", reason="warm_start", detail=f"{done:.0%} done", progress=done
+        )
+        wait.waited_duration.seconds = 5
+        view.show(observation, doing="running")
+    said = [line.split("— ")[1] for line in output.getvalue().splitlines() if "warm_start" in line]
+    assert said == ["10% done", "40% done", "90% done"]
 
 
 def test_lines_leave_out_steps_of_before_a_resume() -> None:

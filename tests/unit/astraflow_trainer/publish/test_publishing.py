@@ -212,7 +212,6 @@ def test_what_the_server_forgot_is_announced_while_nothing_is_published(bench: B
 
 
 def test_a_server_that_is_away_is_told_when_it_is_back(bench: Bench) -> None:
-    # More refusals than the client repeats a call for.
-    bench.script.fail("ListVersions", *[UnavailableError("restarts", retry_after_s=20.0)] * 2)
+    bench.script.fail("ListVersions", *[UnavailableError("restarts", retry_after_s=0.01)] * 3)
     publish_all(bench.worker(), 1)
     assert bench.script.events == ["publish 1", "announce 1"]

@@ -22,7 +22,8 @@ type BatchServiceClient interface {
 	// FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
 	ClaimPolicy(ctx context.Context, in *ClaimPolicyRequest, opts ...grpc.CallOption) (*ClaimPolicyResponse, error)
 	// Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
-	// changes nothing but the answer to a claim with `only_if_unheld`.
+	// changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
+	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
 	HoldPolicy(ctx context.Context, in *HoldPolicyRequest, opts ...grpc.CallOption) (*HoldPolicyResponse, error)
 	// Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
 	// idempotent.
@@ -180,7 +181,8 @@ type BatchServiceServer interface {
 	// FAILED_PRECONDITION (POLICY_HELD), and nothing changes.
 	ClaimPolicy(context.Context, *ClaimPolicyRequest) (*ClaimPolicyResponse, error)
 	// Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
-	// changes nothing but the answer to a claim with `only_if_unheld`.
+	// changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
+	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
 	HoldPolicy(context.Context, *HoldPolicyRequest) (*HoldPolicyResponse, error)
 	// Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
 	// idempotent.

@@ -603,18 +603,21 @@ class Wait(_message.Message):
     WAITED_DURATION_FIELD_NUMBER: _builtins.int
     SINCE_TIME_FIELD_NUMBER: _builtins.int
     RELEASED_BY_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`."""
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
-    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_capable_node`, `no_version`, `no_trainer`,
-    `weight_fault`, `node_behind`, `policy_not_served`, `engine_hung`, `environment_unavailable`.
+    """Slug, for example `staleness_window`, `ready_groups`, `no_node`, `no_version`, `store_missing`,
+    `engine_hung`; docs/debugging.md has all of them.
     """
     detail: _builtins.str
     """For people: the figures."""
     released_by: _builtins.str
     """For people: what would release it."""
+    progress: _builtins.float
+    """How far it has come, in [0, 1], where it is a long phase such as `warm_start`; unset otherwise."""
     @_builtins.property
     def waited_duration(self) -> _duration_pb2.Duration:
         """How long it has waited."""
@@ -633,12 +636,15 @@ class Wait(_message.Message):
         waited_duration: _duration_pb2.Duration | None = ...,
         since_time: _timestamp_pb2.Timestamp | None = ...,
         released_by: _builtins.str = ...,
+        progress: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since_time", b"since_time", "waited_duration", b"waited_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress", "since_time", b"since_time", "waited_duration", b"waited_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "policy_id", b"policy_id", "reason", b"reason", "released_by", b"released_by", "since_time", b"since_time", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "detail", b"detail", "policy_id", b"policy_id", "progress", b"progress", "reason", b"reason", "released_by", b"released_by", "since_time", b"since_time", "stage", b"stage", "waited_duration", b"waited_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
+    _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
 
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
@@ -658,6 +664,7 @@ class StatusResponse(_message.Message):
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
+    READ_TIME_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
@@ -690,6 +697,10 @@ class StatusResponse(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
         """Failures of leased tasks, those that last longest in a row first; at most 32 kinds."""
 
+    @_builtins.property
+    def read_time(self) -> _timestamp_pb2.Timestamp:
+        """When all this was read from Redis, by its clock."""
+
     def __init__(
         self,
         *,
@@ -703,10 +714,11 @@ class StatusResponse(_message.Message):
         dead_letters: _builtins.int = ...,
         failures: _abc.Iterable[Global___TaskFailures] | None = ...,
         stopped_for: _builtins.str = ...,
+        read_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectories", b"trajectories"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -865,6 +877,7 @@ class WhyResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    READ_TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
@@ -885,6 +898,10 @@ class WhyResponse(_message.Message):
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskFailures]:
         """Failures of leased tasks, as in StatusResponse."""
 
+    @_builtins.property
+    def read_time(self) -> _timestamp_pb2.Timestamp:
+        """When all this was read from Redis, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -895,10 +912,11 @@ class WhyResponse(_message.Message):
         failures: _abc.Iterable[Global___TaskFailures] | None = ...,
         stopped_for: _builtins.str = ...,
         dead_letters: _builtins.int = ...,
+        read_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

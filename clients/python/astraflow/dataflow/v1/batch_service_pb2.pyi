@@ -223,24 +223,40 @@ class HoldPolicyRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
     """Policy."""
     trainer_epoch: _builtins.int
-    """Epoch from ClaimPolicy."""
+    """Epoch from ClaimPolicy; 0 before the claim."""
+    waiting_for: _builtins.str
+    """What only the trainer knows that it waits for, a slug of `why` such as `warm_start` or `store_missing`; empty when it
+    works, or waits for the server.
+    """
+    detail: _builtins.str
+    """What that is, for people."""
+    progress: _builtins.float
+    """How far a long phase has come; unset when nobody can tell."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         policy_id: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
+        waiting_for: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        progress: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_progress", b"_progress", "detail", b"detail", "policy_id", b"policy_id", "progress", b"progress", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__progress: _TypeAlias = _typing.Literal["progress"]  # noqa: Y015
+    _WhichOneofArgType__progress: _TypeAlias = _typing.Literal["_progress", b"_progress"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__progress) -> _WhichOneofReturnType__progress | None: ...
 
 Global___HoldPolicyRequest: _TypeAlias = HoldPolicyRequest  # noqa: Y015
 
