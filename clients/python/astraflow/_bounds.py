@@ -69,19 +69,19 @@ class _Outside(Exception):
         """`value` is the value in words, with its verb; `limit` what was wanted."""
         super().__init__()
         self.value, self.limit = value, limit
-        self.place = self.poison = self.remedy = ""
+        self.place = ""
+        self.own: options_pb2.Bounds | None = None
 
     def within(self, name: str, bounds: options_pb2.Bounds | None = None) -> _Outside:
         """The same, seen from the message or list around it."""
-        if bounds is not None and (
-            not self.place or self.place[0] == "["
-        ):  # its own field, not one around it
-            self.poison, self.remedy = bounds.poison, bounds.remedy
+        if self.own is None:  # that of the field itself, not of one around it
+            self.own = bounds
         self.place = name + ("." if self.place and self.place[0] != "[" else "") + self.place
         return self
 
     def sentence(self, name: str) -> str:
-        return f"{name}.{self.place} {self.value}, {self.limit}" + (f"; {self.remedy}" if self.remedy else "")
+        remedy = f"; {self.own.remedy}" if self.own is not None and self.own.remedy else ""
+        return f"{name}.{self.place} {self.value}, {self.limit}{remedy}"
 
 
 def require_bounds(message: Message) -> None:
@@ -109,7 +109,8 @@ def judge(message: Message, *, otherwise: str = "") -> tuple[str, str] | None:
     try:
         _look_at(message.DESCRIPTOR, _JUDGING_WHOLE if otherwise else _JUDGING)(message)
     except _Outside as error:
-        return error.poison or otherwise, error.sentence(message.DESCRIPTOR.name)
+        poison = error.own.poison if error.own is not None else ""
+        return poison or otherwise, error.sentence(message.DESCRIPTOR.name)
     return None
 
 
