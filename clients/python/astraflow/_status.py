@@ -42,9 +42,10 @@ def to_status(error: errors.AstraflowError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    if field := error.metadata.get("field"):
-        described = f"{error.metadata['value']}, {error.metadata['limit']}"
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=described)
+    told = error.metadata
+    if {"field", "value", "limit"} <= told.keys():
+        description = f"{told['value']}, {told['limit']}"
+        violation = error_details_pb2.BadRequest.FieldViolation(field=told["field"], description=description)
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     return status_pb2.Status(
         code=grpc.StatusCode[error.code].value[0], message=error.message, details=details
