@@ -38,6 +38,8 @@ from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
 from astraflow_dataflow.servicers.version_servicer import VersionServicer
 from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_dataflow.status.last_known import LastKnown
+from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
@@ -74,6 +76,7 @@ class Dataflow:
     registry: RunRegistry
     versions: Versions
     reporting: Reporting
+    last_known: LastKnown
     settling: Settling
     durability: Durability
     grants: StoreGrants
@@ -85,19 +88,26 @@ class Dataflow:
         metrics = Metrics()
         connection = connection_of(settings)
         store = Store.over(connection)
-        versions = Versions(store)
+        versions, redis_watch = Versions(store), RedisWatch(connection)
+        registry = RunRegistry(
+            store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
+        )
+        reporting = Reporting(
+            store=store,
+            versions=versions,
+            metrics=metrics,
+            redis=redis_watch,
+            trainer_lease_s=settings.batch_lease_s,
+        )
         dataflow = cls(
             settings=settings,
             metrics=metrics,
             connection=connection,
             store=store,
-            registry=RunRegistry(
-                store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
-            ),
+            registry=registry,
             versions=versions,
-            reporting=Reporting(
-                store=store, versions=versions, metrics=metrics, trainer_lease_s=settings.batch_lease_s
-            ),
+            reporting=reporting,
+            last_known=LastKnown(registry, reporting),
             settling=Settling(store, metrics),
             durability=Durability(connection, settings.durability),
             grants=_grants(settings),
@@ -131,6 +141,7 @@ class Dataflow:
         """A run was deleted: drop what is remembered of it."""
         self.durability.forget(run_id)
         self.reporting.forget(run_id)
+        self.last_known.forget(run_id)
 
     def announce_durable(self, run_id: str) -> None:
         """A run's watermark moved: its working sessions tell their nodes."""
@@ -171,6 +182,7 @@ class Dataflow:
                     store,
                     registry,
                     self.reporting,
+                    self.last_known,
                     durability,
                     self.revoked_tokens,
                     self.settings.capabilities,
@@ -227,6 +239,7 @@ class RunKeeper:
         self._following = [
             background.start(self._dataflow.durability.run, name="durability", run_id=""),
             background.start(follow, name="revoked_tokens", run_id=""),
+            background.start(self._dataflow.reporting.redis.run, name="redis_watch", run_id=""),
         ]
         await self._look()
 
@@ -262,7 +275,7 @@ class RunKeeper:
 
     async def _look_at(self, run_id: str) -> None:
         try:
-            await self._dataflow.reporting.status(await self._dataflow.registry.get(run_id))
+            await self._dataflow.last_known.status(run_id)
         except AstraflowError as error:
             # One run that cannot be served here (code that is not allowed, say) must not hide the others.
             log.warning("run.not_served", run_id=run_id, reason=error.reason, message=error.message)

@@ -28,7 +28,7 @@ _MAX_SEED = 2**63 - 1
 _MAX_SAMPLES = 1024
 
 _GENERATE_FIELDS = frozenset(
-    ["rid", "input_ids", "sampling_params", "return_logprob", "extra_key", "cache_salt"]
+    ["rid", "input_ids", "sampling_params", "return_logprob", "extra_key", "cache_salt", "lora_path"]
 )
 # What a value of these would ask for cannot be done here.
 _GENERATE_NEUTRAL: dict[str, object] = {
@@ -38,7 +38,6 @@ _GENERATE_NEUTRAL: dict[str, object] = {
     "image_data": None,
     "video_data": None,
     "audio_data": None,
-    "lora_path": None,
     "session_params": None,
     "custom_logit_processor": None,
     "logprob_start_len": -1,
@@ -121,6 +120,14 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """A /load_lora_adapter call."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequest:
     """An /abort_request call: everything, or the request(s) a client knows as `rid`."""
 
@@ -150,6 +157,7 @@ def parse_generate(body: object, *, limits: ModelLimits, new_rid: Callable[[], s
         given.get("rid"), num_prompts=len(prompts), num_samples=num_samples, single=single, new_rid=new_rid
     )
     spaces = _cache_spaces(given, num_prompts=len(prompts))
+    adapters = _spread(given, "lora_path", len(prompts), "")
     requests = []
     for index, prompt in enumerate(prompts):
         params = _sampling_params(sampling[index], prompt=prompt, limits=limits)
@@ -159,6 +167,7 @@ def parse_generate(body: object, *, limits: ModelLimits, new_rid: Callable[[], s
                 GenerateRequest(
                     rid=rid, batch_rid=batch_rid, prompt=prompt, params=params, sample_index=sample,
                     cache_space=spaces[index],
+                    adapter=fields.text({"lora_path": adapters[index]}, "lora_path") if adapters[index] else "",
                 )
             )  # fmt: skip
     flags = [
@@ -187,6 +196,24 @@ def parse_update(body: object) -> WeightUpdate:
         abort_all_requests=fields.boolean(given, "abort_all_requests", default=False),
         prepared=fields.boolean(given, "prepared", default=False),
     )
+
+
+def parse_adapter_load(body: object) -> AdapterLoad:
+    """Check a /load_lora_adapter body. Raises InvalidRequest."""
+    given = _body_fields(body, known={"lora_name", "lora_path", "pinned"})
+    return AdapterLoad(name=_adapter_name(given), path=Path(fields.text(given, "lora_path")))
+
+
+def parse_adapter_unload(body: object) -> str:
+    """Check an /unload_lora_adapter body; the adapter's name. Raises InvalidRequest."""
+    return _adapter_name(_body_fields(body, known={"lora_name"}))
+
+
+def _adapter_name(given: Mapping[str, object]) -> str:
+    name = fields.text(given, "lora_name")
+    if not name:
+        raise InvalidRequest("lora_name is empty; name the adapter")
+    return name
 
 
 def parse_pause(body: object) -> PauseMode:

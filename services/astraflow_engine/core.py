@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
-from astraflow_engine.errors import CacheInUse
+from astraflow_engine.adapters import Adapter
+from astraflow_engine.errors import CacheInUse, InvalidRequest
 from astraflow_engine.model_config import ModelConfig
 from astraflow_engine.requests import Completion, Finish, FinishKind, GenerateRequest, PauseMode
 from astraflow_engine.runner import Draw, ModelRunner
@@ -21,6 +22,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock
 
 _THROUGHPUT_WINDOW_S = 1.0
+_MAX_ADAPTERS = 128
 _ABORTED = Finish(kind=FinishKind.ABORT, message="Aborted")
 _ABORTED_WAITING = Finish(kind=FinishKind.ABORT, message="Abort in waiting queue")
 _NOT_FINITE = Finish(
@@ -99,6 +101,7 @@ class EngineCore:
         self._seed = seed
         self._version = version
         self._clock = clock
+        self._adapters: dict[str, Adapter] = {}
         self._paused = False
         self._num_submitted = 0
         self._totals = Totals()
@@ -119,13 +122,17 @@ class EngineCore:
         return self._paused
 
     def submit(self, request: GenerateRequest) -> None:
-        """Accept a request. Raises QueueFull, or InvalidRequest when its rid is in progress."""
+        """Accept a request. Raises QueueFull, or InvalidRequest when its rid is in progress, or its adapter
+        not loaded."""
         self._num_submitted += 1
         chosen = request.params.sampling_seed
         # A chosen seed makes the request repeatable; otherwise the order of arrival decides.
         origin = (1, chosen) if chosen is not None else (0, self._num_submitted)
         seed = derive_seed(self._seed, *origin, request.sample_index)
-        self._scheduler.submit(Sequence(request=request, seed=seed, arrived_s=self._clock.monotonic_s()))
+        adapter = self._adapter(request.adapter) if request.adapter else None
+        self._scheduler.submit(
+            Sequence(request=request, seed=seed, arrived_s=self._clock.monotonic_s(), adapter=adapter)
+        )
 
     def step(self) -> list[Completion]:
         """Let waiting requests in, and advance the running ones by one token unless all that entered have drawn theirs;
@@ -182,6 +189,26 @@ class EngineCore:
         self._runner.replace_weights(weights)
         self._version = version
         self._totals.num_swaps += 1
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Let requests name `adapter` from now on. Raises InvalidRequest for a name that is taken."""
+        if name in self._adapters:
+            raise InvalidRequest(f"adapter {name!r} is loaded; unload it first, or choose another name")
+        if len(self._adapters) >= _MAX_ADAPTERS:
+            raise InvalidRequest(
+                f"{_MAX_ADAPTERS} adapters are loaded, the most there may be; unload one first"
+            )
+        self._adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no request name it any more; those that do already end with it. Raises InvalidRequest."""
+        self._adapter(name)
+        del self._adapters[name]
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Names and folders of those that are loaded."""
+        return {name: str(adapter.path) for name, adapter in self._adapters.items()}
 
     def flush(self) -> None:
         """Forget every reusable prefix. Raises CacheInUse while requests are live."""
@@ -247,6 +274,14 @@ class EngineCore:
         sequence.tokens.append(draw.token)
         sequence.logprobs.append(draw.logprob)
         return sequence.finish_after_last_token(self._eos_token_ids)
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"adapter {name!r} is not loaded, loaded are: {', '.join(self._adapters) or 'none'}; "
+                "POST /load_lora_adapter loads one"
+            )
+        return self._adapters[name]
 
     def _completion(self, sequence: Sequence, finish: Finish) -> Completion:
         self._totals.num_completions += 1

@@ -13,10 +13,13 @@ vocabulary.
 import torch
 import torch.nn.functional as F
 
+from astraflow_engine.adapters import RowAdapters
 from astraflow_engine.kv_cache import KvCache
 from astraflow_engine.model_config import ModelConfig
 from astraflow_engine.rotary import RotaryTable
 from astraflow_engine.weights import LayerWeights, Weights
+
+_PLAIN = RowAdapters(())
 
 
 class Decoder:
@@ -36,6 +39,7 @@ class Decoder:
         positions_B: torch.Tensor,
         rows_B: torch.Tensor,
         length: int,
+        adapters: RowAdapters = _PLAIN,
     ) -> torch.Tensor:
         """One token for each of the rows, in ascending order; returns hidden states [B, D].
 
@@ -53,7 +57,8 @@ class Decoder:
         )
         mask = _reach_mask(reach, length=length)[:, None, None]
         groups = config.num_heads // config.num_kv_heads
-        for index, layer in enumerate(weights.layers):
+        for index, weights_of in enumerate(weights.layers):
+            layer = _Layer(weights_of, adapters, index)
             queries, keys, values = self._project(hidden, layer, rotation=rotation)
             cache.write(index, places, keys=keys, values=values)
             cached_keys, cached_values = cache.leading_rows(index, num_rows=num_rows, length=length)
@@ -76,6 +81,7 @@ class Decoder:
         write_at_BN: torch.Tensor,
         rows_B: torch.Tensor,
         length: int,
+        adapters: RowAdapters = _PLAIN,
     ) -> torch.Tensor:
         """N new tokens for the rows named; returns hidden states [B, N, D], padding included.
 
@@ -87,7 +93,8 @@ class Decoder:
         rotation = self._rotary.at(positions_BN)
         mask = _reach_mask(positions_BN, length=length)[:, None]
         places = cache.places(rows_B, write_at_BN)
-        for index, layer in enumerate(weights.layers):
+        for index, weights_of in enumerate(weights.layers):
+            layer = _Layer(weights_of, adapters, index)
             queries, keys, values = self._project(hidden, layer, rotation=rotation)
             cache.write(index, places, keys=keys, values=values)
             cached_keys, cached_values = cache.gathered_rows(index, rows_B=rows_B, length=length)
@@ -99,18 +106,20 @@ class Decoder:
         return self._norm(hidden, weights.norm_D)
 
     def _project(
-        self, hidden: torch.Tensor, layer: LayerWeights, *, rotation: tuple[torch.Tensor, torch.Tensor]
+        self, hidden: torch.Tensor, layer: "_Layer", *, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated queries [..., Q, H] and keys [..., K, H], normed before where the model does, and values
         [..., K, H].
         """
         config = self._config
-        normed = self._norm(hidden, layer.attention_norm_D)
+        normed = self._norm(hidden, layer.weights.attention_norm_D)
         num_rotated = config.num_heads + config.num_kv_heads
-        heads = layer.qkv(normed).unflatten(-1, (num_rotated + config.num_kv_heads, config.head_dim))
+        heads = layer.product("qkv", normed).unflatten(
+            -1, (num_rotated + config.num_kv_heads, config.head_dim)
+        )
         rotated, values = heads.split([num_rotated, config.num_kv_heads], dim=-2)
-        if layer.query_key_norm is not None:
-            rotated = _rms_norm(rotated, layer.query_key_norm, eps=config.rms_norm_eps)
+        if layer.weights.query_key_norm is not None:
+            rotated = _rms_norm(rotated, layer.weights.query_key_norm, eps=config.rms_norm_eps)
         cosines, signed_sines = rotation
         # In place here and below: large fresh temporaries cost more in page faults than in sums.
         swapped = rotated.roll(config.head_dim // 2, dims=-1)
@@ -118,15 +127,31 @@ class Decoder:
         queries, keys = rotated.split([config.num_heads, config.num_kv_heads], dim=-2)
         return queries, keys, values
 
-    def _finish_layer(self, hidden: torch.Tensor, mixed: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+    def _finish_layer(self, hidden: torch.Tensor, mixed: torch.Tensor, layer: "_Layer") -> torch.Tensor:
         """Attention output, residual, gated feed-forward, residual."""
-        hidden = layer.output(mixed).add_(hidden)
-        normed = self._norm(hidden, layer.mlp_norm_D)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up)).add_(hidden)
+        hidden = layer.product("output", mixed).add_(hidden)
+        normed = self._norm(hidden, layer.weights.mlp_norm_D)
+        gate, up = layer.product("gate_up", normed).chunk(2, dim=-1)
+        return layer.product("down", F.silu(gate).mul_(up)).add_(hidden)
 
     def _norm(self, hidden: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return _rms_norm(hidden, weight_D, eps=self._config.rms_norm_eps)
+
+
+class _Layer:
+    """The weights of one layer, and what the adapters of the rows add to its products."""
+
+    __slots__ = ("_adapters", "_index", "weights")
+
+    def __init__(self, weights: LayerWeights, adapters: RowAdapters, index: int) -> None:
+        self.weights = weights
+        self._adapters = adapters
+        self._index = index
+
+    def product(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """[B, ..., I] to [B, ..., O], fresh memory."""
+        product: torch.Tensor = getattr(self.weights, name)(values)
+        return self._adapters.add(product, values, layer=self._index, name=name)
 
 
 def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:

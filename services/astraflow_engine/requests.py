@@ -44,6 +44,8 @@ class GenerateRequest:
     """Which of the n samples of one prompt this is; part of its seed."""
     batch_rid: str = ""
     """The rid the client gave when it stands for several sequences; an abort by it means all of them."""
+    adapter: str = ""
+    """Name of a loaded adapter; empty is the plain model."""
     cache_space: str = ""
     """Keys and values are reused only between requests of one space."""
 

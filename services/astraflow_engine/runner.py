@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from astraflow_engine.adapters import Adapter, RowAdapters
 from astraflow_engine.kv_cache import KvCache
 from astraflow_engine.model import Decoder
 from astraflow_engine.model_config import ModelConfig
@@ -73,6 +74,7 @@ class ModelRunner:
         self._pass_tokens = pass_tokens
         self._last_tokens = torch.zeros(num_slots, dtype=torch.int64)
         self._positions = torch.zeros(num_slots, dtype=torch.int64)
+        self._adapters: list[Adapter | None] = [None] * num_slots
 
     def enter(
         self, sequences: Iterable[Sequence], *, free_slots: Seq[int]
@@ -87,7 +89,7 @@ class ModelRunner:
         by_slot: dict[int, Sequence] = {}
         for sequence in sequences:
             context = sequence.context
-            key = (sequence.request.cache_space, tuple(context))
+            key = (sequence.cache_space, tuple(context))
             if key not in prompts:
                 prompts[key] = self._settle(context, space=key[0], free=free)
                 num_reused = prompts[key].start
@@ -115,6 +117,7 @@ class ModelRunner:
             positions_B=positions,
             rows_B=rows,
             length=int(positions.max()) + 1,
+            adapters=RowAdapters(self._adapters[slot] for slot in slots),
         )
         return self._draw(hidden, slots=slots)
 
@@ -123,7 +126,7 @@ class ModelRunner:
         weights."""
         if sequence.uniform_kv and sequence.tokens:
             # The token drawn last has not been through the model.
-            self._prefixes.record(slot, tokens=sequence.context[:-1], space=sequence.request.cache_space)
+            self._prefixes.record(slot, tokens=sequence.context[:-1], space=sequence.cache_space)
         elif not sequence.uniform_kv:
             self._prefixes.forget(slot)
         self._vacate(slot)
@@ -143,6 +146,7 @@ class ModelRunner:
         self._sampling.exchange(first, second)
         for state in (self._last_tokens, self._positions):
             state[pair] = state[pair[::-1]]
+        self._adapters[first], self._adapters[second] = self._adapters[second], self._adapters[first]
 
     def replace_weights(self, weights: Weights) -> None:
         """Serve other weights from the next pass on; nothing computed before is offered for reuse."""
@@ -155,6 +159,7 @@ class ModelRunner:
 
     def _vacate(self, slot: int) -> None:
         self._positions[slot] = 0
+        self._adapters[slot] = None
 
     def _settle(self, context: list[int], *, space: str, free: list[int]) -> _Prompt:
         """Take a free row for a new context, holding as much of its prefix as any row has."""
@@ -174,6 +179,7 @@ class ModelRunner:
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=sequence.seed
         )
         self._sampling.assign(slot, row, num_drawn=len(sequence.tokens))
+        self._adapters[slot] = sequence.adapter
         sequence.uniform_kv = True
         if not sequence.tokens:
             sequence.cached_tokens = num_reused
@@ -241,6 +247,7 @@ class ModelRunner:
             write_at_BN=positions.masked_fill(padding, self._cache.capacity),
             rows_B=torch.tensor([prompt.slots[0] for prompt in prompts]),
             length=max(ends),
+            adapters=RowAdapters(self._adapters[prompt.slots[0]] for prompt in prompts),
         )
 
     def _draw(self, hidden_BD: torch.Tensor, *, slots: Seq[int]) -> list[Draw]:

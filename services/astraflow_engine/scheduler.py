@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from astraflow_engine.adapters import Adapter
 from astraflow_engine.errors import InvalidRequest, QueueFull
 from astraflow_engine.requests import Completion, Finish, FinishKind, GenerateRequest, VersionSpan
 
@@ -23,6 +24,7 @@ class Sequence:
     request: GenerateRequest
     seed: int
     arrived_s: float
+    adapter: Adapter | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int = 0
@@ -35,6 +37,11 @@ class Sequence:
     def context(self) -> list[int]:
         """Prompt and generated tokens: what a recomputation feeds."""
         return [*self.request.prompt, *self.tokens]
+
+    @property
+    def cache_space(self) -> str:
+        """Keys and values are reused only within it: the request's, under this adapter alone."""
+        return self.request.cache_space + (f"\0{self.adapter.serial}" if self.adapter else "")
 
     def note_version_end(self, version: str) -> None:
         """Tokens so far (beyond earlier notes) were drawn under `version`, later ones will not be."""

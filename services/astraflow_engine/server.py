@@ -54,6 +54,7 @@ def create_app(service: EngineService, *, model: ServedModel, metrics: Metrics, 
     _add_errors(app)
     _add_generation(app, service, model=model)
     _add_control(app, service)
+    _add_adapters(app, service)
     _add_information(app, service, model=model)
     _add_load(app, service, model=model, metrics=metrics)
     return app
@@ -114,6 +115,30 @@ def _add_control(app: FastAPI, service: EngineService) -> None:
         except RequestError as error:
             return Response(f"{error.message}\n", status_code=400, media_type="text/plain")
         return Response("Cache flushed.\n", media_type="text/plain")
+
+
+def _add_adapters(app: FastAPI, service: EngineService) -> None:
+    @app.post("/load_lora_adapter")
+    async def load_lora_adapter(request: Request) -> Response:
+        try:
+            loaded = await service.load_adapter(api.parse_adapter_load(await _body(request)))
+        except AstraflowError as error:
+            return _refused_adapter(error)
+        return _json({"success": True, "error_message": None, "loaded_adapters": loaded})
+
+    @app.post("/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request) -> Response:
+        try:
+            loaded = await service.unload_adapter(api.parse_adapter_unload(await _body(request)))
+        except AstraflowError as error:
+            return _refused_adapter(error)
+        return _json({"success": True, "error_message": None, "loaded_adapters": loaded})
+
+
+def _refused_adapter(error: AstraflowError) -> Response:
+    log.warning("adapter.refused", reason=error.reason, message=error.message)
+    failure = {"success": False, "error_message": error.message, "loaded_adapters": None}
+    return _json(failure, status_code=_status(error))
 
 
 def _refused_weights(error: AstraflowError) -> Response:

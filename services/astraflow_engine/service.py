@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from astraflow_engine.api import AbortRequest, WeightUpdate
+from astraflow_engine.adapters import Adapter, load_adapter
+from astraflow_engine.api import AbortRequest, AdapterLoad, WeightUpdate
 from astraflow_engine.core import CoreStats, EngineCore
 from astraflow_engine.errors import CacheInUse, EngineFault, EngineUnavailable, RequestTimeout
 from astraflow_engine.model_config import ModelConfig
@@ -155,6 +156,20 @@ class EngineService:
         )
         return num_live
 
+    async def load_adapter(self, load: AdapterLoad) -> dict[str, str]:
+        """Read and check an adapter while the engine serves; those that are loaded then, by name.
+
+        Raises ModelError, InvalidRequest.
+        """
+        adapter = await asyncio.to_thread(load_adapter, load.path, config=self._config)
+        loaded = await self.ask(lambda core: _load_adapter(core, load.name, adapter))
+        log.info("adapter.loaded", name=load.name, path=str(load.path))
+        return loaded
+
+    async def unload_adapter(self, name: str) -> dict[str, str]:
+        """Forget an adapter; requests that have it end with it. Raises InvalidRequest."""
+        return await self.ask(lambda core: _unload_adapter(core, name))
+
     async def _read(self, update: WeightUpdate) -> Weights:
         return await asyncio.to_thread(load_weights, update.model_path, config=self._config)
 
@@ -210,6 +225,16 @@ def _swap(core: EngineCore, weights: Weights, *, update: WeightUpdate) -> int:
     num_live = core.num_live
     core.swap(weights, version=update.weight_version, flush_cache=update.flush_cache)
     return num_live
+
+
+def _load_adapter(core: EngineCore, name: str, adapter: Adapter) -> dict[str, str]:
+    core.load_adapter(name, adapter)
+    return core.adapters
+
+
+def _unload_adapter(core: EngineCore, name: str) -> dict[str, str]:
+    core.unload_adapter(name)
+    return core.adapters
 
 
 def _sound(completions: list[Completion]) -> list[Completion]:

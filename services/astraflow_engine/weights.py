@@ -94,12 +94,12 @@ def load_weights(folder: Path, *, config: ModelConfig) -> Weights:
     shapes = expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(folder):
-        for name, tensor in _read(file):
+        for name, tensor in read_tensors(file):
             # A tied checkpoint may still carry the head; Hugging Face ties it to the embedding as well. Early Llama
             # checkpoints carry the frequencies that follow from the config.
             if (config.tied_embeddings and name == _HEAD) or name.endswith(_FREQUENCIES):
                 continue
-            tensors[name] = _verified(name, tensor, shapes=shapes, file=file)
+            tensors[name] = checked(name, tensor, shapes=shapes, file=file)
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         raise ModelError(
@@ -126,7 +126,8 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one safetensors file. Raises ModelError."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -135,10 +136,10 @@ def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ModelError(f"{file} cannot be read: {error}; write the checkpoint again") from error
 
 
-def _verified(
+def checked(
     name: str, tensor: torch.Tensor, *, shapes: dict[str, tuple[int, ...]], file: Path
 ) -> torch.Tensor:
-    """The tensor rounded to bf16 in fp32 storage of its own."""
+    """The tensor rounded to bf16 in fp32 storage of its own. Raises ModelError unless it is of its shape and finite."""
     wanted = shapes.get(name)
     if wanted is None:
         raise ModelError(

@@ -131,6 +131,23 @@ _ENTRIES = (
     ),
     # trainer
     Metric("astraflow_trainer_damaged_checkpoints_total", Kind.COUNTER, "Checkpoints put aside at a start."),
+    Metric("astraflow_trainer_step", Kind.GAUGE, "Last finished step.", ("policy",)),
+    Metric("astraflow_trainer_reward", Kind.GAUGE, "Mean reward of the last step's batch.", ("policy",)),
+    Metric(
+        "astraflow_trainer_completion_tokens",
+        Kind.GAUGE,
+        "Tokens generated a trajectory, in the last step's batch: mean, p50, p90, max.",
+        ("policy", "stat"),
+    ),
+    Metric("astraflow_trainer_truncated", Kind.GAUGE, "Share of them that a limit cut off.", ("policy",)),
+    Metric("astraflow_trainer_entropy_nats", Kind.GAUGE, "Of the next token, in the last step.", ("policy",)),
+    Metric("astraflow_trainer_mismatch_kl_nats", Kind.GAUGE, "KL(engine, trainer) per token.", ("policy",)),
+    Metric(
+        "astraflow_trainer_tracker_missed_steps_total",
+        Kind.COUNTER,
+        "Steps that an experiment tracker does not have.",
+        ("tracker",),
+    ),
     Metric("astraflow_trainer_publish_blocked_seconds", Kind.HISTOGRAM, "Training held, a step.", ("cause",)),
     # weights
     # engine

@@ -83,7 +83,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     async with _claimed(settings) as folder, _client(settings) as client:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
-        gpus_of(settings, found.recipe.served_policies)
+        gpus_of(settings, found.recipe.engine_policies)
         load_workflow(
             found.run,
             found.recipe,
@@ -120,7 +120,7 @@ async def _join(
     found = await find_run(client, settings.run_id, patience_s=settings.join_timeout_s)
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
-    gpus_of(settings, found.recipe.served_policies)
+    gpus_of(settings, found.recipe.engine_policies)
     endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
     workflow = load_workflow(
         found.run, found.recipe, into=folder.code, scratch=folder.scratch,

@@ -22,7 +22,7 @@ from astraflow_weights.daemon_settings import StoreAccess
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5}$"
 _SHARES = r"^$|^[^=,]+=[0-9]+(,[^=,]+=[0-9]+)*$"
 _MAX_ENGINES = 64
-EMBEDDED_ENGINE = "astraflow_engine"
+EMBEDDED_ENGINE = "cpu"
 SGLANG_ENGINE = "sglang"
 
 
@@ -46,7 +46,7 @@ class NodeSettings(JoinSettings, StoreAccess):
     something every 3 s."""
 
     engine: Annotated[str, CommandOption("The engine", metavar="KIND|URL")] = EMBEDDED_ENGINE
-    """`astraflow_engine`, `sglang`, or the http:// address of an engine that already runs (single-policy
+    """`cpu`, which comes with AstraFlow, `sglang`, or the http:// address of an engine that already runs (single-policy
     runs)."""
     serve: Annotated[str, Field(pattern=_SHARES), CommandOption(metavar="POLICY=N,…")] = ""
     """Engines of each policy on this node, as in solver=2,verifier=1; a policy that is not named has one."""
@@ -108,6 +108,12 @@ class NodeSettings(JoinSettings, StoreAccess):
     coalesce_max_new_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = 128
     """Calls up to this length that the episodes of one task make at the same moment share one engine
     request."""
+    fetch_threads: Annotated[int, Field(ge=1, le=64)] = 8
+    """Parts of a version fetched at a time."""
+    apply_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Tiles of a version decoded and written at a time; each takes 8 MiB of memory and a core while a version is
+    applied.
+    """
     spool_episodes: Annotated[int, Field(ge=64, le=1_000_000)] = 4096
     """Finished episodes kept until the server has acknowledged them; sampling pauses when it is full."""
     spool_bytes: Annotated[int, Field(ge=2**24, le=2**40)] = 2**28

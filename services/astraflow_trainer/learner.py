@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.checkpoint import CheckpointStore, Position
+from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
+from astraflow_trainer.model.lora import adapted
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
@@ -44,13 +45,18 @@ class PolicyLearner:
         group: RankGroup,
         snapshot: Where = "device",
         identity: str = "",
+        seed: int = 0,
     ) -> None:
-        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's.
+        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
+        an adapter begins with the numbers of `seed`.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU.
         """
-        self._ranks = group.training
-        self._policy = PolicyModel(load_causal_lm(model_dir)).train()
+        self._group, self._ranks = group, group.training
+        causal_lm = load_causal_lm(model_dir)
+        if policy.lora is not None:
+            causal_lm = adapted(causal_lm, policy.lora, seed=seed)
+        self._policy = PolicyModel(causal_lm).train()
         mesh = init_device_mesh("cpu", (group.size,))
         shard(self._policy, mesh=mesh)
         training = policy.trainer
@@ -104,6 +110,17 @@ class PolicyLearner:
         self._optimizer.adopt(self._copies.held.by_parameter(weights))
         if learning_rate is not None:
             self._optimizer.set_learning_rate(learning_rate)
+
+    def begin_with(self, checkpoints: Path, *, step: int, version: int) -> None:
+        """Take up masters, moments and schedule of another run's checkpoint, of the weights that this one starts from.
+
+        Raises CheckpointError when the folder has no such checkpoint, or one of another model or that was changed.
+        """
+        require_whole(checkpoints, step=step, version=version)
+        saving = self._group.saving
+        source = CheckpointStore(checkpoints, keep=1, ranks=saving, group=self._group.saving_group)
+        position = source.restore(self._optimizer, step=step)
+        self._baselines = dict(position.baselines) if position else {}
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
         """Take one optimizer step on the `rows` of all ranks, of which these are this rank's, or skip it."""

@@ -287,6 +287,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "num_trained_trajectories": float(metrics.num_trained_rows),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
+        **batch.completions(),
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),

@@ -1,8 +1,8 @@
 """What a trainer is doing, reported by the training thread and read by the servicer.
 
 Invariant: one writer (the training thread), any number of readers in the event loop; readers get copies and
-are woken through the loop, so that neither side ever waits for the other. Metrics of all finished steps are
-kept: a few hundred bytes each.
+are woken through the loop, so that neither side ever waits for the other. Metrics of the newest finished steps are
+kept, about 4 KB each.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from astraflow_trainer.controls import PAUSED
 
-__all__ = ["Phase", "Progress", "State", "StepRecord"]
+__all__ = ["KEPT_RECORDS", "Phase", "Progress", "State", "StepRecord"]
+
+KEPT_RECORDS = 256
 
 
 class Phase(Enum):
@@ -113,7 +116,7 @@ class Progress:
     on_step: Callable[[StepRecord], None] = lambda _: None
     """Called by the training thread with each finished step."""
     _state: State = field(default_factory=State)
-    _records: list[StepRecord] = field(default_factory=list)
+    _records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=KEPT_RECORDS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clock: _Clock = field(default_factory=_Clock)
     _wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=set)
@@ -182,9 +185,15 @@ class Progress:
             return self._clock.wait_fraction(time.monotonic())
 
     def records_after(self, step: int) -> list[StepRecord]:
-        """Finished steps after `step`, in order."""
+        """Finished steps after `step`, in order; of older ones than the last KEPT_RECORDS nothing is left."""
         with self._lock:
             return [record for record in self._records if record.step > step]
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The newest finished step of this process."""
+        with self._lock:
+            return self._records[-1] if self._records else None
 
     async def changed(self, *, timeout_s: float) -> None:
         """Return at the next change, or after `timeout_s`."""

@@ -12,8 +12,8 @@ import asyncio
 import hashlib
 import math
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_trainer.trackers.adapters import Subject, require_installed
+from astraflow_trainer.trackers.feed import TrackerFeed, feeds
 from astraflow_weights.errors import StoreFull, StoreMissing, StoreReadOnly
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.probing import probe_create_only
@@ -85,6 +87,7 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
         run = find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
     joined = _joined(run, settings, folder=settings.work_dir)
     StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages)
+    require_installed(joined.policy.trainer.trackers)
     warm_start = joined.policy.model.warm_start
     if warm_start is not None:
         make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
@@ -94,17 +97,18 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
 
 
 async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
-    metrics, controls = Metrics(), Controls()
-    progress = Progress(on_step=partial(_observe, metrics))
+    metrics, controls, progress = Metrics(), Controls(), Progress()
     with ExitStack() as stack:
         client = stack.enter_context(_client(settings))
         joined = await _join(client, settings, folder=settings.work_dir, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
+        trackers = stack.enter_context(_feeds(joined, settings, metrics=metrics))
+        progress.on_step = partial(_observe, metrics, trackers, policy_id=joined.policy_id)
         names = {"run_id": joined.run_id, "policy_id": joined.policy_id}
         heartbeat = stack.enter_context(Heartbeat(client, **names, progress=progress))
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
-        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
+        group = await asyncio.to_thread(_meet, rank, settings)
         session = TrainingSession(
             settings,
             client=client,
@@ -115,7 +119,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             controls=controls,
             heartbeat=heartbeat,
         )
-        servicer = TrainerServicer(progress, controls, **names)
+        servicer = TrainerServicer(progress, controls, **names, trackers=trackers)
         grpc_server = GrpcServer(
             [(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, servicer)],
             settings=settings,
@@ -139,7 +143,7 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
     with _client(settings) as client:
         joined = await _join(client, settings, folder=folder, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
-        group = await asyncio.to_thread(join_rank_group, rank, timeout_s=settings.rank_timeout_s)
+        group = await asyncio.to_thread(_meet, rank, settings)
         controls = Controls()
         session = TrainingSession(
             settings,
@@ -222,6 +226,10 @@ class _Training:
         self._group.farewell(None)
 
 
+def _meet(rank: RankSettings, settings: TrainerSettings) -> RankGroup:
+    return join_rank_group(rank, timeout_s=settings.rank_timeout_s, silence_s=settings.rank_silence_s)
+
+
 def _client(settings: TrainerSettings) -> Client:
     return Client(settings.connection, retry=RetryPolicy(total_s=settings.server_gone_timeout_s or math.inf))
 
@@ -275,12 +283,46 @@ def _store_when_there(settings: TrainerSettings, joined: JoinedRun, progress: Pr
 def _status_of(progress: Progress) -> StatusSource:
     async def status() -> Mapping[str, object]:
         state = asdict(progress.state)
-        return {**state, "phase": progress.state.phase.value, "wait_fraction": progress.wait_fraction()}
+        last = progress.last_record
+        return {
+            **state,
+            "phase": progress.state.phase.value,
+            "wait_fraction": progress.wait_fraction(),
+            "metrics": dict(last.metrics) if last is not None else {},
+        }
 
     return status
 
 
-def _observe(metrics: Metrics, record: StepRecord) -> None:
+def _feeds(
+    joined: JoinedRun, settings: TrainerSettings, *, metrics: Metrics
+) -> AbstractContextManager[Sequence[TrackerFeed]]:
+    trackers = joined.policy.trainer.trackers
+    require_installed(trackers)
+    subject = Subject(
+        run_id=joined.run_id,
+        policy_id=joined.policy_id,
+        folder=settings.work_dir / "trackers",
+        settings=joined.recipe.model_dump(mode="json"),
+    )
+    return feeds(trackers, subject, metrics=metrics)
+
+
+def _observe(
+    metrics: Metrics, trackers: Sequence[TrackerFeed], record: StepRecord, *, policy_id: str
+) -> None:
+    for tracker in trackers:
+        tracker.put(record)
+    metrics.set("astraflow_trainer_step", record.step, policy=policy_id)
+    named = record.metrics
+    metrics.set("astraflow_trainer_reward", named["reward_mean"], policy=policy_id)
+    metrics.set("astraflow_trainer_truncated", named["truncated_fraction"], policy=policy_id)
+    for stat in ("mean", "p50", "p90", "max"):
+        num_tokens = named[f"completion_tokens_{stat}"]
+        metrics.set("astraflow_trainer_completion_tokens", num_tokens, policy=policy_id, stat=stat)
+    if "entropy" in named:  # not where nothing was computed
+        metrics.set("astraflow_trainer_entropy_nats", named["entropy"], policy=policy_id)
+        metrics.set("astraflow_trainer_mismatch_kl_nats", named["mismatch_kl"], policy=policy_id)
     if record.metrics["damaged_checkpoints"]:
         metrics.increment(
             "astraflow_trainer_damaged_checkpoints_total", record.metrics["damaged_checkpoints"]

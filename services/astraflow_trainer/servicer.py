@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.server_info import server_info
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.progress import Phase, Progress, StepRecord
+from astraflow_trainer.trackers.feed import TrackerFeed
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -24,7 +26,16 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer."""
 
-    def __init__(self, progress: Progress, controls: Controls, *, run_id: str, policy_id: str) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        controls: Controls,
+        *,
+        run_id: str,
+        policy_id: str,
+        trackers: Sequence[TrackerFeed] = (),
+    ) -> None:
+        self._trackers = trackers
         self._progress = progress
         self._controls = controls
         self._run_id = run_id
@@ -54,6 +65,11 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
             pause_reason=self._controls.pause_reason,
             durable_step=state.durable_step,
             learning_rate=state.learning_rate,
+            tracker_faults=[
+                trainer_service_pb2.TrackerFault(**asdict(feed.fault))
+                for feed in self._trackers
+                if feed.fault
+            ],
         )
 
     async def Pause(

@@ -24,6 +24,7 @@ import torch
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow.recipe import ResolvedPolicy
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
@@ -35,7 +36,8 @@ from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
-from astraflow_trainer.model.checkpoint import set_aside_damaged
+from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
+from astraflow_trainer.model.lora import write_adapter_config
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
@@ -202,6 +204,7 @@ class TrainingSession:
             group=self._group,
             snapshot=self._settings.publish_snapshot,
             identity=claim.identity,
+            seed=self._joined.recipe.run.seed,
         )
         publisher = open_publisher(
             self._store,
@@ -210,7 +213,7 @@ class TrainingSession:
             peers=self._group.publishing,
             held=learner.held,
             mirror_dir=self._settings.work_dir / "published",
-            assets=asset_files(model_dir),
+            assets=self._assets(model_dir),
             log=self._log,
         )
         start = take_up(
@@ -222,6 +225,8 @@ class TrainingSession:
             num_damaged=self._num_damaged,
         )
         self._require_retained(claim, start.step)
+        if not start.went_back and not learner.positions():
+            _begin_as_forked(learner, policy=self._joined.policy, source_dir=self._settings.source_work_dir)
         if start.went_back:
             # Before anything is trained or published: from now on this is where a restart goes on.
             learner.save(step=start.step, version=start.version)
@@ -276,6 +281,11 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _assets(self, model_dir: Path) -> list[Path]:
+        """What travels with every version: all that the model has beside weights, and what an adapter is."""
+        lora, folder = self._joined.policy.lora, own_folder(self._settings, self._group.index)
+        return [*asset_files(model_dir), *([write_adapter_config(lora, folder)] if lora else [])]
 
     def _publish_worker(
         self, publisher: ShardPublisher, announcer: Announcer | None, notify: Callable[[], None]
@@ -335,6 +345,7 @@ class TrainingSession:
             cache=self._settings.cache,
             threads=self._settings.warm_start_cores,
             progress=self._warm_start,
+            access=self._settings.store,
         )
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
@@ -346,6 +357,29 @@ class TrainingSession:
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)
         notify()
+
+
+def _begin_as_forked(learner: PolicyLearner, *, policy: ResolvedPolicy, source_dir: Path | None) -> None:
+    """The first step of a run that begins with a version of another: say with which optimizer, and take it up."""
+    source = policy.model.from_version
+    if source is None or not policy.train:
+        return
+    if source_dir is not None:
+        if source.step is None:
+            raise InvalidArgumentError(
+                "--source-work-dir: the recipe does not say of which step the version is"
+            )
+        try:
+            learner.begin_with(source_dir / "checkpoints", step=source.step, version=source.version)
+        except CheckpointError as error:
+            raise InvalidArgumentError(f"--source-work-dir: {error}") from error
+    log.info(
+        "policy.forked",
+        source=f"{source.run}/{source.policy}",
+        version=source.version,
+        step=source.step,
+        optimizer="fresh" if source_dir is None else f"of the checkpoint of step {source.step}",
+    )
 
 
 def _must_publish(newest: int, start: int, *, lost: bool) -> bool:

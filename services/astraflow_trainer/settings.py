@@ -32,6 +32,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
     accept_data_loss: bool = False
     """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
     Redis had is given up. Take it away again once it has trained on."""
+    source_work_dir: Path | None = None
+    """Work folder of the trainer of the run that this one was forked from: with its checkpoint of that step the
+    optimizer goes on, too, where it would start fresh."""
     work_dir: Annotated[Path, CommandOption("Folders and limits")] = Path("~/.cache/astraflow/trainer")
     """Folder for checkpoints, the ledger and the recipe's code."""
     cache_dir: Path | None = None
@@ -47,12 +50,14 @@ class TrainerSettings(JoinSettings, StoreAccess):
     bytes of GPU memory per weight of this rank and sends them to the GPU at every step."""
     rank_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Longest time a rank waits for the others in one exchange; a rank that died is noticed at once."""
+    rank_silence_s: Annotated[float, Field(ge=0.3, le=86_400)] = 30.0
+    """Time without a beat of another rank, which is there and stands still, after which all ranks start again."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Seconds between the first stop signal, which ends training after the step in progress, and a hard
     stop.
     """
 
-    @field_validator("work_dir", "cache_dir")
+    @field_validator("work_dir", "cache_dir", "source_work_dir")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser()

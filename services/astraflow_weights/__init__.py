@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from astraflow_weights.codec import (
+        Schema,
         apply_delta,
         decode_snapshot,
         encode_delta,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Schema",
     "apply_delta",
     "decode_snapshot",
     "encode_delta",

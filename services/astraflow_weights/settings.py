@@ -76,6 +76,10 @@ class PublishSettings(BaseModel):
     """Offer a snapshot when the deltas since the last one would exceed this share of its bytes."""
     upload_threads: Annotated[int, Field(ge=1, le=64)] = 4
     """Objects sent at a time."""
+    checkpoint_every_entries: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """A checkpoint of the log is written when so many entries are in none."""
+    encode_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Tiles encoded at a time, while others are sent."""
     commit_attempts: Annotated[int, Field(ge=1, le=1000)] = 64
     """Sequence numbers tried for one entry before giving up with Unavailable."""
 

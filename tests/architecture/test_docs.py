@@ -172,10 +172,11 @@ def test_a_command_line_that_would_be_refused_is_seen() -> None:
 
 def test_every_wait_that_the_server_names_has_its_rank() -> None:
     rules = REPOSITORY / "services" / "astraflow_dataflow" / "rules"
-    source = (rules / "waits.py").read_text()
+    source = "".join((rules / name).read_text() for name in ("waits.py", "redis_health.py"))
     reasons = set(re.findall(r'reason="(\w+)"|_lease\(\s*"(\w+)"|^    "(\w+)": [("]', source, re.M))
     plugins = {f"{kind}_failed" for kind in ("curator", "filter", "selector")}
     named = {name for found in reasons for name in found if name} - {"curator", "filter"}
-    assert sorted(named | plugins) == sorted(RANKS), (
+    by_clients = {reason for reason in RANKS if reason.startswith("server_")}
+    assert sorted(named | plugins | by_clients) == sorted(RANKS), (
         "add it to astraflow.commands.waits and docs/debugging.md"
     )

@@ -1,6 +1,6 @@
 """Random processes killed at random instants, hundreds of times; and how soon a killed server answers again.
 
-`make soak T=tests/chaos` takes about 25 minutes on two cores and writes docs/results/chaos.md.
+`make soak T=tests/chaos` takes about 25 minutes on two cores and writes its section of docs/results/chaos.md.
 """
 
 import platform
@@ -24,6 +24,7 @@ from astraflow.errors import AstraflowError
 from support.audit import Audit, audit
 from support.chaos import ROLES, Monkey, Story, run_random_kills
 from support.development import ROOT, RUN_ID, RunFiles, dev, finish, wait_for
+from support.results_pages import replace_section
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -33,9 +34,7 @@ RESTARTS = 20
 _RESULTS = ROOT / "docs" / "results" / "chaos.md"
 
 
-ABOUT = """# Random kills: is anything lost?
-
-Written by `make soak T=tests/chaos`. Each seed is one run of the quickstart's loop in small, whose
+ABOUT = """Written by `make soak T=tests/chaos`. Each seed is one run of the quickstart's loop in small, whose
 processes were SIGKILLed at random instants; a quarter of Valkey's kills also cut one byte,
 another quarter 400 bytes, off the end of its append-only file. Columns with a process's name
 count its kills, `restarts` the processes started beyond the first of each role, `replayed` the
@@ -66,7 +65,7 @@ class Report:
         self.rows.append(f"| {' | '.join(map(str, cells))} |")
 
     def text(self) -> str:
-        """The page."""
+        """The section."""
         command = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True)
         waits = sorted(self.restart_s)
@@ -85,11 +84,11 @@ class Report:
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[Report]:
-    """Collect the figures of all tests; write the page when none is missing."""
+    """Collect the figures of all tests; write them when none is missing."""
     found = Report()
     yield found
     if len(found.rows) == len(SEEDS) and len(found.restart_s) == RESTARTS:
-        _RESULTS.write_text(found.text())
+        replace_section(_RESULTS, "Random kills: is anything lost?", found.text())
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.recipe import LoraSettings
+from astraflow_raas.engine.command import ATTENTION, lora_args
 from support.engine_contract import CHECKS, EngineUnderTest, make_client
 from support.engine_process import EngineProcess, running_engine
 from support.sglang_server import needs_sglang, running_sglang
-from support.tiny_models import TinyShape, save_tiny_model
+from support.tiny_models import TinyShape, save_tiny_adapter, save_tiny_model
 
 CONTEXT_LENGTH = 4_096
 
@@ -33,14 +35,22 @@ def engine(
 ) -> Iterator[EngineUnderTest]:
     start: Start = request.param
     root: Path = tmp_path_factory.mktemp("engine")
-    shape = TinyShape(max_positions=CONTEXT_LENGTH)
+    # On a CPU SGLang pads the feed-forward layers to multiples of 64, and adapters not.
+    shape = TinyShape(max_positions=CONTEXT_LENGTH, intermediate_size=64)
     first, second = (save_tiny_model(root / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1))
+    adapters = (
+        save_tiny_adapter(root / "all", model=first, seed=1),
+        save_tiny_adapter(root / "attention", model=first, seed=2, target_modules=list(ATTENTION)),
+    )
     options = ["--weight-version", "0", "--max-running-requests", "8"]
+    if start is running_sglang:
+        options += [*lora_args([LoraSettings(of="base", rank=4)] * 2), "--lora-backend", "torch_native"]
     with start(first, *options, folder=root) as process, make_client() as client:
         yield EngineUnderTest(
             url=process.url,
             first=first,
             second=second,
+            adapters=adapters,
             vocab_size=shape.vocab_size,
             context_length=CONTEXT_LENGTH,
             client=client,

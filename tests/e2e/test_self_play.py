@@ -1,4 +1,6 @@
-"""A policy and past versions of itself in one episode: the node serves what was drawn, also when that is older."""
+"""A policy and past versions of itself in one episode: the node serves what was drawn, also when that is older; as
+adapters of one model, all in one engine.
+"""
 
 import json
 import signal
@@ -6,12 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from astraflow.client import Client
 from astraflow.commands.server import server_of_folder
 from astraflow.connecting.connection import DialFiles
 from astraflow.dataflow.v1.admin_service_pb2 import StatusRequest
-from support.development import RunFiles, dev, finish, wait_for
+from support.development import ROOT, RunFiles, dev, finish, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -49,13 +52,36 @@ def _went_back(versions: list[int]) -> bool:
     return any(later < earlier for earlier, later in pairwise(versions))
 
 
-def test_a_policy_trains_beside_snapshots_of_itself(tmp_path: Path) -> None:
+def _as_adapter() -> tuple[str, ...]:
+    """The quickstart's policy as an adapter of a model that stays as it is."""
+    recipe = YAML(typ="safe").load((ROOT / "recipes" / "quickstart" / "recipe.yaml").read_text())
+    model = recipe["policies"]["solver"]["model"]
+    model["warm_start"]["steps"] = 5
+    base, adapter = {"train": False, "model": model}, {"lora": {"of": "base", "rank": 4, "alpha": 1}}
+    return (
+        *("--set", f"policies.base={json.dumps(base)}"),
+        *("--set", f"policies.solver.model={json.dumps(adapter)}"),
+        # Equals: one that always loses is always met as it was last.
+        *("--set", "policies.rival.sampling.max_new_tokens=24"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "engines"),
+    [
+        pytest.param((), {"solver", "rival"}, id="whole"),
+        pytest.param(_as_adapter(), {"base"}, id="adapter", marks=pytest.mark.ci),
+    ],
+)
+def test_a_policy_trains_beside_snapshots_of_itself(
+    tmp_path: Path, model: tuple[str, ...], engines: set[str]
+) -> None:
     files = RunFiles(tmp_path)
     roles = ("--set", "roles.first=rival", "--set", "roles.second=solver")
     with dev(
         tmp_path,
         *("--steps", "1000", *roles),
-        *("--set", f"policies.rival={json.dumps(RIVAL)}"),
+        *("--set", f"policies.rival={json.dumps(RIVAL)}", *model),
         *("--set", f"raas.workflow={json.dumps(WORKFLOW)}"),
         *("--set", "raas.swap_seats=[first, second]"),
     ) as launcher:
@@ -70,3 +96,4 @@ def test_a_policy_trains_beside_snapshots_of_itself(tmp_path: Path) -> None:
     assert sum(item.episodes for item in met) == own.episodes > 0
     assert len(met) > 1
     assert len(_served(files)) >= 3
+    assert {entry["policy_id"] for entry in _logged(files, "node*", "engine.started")} == engines

@@ -83,7 +83,8 @@ def test_every_version_has_parts_of_both_ranks(run: Run) -> None:
     for record in run.log.records:
         refs = record.snapshot or record.deltas[0].parts
         parts = [open_part(run.store.get(ref.key)) for ref in refs]
-        rows = [{(tile.spec.name, tile.start) for tile in part.tiles} for part in parts]
+        schema = run.log.manifest(record.version).schema
+        rows = [{(tile.spec.name, tile.start) for tile in part.tiles(schema)} for part in parts]
         assert len(parts) == 2
         assert not rows[0] & rows[1]
         assert {name for name, _ in rows[0]} & {name for name, _ in rows[1]}

@@ -92,8 +92,10 @@ ROWS: dict[str, Row] = {
     "no node": Row(
         dev("--nodes", "0"), ("--nodes 0 leaves no node to run tasks; give more, or --without raas",)
     ),
-    "no such engine": Row(
-        dev("--engine", "vllm"), ("must be `astraflow_engine`, `sglang` or the http:// address",)
+    "no such engine": Row(dev("--engine", "vllm"), ("must be `cpu`, `sglang` or the http:// address",)),
+    "engine that is not installed": Row(
+        dev("--engine", "sglang"),
+        ("has no module sglang", "/opt/sglang/bin/pip install sglang", "--engine-python"),
     ),
     "environment without a port": Row(
         dev("--environment", "Game=10.0.0.9"), ("'Game=10.0.0.9' is not NAME=HOST:PORT",)

@@ -34,6 +34,22 @@ async def test_a_gap_in_the_numbers_is_refused_naming_the_newest_known_version(w
     assert refused.value.metadata["newest_version"] == "0"
 
 
+async def test_numbers_that_nobody_can_read_leave_no_gap_and_are_never_announced(world: World) -> None:
+    trainer = await train_one(world)
+    with pytest.raises(errors.VersionGapError, match="next number is 1"):
+        await trainer.publish(version=3, step=1, num_unreadable_before=1)
+    await trainer.publish(version=3, step=1, num_unreadable_before=2)
+    request = version_service_pb2.ListVersionsRequest(run_id="run", policy_id=trainer.policy_id)
+    listed = await world.client.call(world.client.versions.ListVersions, request)
+    assert [version.version for version in listed.versions] == [3, 0]
+
+
+async def test_the_first_version_that_can_be_read_may_belong_to_step_zero(world: World) -> None:
+    await world.create_run()
+    trainer = await world.trainer(publish_first=False)
+    assert (await trainer.publish(version=1, step=0, num_unreadable_before=1)).version == 1
+
+
 async def test_one_epoch_publishes_one_version_per_step_and_a_newer_one_may_repeat_it(world: World) -> None:
     trainer = await train_one(world)
     await trainer.publish(version=1, step=1)

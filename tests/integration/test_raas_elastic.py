@@ -360,7 +360,7 @@ async def test_an_engine_killed_in_a_window_costs_no_episode_and_no_version(
 ) -> None:
     run.gate.touch()
     arming = run.armed(f"{moment}=kill@{nth}")
-    async with run.node("node", "--engine", "astraflow_engine", **arming) as node:
+    async with run.node("node", "--engine", "cpu", **arming) as node:
         trained = await three_steps(run)
         await run.world.serves(3)
         status = await node.status()
@@ -376,7 +376,7 @@ async def test_two_engines_share_a_policy_and_one_that_is_killed_costs_neither_s
     run: Elastic,
 ) -> None:
     run.gate.touch()
-    async with run.node("node", "--engine", "astraflow_engine", "--serve", "solver=2") as node:
+    async with run.node("node", "--engine", "cpu", "--serve", "solver=2") as node:
         trained = trajectories_of(await run.train(1))
         assert await versions_of(node, [1, 1]) == [0, 0]
         first, _second = node.events("engine.started")

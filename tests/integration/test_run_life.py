@@ -84,10 +84,10 @@ async def test_whoever_follows_a_run_sees_its_last_step_and_its_end(world: World
     assert "run run is finished: solver step 1, version 1" in (await following).output
 
 
-async def test_finish_tells_the_trainer_and_resume_lets_it_go_on(world: World) -> None:
+async def test_stop_tells_the_trainer_and_resume_lets_it_go_on(world: World) -> None:
     trainer, node = await world.started(dataset="Unevaluated")
     await node.make_ready(2)
-    finished = await astraflow(world, "runs", "finish", "run", "--wait")
+    finished = await astraflow(world, "runs", "stop", "run", "--wait")
     assert "run run is finished" in finished.output
     assert (await trainer.acquire(1, wait_s=20)).waiting_for == "run_finished"
     assert (await astraflow(world, "runs", "resume", "run")).output == "run run is active\n"

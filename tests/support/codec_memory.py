@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from astraflow_weights.codec import (
+    Schema,
     apply_delta,
     decode_snapshot,
     encode_delta,
@@ -80,19 +81,20 @@ def _operations(
     run: Callable[[Callable[[], object]], int],
 ) -> dict[str, int]:
     found: dict[str, int] = {}
+    schema = Schema.of_model(base)
     for name, context in (("rice", False), ("rice_ctx", True)):
         found[f"{name} encode"] = run(lambda context=context: encode_delta(base, target, context=context))  # type: ignore[misc]
         delta = encode_delta(base, target, context=context, base_version=0, target_version=1)
         following = encode_delta(target, later, context=context, base_version=1, target_version=2)
         deltas = [delta, following]
-        found[f"{name} merge"] = run(lambda deltas=deltas: merge_deltas(deltas, base=base))  # type: ignore[misc]
+        found[f"{name} merge"] = run(lambda deltas=deltas: merge_deltas(deltas, schema=schema, base=base))  # type: ignore[misc]
         del deltas, following
         mirror = {tensor: bits.copy() for tensor, bits in base.items()}
         found[f"{name} apply"] = run(lambda mirror=mirror, delta=delta: apply_delta(mirror, delta))  # type: ignore[misc]
         del mirror, delta
     found["snapshot encode"] = run(lambda: encode_snapshot(target))
     parts = encode_snapshot(target)
-    found["snapshot decode"] = run(lambda: decode_snapshot(parts))
+    found["snapshot decode"] = run(lambda: decode_snapshot(parts, schema=schema))
     return found
 
 

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from astraflow.client import AsyncClient, RetryPolicy
@@ -67,6 +67,16 @@ class DataflowProcess:
         code = self._process.wait(timeout=40)
         self._process = None
         return code
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It hangs during the block: SIGSTOP, and SIGCONT at its end."""
+        assert self._process is not None, "start it first"
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def log(self) -> str:
         """The end of its log."""

@@ -423,6 +423,7 @@ class Trainer:
         content: bytes = b"",
         writer_epoch: int | None = None,
         rollback_of: int | None = None,
+        num_unreadable_before: int = 0,
     ) -> version_pb2.Version:
         """Announce a version."""
         message = version_pb2.Version(
@@ -434,7 +435,12 @@ class Trainer:
             trainer_epoch=self.epoch if writer_epoch is None else writer_epoch,
             rollback_of=rollback_of,
         )
-        reply = await self.world.ask(versions.PublishResponse, version=message, trainer_epoch=self.epoch)
+        reply = await self.world.ask(
+            versions.PublishResponse,
+            version=message,
+            trainer_epoch=self.epoch,
+            num_unreadable_before=num_unreadable_before,
+        )
         return reply.version
 
     async def mark_durable(self, step: int) -> int:

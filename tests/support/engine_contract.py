@@ -20,7 +20,7 @@ import httpx
 
 from astraflow_raas.engine.base import EngineLoad
 from astraflow_raas.engine.load import read_load
-from support.tiny_models import load_reference, reference_logprobs
+from support.tiny_models import load_adapted_reference, load_reference, reference_logprobs
 
 Json = dict[str, Any]
 Check = Callable[["EngineUnderTest"], None]
@@ -44,6 +44,8 @@ class EngineUnderTest:
     first: Path
     """Served at the start and after every check."""
     second: Path
+    adapters: tuple[Path, Path]
+    """Of the first, of all linear layers and of attention alone."""
     vocab_size: int
     context_length: int
     client: httpx.Client
@@ -183,6 +185,27 @@ def check_log_probs(engine: EngineUnderTest) -> None:
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
         assert difference <= LOGPROB_TOLERANCE, f"temperature {temperature}: {difference}"
+
+
+def check_adapters(engine: EngineUnderTest) -> None:
+    names = ["contract@1", "contract@2"]
+    for name, folder in zip(names, engine.adapters, strict=True):
+        answer = engine.accepts("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}).json()
+        assert (answer["success"], name in answer["loaded_adapters"]) == (True, True)
+    answers = engine.generate([PROMPT] * 3, lora_path=[None, *names])
+    references = [load_reference(engine.first)]
+    references += [load_adapted_reference(folder, model=engine.first) for folder in engine.adapters]
+    for answer, reference in zip(answers, references, strict=True):
+        expected = reference_logprobs(reference, PROMPT, answer["output_ids"])
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert max(abs(one - other) for one, other in zip(found, expected, strict=True)) <= LOGPROB_TOLERANCE
+        assert answer["meta_info"]["weight_version"] == engine.version()
+    for name in names:
+        engine.accepts("/unload_lora_adapter", {"lora_name": name})
+    # One that was unloaded is loaded again by SGLang where it is named, from the folder that it was in.
+    engine.refuses("/generate", {"input_ids": PROMPT, "lora_path": "contract@3"}, what="an unknown adapter")
+    missing = engine.post("/load_lora_adapter", {"lora_name": "contract@3", "lora_path": "/nowhere"})
+    assert (missing.status_code, missing.json()["success"]) == (400, False)
 
 
 def check_swap_in_place(engine: EngineUnderTest) -> None:

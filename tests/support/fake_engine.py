@@ -14,6 +14,7 @@ from astraflow.plugins import VersionSpan
 from astraflow_raas.engine.base import (
     Arithmetic,
     EngineLoad,
+    EngineRefused,
     EngineUnavailable,
     GenerateCall,
     Generation,
@@ -160,6 +161,34 @@ class FakeEngine:
         spans = _spans(length, old=started_under or 0, new=self.version or 0)
         ended = "stop" if stopped else "length"
         return Generation(token_ids=tuple(tokens), logprobs=logprobs, spans=spans, finish_reason=ended)
+
+
+@dataclass
+class FakeAdapterServer(FakeEngine):
+    """Answers under adapters too: `adapter_requests` says under which."""
+
+    adapters: dict[str, Path] = field(default_factory=dict)
+    adapter_requests: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)
+
+    async def generate(
+        self, calls: Sequence[GenerateCall], *, rank: int = 0, adapter: str = ""
+    ) -> list[Generation]:
+        if adapter and adapter not in self.adapters:
+            raise EngineRefused(f"adapter {adapter!r} is not loaded")
+        self.adapter_requests.append((adapter, tuple(call.rid for call in calls)))
+        return await super().generate(calls, rank=rank)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        self._require_up()
+        if self.swap_fault is not None:
+            raise self.swap_fault
+        self.adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        self._require_up()
+        del self.adapters[name]
+        self.unloaded.append(name)
 
 
 def _greedy(call: GenerateCall, *, version: int | None, token: int) -> Generation:

@@ -5,8 +5,15 @@ from typing import Any
 
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.tensor_hash import tensor_digests
-from astraflow_weights.versions.log import VersionRecord
-from astraflow_weights.versions.manifest import AddedPath, DeltaRef, Fence, Manifest, PartRef
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.manifest import (
+    AddedPath,
+    DeltaRef,
+    Fence,
+    Manifest,
+    ManifestEntry,
+    PartRef,
+)
 from support.weight_models import KEYS, POLICY, RUN, make_model
 
 ROOT = b"r" * 32
@@ -26,8 +33,8 @@ def fence(sequence: int, *, epoch: int = 1) -> Fence:
     )
 
 
-def manifest(sequence: int, *, version: int, epoch: int = 1, **others: Any) -> Manifest:
-    """A version of `make_model` with a snapshot of one part, or with what `others` names."""
+def manifest(sequence: int, *, version: int, epoch: int = 1, **others: Any) -> ManifestEntry:
+    """A version of `make_model` with a snapshot of one part, or with what `others` names, as it stands in the log."""
     known: dict[str, Any] = {
         "run_id": RUN,
         "policy_id": POLICY,
@@ -43,7 +50,7 @@ def manifest(sequence: int, *, version: int, epoch: int = 1, **others: Any) -> M
         "model_root": model_root(TENSORS),
         "num_elements": sum(tensor.spec.num_elements for tensor in TENSORS),
     }
-    return Manifest(**(known | others))
+    return Manifest(**(known | others)).entry()
 
 
 def part_ref(size_bytes: int) -> PartRef:

@@ -16,19 +16,30 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
+from astraflow.weights.v1 import part_pb2
+from astraflow_weights.codec import (
+    Schema,
+    apply_delta,
+    decode_snapshot,
+    encode_delta,
+    encode_snapshot,
+    kernel,
+)
+from astraflow_weights.codec.delta import encode_delta_tiles
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.codec.kernel import Bytes, ClassCodes, Isa, Kernel, Status
-from astraflow_weights.codec.parts.format import HEADER, ROW, TRAILER_BYTES
-from astraflow_weights.codec.parts.reader import PartHead, read_head
-from astraflow_weights.codec.tensor_hash import tile_digest
-from astraflow_weights.codec.tensors import Array, Model
+from astraflow_weights.codec.parts.format import HEADER, TRAILER_BYTES, pack_table
+from astraflow_weights.codec.parts.reader import PartHead, read_head, read_table
+from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
+from astraflow_weights.codec.shards import Shard, ShardedModel
+from astraflow_weights.codec.tensors import Array, Model, specs_of
+from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart
 from support.weight_models import AWKWARD_BF16, gaussian_bf16, make_model, same_model, trained
 
@@ -46,9 +57,10 @@ ALL_PATHS: Paths = (None, *Isa)
 
 @dataclass(frozen=True, kw_only=True)
 class Good:
-    """A good part; a delta with the model it starts from."""
+    """A good part and the schema it was made for; a delta with the model it starts from."""
 
     data: bytes
+    schema: Schema
     base: Mapping[str, Array] | None = None
 
 
@@ -58,25 +70,28 @@ def sealed(content: bytes) -> bytes:
 
 
 def resealed(part: bytes) -> bytes:
-    """The part with every digest made right again, as an attacker would."""
-    head, rows, content = _editable(part)
-    body = part[:-TRAILER_BYTES]
-    for row in rows:
-        assert head is not None
-        start = head.rows_end + int(row["body_start"])
-        row["body_xxh3"] = tile_digest(body[start : start + int(row["body_bytes"])])
-    return sealed(bytes(content[:-TRAILER_BYTES]))
+    """The part with its digest made right again, as an attacker would."""
+    return sealed(part[:-TRAILER_BYTES])
 
 
-def _editable(part: bytes) -> tuple[PartHead | None, Array, bytearray]:
-    """A copy of the part with its rows, which change the copy; no head and no rows when the head is damaged."""
-    content = bytearray(part)
+def opened_table(part: bytes) -> tuple[PartHead, part_pb2.TileTable] | None:
+    """Head and table of a part; None when they are damaged."""
     try:
         head = read_head(part)
+        return head, read_table(part, head)
     except CorruptPart:
-        return None, np.empty(0, ROW), content
-    count = (head.rows_end - head.table_end) // ROW.itemsize
-    return head, np.frombuffer(content, ROW, offset=head.table_end, count=count), content
+        return None
+
+
+def with_table(part: bytes, table: part_pb2.TileTable, *, bodies: bytes | None = None) -> bytes:
+    """The part with another table, and perhaps with other bodies; its header says how long they are."""
+    head = read_head(part)
+    bodies = part[head.table_end : -TRAILER_BYTES] if bodies is None else bodies
+    stored, num_bytes = pack_table(table)
+    header = bytearray(part[: HEADER.size])
+    struct.pack_into("<I", header, 8, len(stored))
+    struct.pack_into("<III", header, 52, len(bodies), head.num_tiles, num_bytes)
+    return sealed(bytes(header) + stored + bodies)
 
 
 def good_parts() -> list[Good]:
@@ -95,11 +110,36 @@ def good_parts() -> list[Good]:
     bases = [mixed, weights, floats, awkward]
     targets = [trained(mixed, 2, density=0.05), moved, stepped, rolled]
     deltas = [
-        Good(data=encode_delta(base, target, context=context)[0], base=base)
+        Good(data=encode_delta(base, target, context=context)[0], schema=Schema.of_model(base), base=base)
         for base, target in zip(bases, targets, strict=True)
         for context in (False, True)
     ]
-    return [*deltas, *(Good(data=encode_snapshot(target)[0]) for target in targets)]
+    snapshots = [Good(data=encode_snapshot(model)[0], schema=Schema.of_model(model)) for model in targets]
+    return [*deltas, *snapshots, _pieces_of_cells(weights, moved), _many_tensors()]
+
+
+def _pieces_of_cells(base: Model, target: Model) -> Good:
+    """The part of the second of two writers, turned into the only one: tiles that do not fill their cells."""
+    start = len(base["w"]) // 2
+    before, after = (
+        ShardedModel(specs=specs_of(model), shards={"w": Shard(start=start, elements=model["w"][start:])})
+        for model in (base, target)
+    )
+    schema = Schema.of_model(base)
+    head = PartSetHead(kind=PartKind.DELTA)
+    (part,) = write_parts(encode_delta_tiles(before, after), head=head, schema=schema)
+    return Good(data=part, schema=schema, base=base)
+
+
+def _many_tensors() -> Good:
+    """Runs of tensors that did not change, and a table that is stored compressed."""
+    draw = np.random.default_rng(7)
+    base: Model = {f"experts.{number}": gaussian_bf16(draw, (40,)) for number in range(300)}
+    touched = {name: array + np.uint16(1) for name, array in base.items() if draw.random() < 0.25}
+    part = encode_delta(base, {**base, **touched})[0]
+    head = read_head(part)
+    assert head.table_end - HEADER.size < head.table_bytes
+    return Good(data=part, schema=Schema.of_model(base), base=base)
 
 
 # ---------------------------------------------------------------- mutation
@@ -109,11 +149,11 @@ def hostile(good: Sequence[Good], draw: np.random.Generator) -> Good:
     """One hostile part with the model it is to be applied to."""
     chosen = good[int(draw.integers(len(good)))]
     if draw.random() < 0.05:
-        return Good(data=draw.bytes(int(draw.integers(0, 400))), base=chosen.base)
+        return replace(chosen, data=draw.bytes(int(draw.integers(0, 400))))
     part = chosen.data
     for _ in range(int(draw.integers(1, 4))):
         part = _MUTATIONS[int(draw.integers(len(_MUTATIONS)))](part, draw)
-    return Good(data=resealed(part) if draw.random() < 0.97 else part, base=chosen.base)
+    return replace(chosen, data=resealed(part) if draw.random() < 0.97 else part)
 
 
 def _bytes_anywhere(part: bytes, draw: np.random.Generator) -> bytes:
@@ -121,51 +161,71 @@ def _bytes_anywhere(part: bytes, draw: np.random.Generator) -> bytes:
 
 
 def _bytes_of_the_structure(part: bytes, draw: np.random.Generator) -> bytes:
+    """Header and table as they are stored."""
     end = struct.unpack_from("<I", part, 8)[0] if len(part) > HEADER.size else len(part)
-    return _spoiled(part, draw, start=HEADER.size, end=end)
+    return _spoiled(part, draw, start=8, end=HEADER.size + end)
 
 
 def _bytes_of_a_body_head(part: bytes, draw: np.random.Generator) -> bytes:
     """The first bytes of a tile's body hold its lengths and parameters."""
-    head, rows, _ = _editable(part)
-    rows = rows[rows["body_bytes"] > 0]
-    if head is None or not len(rows):
+    if (opened := opened_table(part)) is None or not opened[1].body_bytes:
         return part
-    row = rows[draw.integers(len(rows))]
-    start = head.rows_end + int(row["body_start"])
-    return _spoiled(part, draw, start=start, end=start + min(24, int(row["body_bytes"])))
+    head, table = opened
+    index = int(draw.integers(len(table.body_bytes)))
+    start = head.table_end + sum(table.body_bytes[:index])
+    return _spoiled(part, draw, start=start, end=start + min(24, table.body_bytes[index]))
 
 
-def _row_field(part: bytes, draw: np.random.Generator) -> bytes:
-    """A field of a row, set to a number at some bound."""
-    _, rows, content = _editable(part)
-    if not len(rows):
+_NUMBERS = (0, 1, 2, 3, 4, 5, 63, 255, 2**18, 2**21 - 1, 2**21, 2**32 - 1)
+
+
+def _column(part: bytes, draw: np.random.Generator) -> bytes:
+    """A value of a column of the table set to a number at some bound, left out, or put in once more."""
+    if (opened := opened_table(part)) is None:
         return part
-    field = str(draw.choice(["start", "num_elements", "codec", "params", "num_changed", "body_bytes"]))
-    values = [0, 1, 2, 3, 4, 5, 63, 255, 2**21 - 1, 2**21, 2**32 - 1]
-    most = int(np.iinfo(rows[field].dtype).max)
-    rows[field][draw.integers(len(rows))] = min(most, values[draw.integers(len(values))])
-    return bytes(content)
+    table = opened[1]
+    column = getattr(table, str(draw.choice(["skipped_cells", "num_changed", "body_bytes"])))
+    values = list(column)
+    at = int(draw.integers(len(values) + 1))
+    values[at : at + int(draw.integers(2))] = [_NUMBERS[draw.integers(len(_NUMBERS))]] * int(draw.integers(3))
+    column[:] = values
+    return with_table(part, table)
+
+
+def _codec_column(part: bytes, draw: np.random.Generator) -> bytes:
+    """A codec or an exponent replaced, left out or put in once more."""
+    if (opened := opened_table(part)) is None:
+        return part
+    table = opened[1]
+    name = str(draw.choice(["codecs", "first_exponents"]))
+    values = bytearray(getattr(table, name))
+    at = int(draw.integers(len(values) + 1))
+    values[at : at + int(draw.integers(2))] = bytes([int(draw.integers(8))]) * int(draw.integers(3))
+    setattr(table, name, bytes(values))
+    return with_table(part, table)
+
+
+def _piece_of_a_cell(part: bytes, draw: np.random.Generator) -> bytes:
+    """A tile that says to lie somewhere in its cell."""
+    if (opened := opened_table(part)) is None:
+        return part
+    table = opened[1]
+    tile, start, count = (_NUMBERS[draw.integers(len(_NUMBERS))] for _ in range(3))
+    table.partial_tiles.add(tile=tile, start=start, num_elements=count)
+    return with_table(part, table)
 
 
 def _resized_body(part: bytes, draw: np.random.Generator) -> bytes:
-    """The last body longer or shorter, with the lengths in row and header made right."""
-    head, rows, _ = _editable(part)
-    if head is None or not len(rows):
+    """The last body longer or shorter, with the lengths in table and header made right."""
+    if (opened := opened_table(part)) is None or not opened[1].body_bytes:
         return part
+    head, table = opened
+    bodies = part[head.table_end : -TRAILER_BYTES]
     change = int(draw.integers(-20, 4000 if draw.random() < 0.2 else 20))
-    content = part[:-TRAILER_BYTES]
-    longer = bytearray(content + draw.bytes(max(0, change)) if change > 0 else content[:change] or content)
-    change = len(longer) - len(content)
-    if head.body_bytes + change < 0:
+    if not 0 < table.body_bytes[-1] + change < 2**32 or len(bodies) + change < 0:
         return part
-    rows = np.frombuffer(longer, ROW, offset=head.table_end, count=len(rows))
-    last_bytes = int(rows["body_bytes"][-1]) + change
-    if not 0 <= last_bytes < 2**32:
-        return part
-    rows["body_bytes"][-1] = last_bytes
-    struct.pack_into("<Q", longer, 52, head.body_bytes + change)
-    return bytes(longer) + bytes(TRAILER_BYTES)
+    table.body_bytes[-1] += change
+    return with_table(part, table, bodies=bodies + draw.bytes(change) if change > 0 else bodies[:change])
 
 
 def _spoiled(part: bytes, draw: np.random.Generator, *, start: int, end: int) -> bytes:
@@ -188,7 +248,11 @@ _MUTATIONS: Sequence[Callable[[bytes, np.random.Generator], bytes]] = (
     _bytes_of_the_structure,
     _bytes_of_a_body_head,
     _bytes_of_a_body_head,
-    _row_field,
+    _bytes_of_a_body_head,
+    _column,
+    _column,
+    _codec_column,
+    _piece_of_a_cell,
     _resized_body,
 )
 
@@ -200,7 +264,7 @@ def decode(part: Good) -> Mapping[str, Array] | CorruptPart:
     """The model that comes of the part, or why it is refused, which must change nothing."""
     if part.base is None:
         try:
-            return decode_snapshot([part.data], max_bytes=MAX_MODEL_BYTES)
+            return decode_snapshot([part.data], schema=part.schema, max_bytes=MAX_MODEL_BYTES)
         except CorruptPart as error:
             return error
     mirror = {name: array.copy() for name, array in part.base.items()}

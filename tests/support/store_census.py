@@ -15,7 +15,8 @@ from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.errors import CorruptPart, ObjectNotFound
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Entry, Fence, Manifest, PartRef, decode_entry
 
 
@@ -50,9 +51,11 @@ def take(store: ObjectStore, *, run_id: str, policy_id: str) -> Census:
     keys = PolicyKeys(run_id, policy_id)
     listed = [info.key for info in store.list(keys.entries)]
     entries = [decode_entry(store.get(key)) for key in listed]
-    manifests = [log.manifest(record.version) for record in log.records]
+    manifests = [log.manifest(record.version) for record in log.records if not record.damage]
     wrong = [
         *_sequence_faults(listed, keys=keys, log=log),
+        *(f"entry {key} cannot be read: {problem}" for key, problem in log.unreadable.items()),
+        *(f"checkpoint {key} is damaged" for key in log.damaged_checkpoints),
         *_epoch_faults(log.records, entries),
         *(fault for manifest in manifests for fault in _object_faults(store, manifest)),
         *(f"added path {key} is damaged or leads elsewhere" for key in log.damaged_paths),
@@ -127,7 +130,11 @@ def _chain_faults(store: ObjectStore, manifests: Sequence[Manifest]) -> Iterator
 
 def _rebuilt(store: ObjectStore, manifest: Manifest, *, before: dict[str, Array]) -> dict[str, Array]:
     """The version by its delta when it has one, which a snapshot must agree with; else by its snapshot."""
-    snapshot = decode_snapshot(_bytes(store, manifest.snapshot)) if manifest.snapshot else None
+    snapshot = (
+        decode_snapshot(_bytes(store, manifest.snapshot), schema=manifest.schema)
+        if manifest.snapshot
+        else None
+    )
     for delta in manifest.deltas:
         if delta.base_version == manifest.version - 1:
             apply_delta(before, _bytes(store, delta.parts))

@@ -7,6 +7,7 @@ which is what the engine promises to agree with.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ class TinyShape:
     num_layers: int = 2
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 128
+    intermediate_size: int = 48
     rope: Mapping[str, object] = field(default_factory=lambda: {"rope_type": "default"})
     more: Mapping[str, object] = field(default_factory=dict)
     """Further fields of the configuration."""
@@ -46,7 +48,7 @@ def save_tiny_model(
         shape.model_type,
         vocab_size=shape.vocab_size,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
@@ -72,6 +74,38 @@ def save_tiny_model(
                 torch.nn.init.normal_(parameter, std=0.3)
     model.bfloat16().save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def save_tiny_adapter(
+    folder: Path,
+    *,
+    model: Path,
+    seed: int = 0,
+    rank: int = 4,
+    target_modules: str | list[str] = "all-linear",
+) -> Path:
+    """Write a LoRA adapter of random numbers as peft does."""
+    import peft
+
+    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=target_modules, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(load_reference(model), config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                # B is zero after initialization: an engine that forgot it would still agree.
+                torch.nn.init.normal_(parameter, std=0.3)
+    adapted.bfloat16().save_pretrained(str(folder))
+    return folder
+
+
+def load_adapted_reference(folder: Path, *, model: Path) -> PreTrainedModel:
+    """peft's model in fp32 on the bf16 weights of both."""
+    import peft
+
+    adapted = peft.PeftModel.from_pretrained(load_reference(model), str(folder), autocast_adapter_dtype=False)
+    # It answers as the model that it adapts does.
+    return cast("PreTrainedModel", adapted.float().eval())
 
 
 def load_reference(folder: Path) -> PreTrainedModel:

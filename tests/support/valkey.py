@@ -6,9 +6,11 @@ database of a shared one, so a test needs no start-up of its own. Used by integr
 
 import os
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -68,6 +70,16 @@ class ValkeyServer:
             self._process.kill()
             self._process.wait(timeout=20)
             self._process = None
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It hangs during the block: SIGSTOP, and SIGCONT at its end."""
+        assert self._process is not None, "start it first"
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def _answers(self) -> bool:
         try:

@@ -79,8 +79,7 @@ def adamw_like(count: int) -> list[dict[str, Array]]:
 
 def codecs_of(store: ObjectStore, parts: Sequence[PartRef]) -> set[TileCodec]:
     """Encodings of the tiles in which something changed."""
-    tiles = (tile for ref in parts for tile in open_part(store.get(ref.key)).tiles)
-    return {tile.codec for tile in tiles if tile.num_changed}
+    return {codec for ref in parts for codec in open_part(store.get(ref.key)).codecs}
 
 
 def split_model(model: Mapping[str, Array], size: int) -> list[ShardedModel]:

@@ -75,7 +75,7 @@ def from_rpc_error(error: grpc.RpcError) -> errors.AstraflowError:
 
 
 def is_silence(error: grpc.RpcError) -> bool:
-    """Whether a deadline passed without a word from the server; one that it answers itself is an answer."""
+    """Whether a deadline passed in the server's silence; one that it answers itself is an answer."""
     call = cast("grpc.Call", error)
     details = (key for key, _ in call.trailing_metadata() or ())
     return call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and "grpc-status-details-bin" not in details

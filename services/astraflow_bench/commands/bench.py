@@ -19,6 +19,7 @@ from astraflow_bench.commands.bench_wan import wan
 from astraflow_bench.commands.results_folder import made
 from astraflow_bench.machine import Origin
 from astraflow_bench.weights import benchmark as measure
+from astraflow_bench.weights import experts
 from astraflow_bench.weights import report as weight_report
 from astraflow_bench.weights.benchmark import WeightsReport
 from astraflow_bench.weights.model_pairs import Versions, learning_rate_of, simulated, trained
@@ -176,6 +177,7 @@ def _measure(
     report.snapshot = measure.snapshot_figures(last, watch)
     report.snapshot["verify"] = measure.verify_cpu(last, watch)
     report.memcpy_bytes_per_s = size_bytes / watch.memcpy_s
+    report.experts = _experts(elements, seed=seed)
     del last, watch
     for rate in simulated_rates:
         pair = simulated(num_elements=elements, learning_rate=rate, num_versions=2, seed=seed)
@@ -184,6 +186,18 @@ def _measure(
         pairs = trained(learning_rates=rates, warm_up_steps=2 * train_steps, steps=train_steps, seed=seed)
         report.deltas += [measure.delta_bytes(pair) for pair in pairs]
     return report
+
+
+def _experts(elements: int, *, seed: int) -> list[measure.Figures]:
+    """Experts of real size, unless the whole benchmark is smaller than one of them."""
+    rows, columns = experts.MATRIX
+    matrix = (rows, columns) if elements >= rows * columns else (64, 64)
+    return [
+        experts.expert_bytes(
+            experts.expert_step(density=density, matrix=matrix, seed=seed), density=density, seed=seed
+        )
+        for density in experts.DENSITIES
+    ]
 
 
 def _available() -> list[Isa]:

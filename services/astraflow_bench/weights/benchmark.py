@@ -20,6 +20,7 @@ from astraflow_bench.weights.entropy import bounds
 from astraflow_bench.weights.model_pairs import Model, Versions
 from astraflow_bench.weights.peer_encodings import PEERS, PeerEncoding
 from astraflow_weights.codec import (
+    Schema,
     apply_delta,
     decode_snapshot,
     encode_delta,
@@ -74,6 +75,7 @@ class WeightsReport:
     two_threads: list[Figures] = field(default_factory=list)
     merge: Figures = field(default_factory=dict)
     snapshot: Figures = field(default_factory=dict)
+    experts: list[Figures] = field(default_factory=list)
 
 
 def delta_bytes(versions: Versions) -> Figures:
@@ -85,7 +87,7 @@ def delta_bytes(versions: Versions) -> Figures:
         "rice_ctx": _checked_parts(base, target, context=True),
     }
     ours = {name: sum(map(len, written)) for name, written in parts.items()}
-    bodies = {name: _body_bytes(written) for name, written in parts.items()}
+    bodies = {name: body_bytes(written) for name, written in parts.items()}
     peers = {peer.name: _checked_peer_size(peer, base, target) for peer in PEERS}
     return {
         "source": versions.source,
@@ -97,6 +99,9 @@ def delta_bytes(versions: Versions) -> Figures:
         "context_bound_bytes_per_change": limits.context_bits / 8 / limits.num_changed,
         "bytes_per_change": {name: size / limits.num_changed for name, size in {**ours, **peers}.items()},
         "framing_share": {name: 1 - bodies[name] / ours[name] for name in ours},
+        "body_bytes_per_change": {
+            name: size / limits.num_changed for name, size in {**bodies, **peers}.items()
+        },
         "rice_over_bound": ours["rice"] / (limits.plain_bits / 8),
         "rice_ctx_over_bound": ours["rice_ctx"] / (limits.plain_bits / 8),
         "rice_ctx_over_context_bound": ours["rice_ctx"] / (limits.context_bits / 8),
@@ -165,12 +170,13 @@ def snapshot_figures(versions: Versions, watch: Stopwatch) -> Figures:
     """Bytes of a snapshot against the plain model, and memcpys to write and read it."""
     model = versions.models[-1]
     parts = encode_snapshot(model)
-    if not _same(decode_snapshot(parts), model):
+    schema = Schema.of_model(model)
+    if not _same(decode_snapshot(parts, schema=schema), model):
         raise AssertionError("a snapshot did not come back bit by bit")
     return {
         "over_safetensors": sum(map(len, parts)) / _size_bytes(model),
         "encode": watch(lambda: encode_snapshot(model)),
-        "decode": watch(lambda: decode_snapshot(parts)),
+        "decode": watch(lambda: decode_snapshot(parts, schema=schema)),
     }
 
 
@@ -180,7 +186,8 @@ def merge_figures(versions: Versions, watch: Stopwatch) -> Figures:
         encode_delta(before, after, base_version=number, target_version=number + 1)
         for number, (before, after) in enumerate(zip(versions.models, versions.models[1:], strict=False))
     ]
-    merged = merge_deltas(members)
+    schema = Schema.of_model(versions.models[0])
+    merged = merge_deltas(members, schema=schema)
     mirror = _copy(versions.models[0])
     apply_delta(mirror, merged)
     if not _same(mirror, versions.models[-1]):
@@ -189,7 +196,7 @@ def merge_figures(versions: Versions, watch: Stopwatch) -> Figures:
         "span": len(members),
         "learning_rate": versions.learning_rate,
         "over_sum": sum(map(len, merged)) / sum(len(part) for parts in members for part in parts),
-        "merge": watch(lambda: merge_deltas(members)),
+        "merge": watch(lambda: merge_deltas(members, schema=schema)),
         "apply_merged": watch(
             lambda: apply_delta(mirror, merged), before=lambda: _restore(mirror, versions.models[0])
         ),
@@ -252,9 +259,9 @@ def _checked_parts(base: Model, target: Model, *, context: bool) -> list[bytes]:
     return parts
 
 
-def _body_bytes(parts: Sequence[bytes]) -> int:
+def body_bytes(parts: Sequence[bytes]) -> int:
     """Bytes of the encoded tiles, without headers, tables and digests."""
-    return sum(len(tile.body) for part in parts for tile in open_part(part).tiles)
+    return sum(len(body) for part in parts for body in open_part(part).bodies)
 
 
 def _checked_peer_size(peer: PeerEncoding, base: Model, target: Model) -> int:

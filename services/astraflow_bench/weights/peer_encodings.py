@@ -23,6 +23,10 @@ class PeerEncoding:
     shipped_by: str
     encode: Callable[[Bits, Bits], list[bytes]]
     apply: Callable[[Bits, Sequence[bytes]], None]
+    is_flat: bool = False
+    """All tensors in one buffer of positions and values, with one header; else streams of their own for each tensor."""
+    is_dense: bool = False
+    """Tensors that did not change are sent, too."""
 
 
 def _coo(base: Bits, target: Bits) -> list[bytes]:
@@ -78,8 +82,8 @@ def _unpack(data: bytes) -> bytes:
 
 
 PEERS = (
-    PeerEncoding("COO", "AstraFlow (published), verl", _coo, _apply_coo),
-    PeerEncoding("COO + zstd-1", "", _packed_coo, _apply_packed_coo),
-    PeerEncoding("dense XOR + zstd-1", "slime, Miles, SkyRL", _dense_xor, _apply_dense_xor),
+    PeerEncoding("COO", "AstraFlow (published), verl", _coo, _apply_coo, is_flat=True),
+    PeerEncoding("COO + zstd-1", "", _packed_coo, _apply_packed_coo, is_flat=True),
+    PeerEncoding("dense XOR + zstd-1", "slime, Miles, SkyRL", _dense_xor, _apply_dense_xor, is_dense=True),
     PeerEncoding("u16 gaps + XOR + zstd-1", "NeMo-RL", _gaps_xor, _apply_gaps_xor),
 )

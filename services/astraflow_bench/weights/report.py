@@ -109,7 +109,7 @@ def _rest(report: WeightsReport) -> str:
 
 
 def _tables(report: WeightsReport, targets: Sequence[Target]) -> list[_Cells]:
-    return [_bytes_cells(report), _cpu_cells(report), _target_cells(targets)]
+    return [_bytes_cells(report), _expert_cells(report), _cpu_cells(report), _target_cells(targets)]
 
 
 def _bytes_cells(report: WeightsReport) -> _Cells:
@@ -127,7 +127,27 @@ def _bytes_cells(report: WeightsReport) -> _Cells:
         for figures in report.deltas
     ]
     columns = ["source", "learning rate", "density", "bound", "context bound", *names, "framing of rice_ctx"]
-    return _Cells(title="Bytes per changed weight", columns=columns, rows=rows)
+    title = "Bytes per changed weight, rice and rice_ctx with the parts' framing, peers without framing"
+    return _Cells(title=title, columns=columns, rows=rows)
+
+
+def _expert_cells(report: WeightsReport) -> _Cells:
+    """Two rows per density: all that is stored, and the encoded changes alone."""
+    names = list(report.experts[0]["bytes_per_change"])
+    rows = [
+        [f"{figures['density']:g}", counted, *(f"{figures[field][name]:.2f}" for name in names)]
+        for figures in report.experts
+        for counted, field in (
+            ("with framing", "bytes_per_change"),
+            ("without framing", "body_bytes_per_change"),
+        )
+    ]
+    first = report.experts[0]
+    title = (
+        f"Bytes per changed weight of {first['experts']} experts, {first['touched_tensors']} of whose "
+        f"{first['tensors']} tensors are touched"
+    )
+    return _Cells(title=title, columns=["changed share of a touched tensor", "counted", *names], rows=rows)
 
 
 def _cpu_cells(report: WeightsReport) -> _Cells:

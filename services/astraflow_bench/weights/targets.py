@@ -43,6 +43,7 @@ def targets(report: WeightsReport) -> list[Target]:
         Target("merged delta of 8 / sum of its members", report.merge["over_sum"], 0.55),
         Target("snapshot / safetensors", report.snapshot["over_safetensors"], 0.69),
     ]
+    found += [target for figures in report.experts for target in _of_experts(figures)]
     return [*found, *_of_cpu(report)]
 
 
@@ -65,6 +66,13 @@ def _of_delta(figures: Figures) -> Iterator[Target]:
         )
     if figures["num_elements"] >= _LARGE_MODEL:
         yield Target("framing and digests / RICE_CTX delta" + at, share["rice_ctx"], 0.01)
+
+
+def _of_experts(figures: Figures) -> Iterator[Target]:
+    """With everything that is stored we take less than the densest peer, at any density."""
+    peer, at = "u16 gaps + XOR + zstd-1", f", experts, {figures['density']:g}"
+    ours, theirs = figures["bytes_per_change"]["rice"], figures["bytes_per_change"][peer]
+    yield Target(f"RICE / {peer}, both with framing" + at, ours / theirs, 1.0)
 
 
 def is_usual(learning_rate: float) -> bool:

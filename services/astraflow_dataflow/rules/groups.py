@@ -23,6 +23,8 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 READY, FILTERED = "ready", "filtered"
+TRUNCATED = "length"
+"""Finish reason of an answer that a limit of tokens cut off."""
 SLOW_FILTER_S = 0.1
 """A filter that takes longer is a fault: the server answers nobody meanwhile."""
 
@@ -147,6 +149,7 @@ def items_of(task_id: str, group: Group) -> batch_pb2.Batch:
                 source=group.task.source,
                 member=header.member,
                 turn=header.turn,
+                truncated=header.finish_reason == TRUNCATED,
             )
             for header in cast("tuple[trajectory_pb2.TrajectoryHeader, ...]", group.trajectories)
         ]

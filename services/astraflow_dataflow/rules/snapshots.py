@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from astraflow.recipe.settings import SnapshotSettings
+from astraflow.recipe.model import SnapshotSettings
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 

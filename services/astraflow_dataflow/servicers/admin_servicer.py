@@ -10,8 +10,8 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import admin_service_pb2_grpc
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.defaults import page_size
+from astraflow_dataflow.status.last_known import LastKnown
 from astraflow_dataflow.status.reporting import Reporting
-from astraflow_dataflow.status.watching import watch
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
@@ -32,6 +32,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     store: Store
     registry: RunRegistry
     reporting: Reporting
+    last_known: LastKnown
     durability: Durability
     revoked_tokens: RevokedTokens
     capabilities: Sequence[str]
@@ -42,19 +43,18 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         return pb.GetServerInfoResponse(server=server_info(self.capabilities))
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return await self.reporting.status(await self.registry.get(request.run_id))
+        return await self.last_known.status(request.run_id)
 
     async def Watch(
         self, request: pb.AdminServiceWatchRequest, context: Context
     ) -> AsyncIterator[pb.AdminServiceWatchResponse]:
-        run = await self.registry.get(request.run_id)
         asked_s = request.interval_duration.ToNanoseconds() / 1e9
         interval_s = asked_s if request.HasField("interval_duration") else _INTERVAL_S
-        async for status, changed in watch(run, self.reporting, interval_s=interval_s):
+        async for status, changed in self.last_known.watch(request.run_id, interval_s=interval_s):
             yield pb.AdminServiceWatchResponse(status=status, changed=changed)
 
     async def Why(self, request: pb.WhyRequest, context: Context) -> pb.WhyResponse:
-        return await self.reporting.why(await self.registry.get(request.run_id), request.task_id)
+        return await self.last_known.why(request.run_id, request.task_id)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
         run = await self.registry.get(request.run_id)

@@ -26,7 +26,12 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         run = await self.registry.get(request.run_id)
-        announced = await self.versions.publish(run, request.version, epoch=request.trainer_epoch)
+        announced = await self.versions.publish(
+            run,
+            request.version,
+            epoch=request.trainer_epoch,
+            num_unreadable_before=request.num_unreadable_before,
+        )
         await self.durability.barrier()
         return pb.PublishResponse(version=announced)
 

@@ -7,6 +7,7 @@ costs time proportional to what the run holds. Called by the admin service, the 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.pools import pool_report
+from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
@@ -41,6 +43,7 @@ class Reporting:
     store: Store
     versions: Versions
     metrics: Metrics
+    redis: RedisWatch
     trainer_lease_s: float
     """Time without a call after which a trainer is silent."""
     _books: dict[str, WaitBook] = field(default_factory=dict)
@@ -162,7 +165,17 @@ class Reporting:
         )
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
-        return [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
+        told = [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
+        return [*self.redis_waits(), *told]
+
+    def redis_waits(self) -> list[admin_service_pb2.Wait]:
+        """What Redis lacks now, without asking it; empty when it lacks nothing."""
+        problem, now_ms = self.redis.problem, int(time.time() * 1000)
+        return (
+            [wait_message(problem, max(0, now_ms - (problem.since_ms or now_ms)), now_ms=now_ms)]
+            if problem
+            else []
+        )
 
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""

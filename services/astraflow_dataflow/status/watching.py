@@ -7,17 +7,19 @@ that merely pass are no change. Called by the admin service.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_dataflow.runs.registry import RunContext
-from astraflow_dataflow.status.reporting import Reporting
 
 _LOOK_AGAIN_S = 2.0
 
 
 async def watch(
-    context: RunContext, reporting: Reporting, *, interval_s: float
+    context: RunContext,
+    status_now: Callable[[], Awaitable[admin_service_pb2.StatusResponse]],
+    *,
+    interval_s: float,
 ) -> AsyncIterator[tuple[admin_service_pb2.StatusResponse, list[str]]]:
     """Yield (status, names of the fields that changed) at once and after each change, at most one per interval."""
     topics = ["work", "run", *(f"ready {policy_id}" for policy_id in context.policy_ids)]
@@ -25,7 +27,7 @@ async def watch(
     before = admin_service_pb2.StatusResponse()
     with context.wakeups.subscribe(*topics) as news:
         while True:
-            status = await reporting.status(context)
+            status = await status_now()
             now = timeless(status)
             changed = changed_fields(before, now)
             if changed:

@@ -216,6 +216,7 @@ class VersionStore:
         *,
         version: Version,
         epoch: int,
+        num_unreadable_before: int,
     ) -> Version:
         """Announce a version once. Raises FencedError, ConflictError, VersionGapError."""
         body = Version()
@@ -229,6 +230,7 @@ class VersionStore:
             epoch,
             version.trainer_epoch,
             flag(version.HasField("rollback_of")),
+            num_unreadable_before,
             body.SerializeToString(deterministic=True),
         )
         publish_ms, stored = as_list(await self._connection.call(Keys(run_id), "publish", *arguments))

@@ -108,6 +108,30 @@ class Connection:
         await self._redis.aclose()
 
     @property
+    def address(self) -> str:
+        """Where Redis is, without credentials."""
+        return self._shown
+
+    async def probe(self) -> None:
+        """Write in a way that changes nothing, also to a silent Redis. Raises the typed error, whose metadata has what
+        Redis lacks as `reason`; the caller bounds the time.
+        """
+        try:
+            await self._plain.execute_command("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+        except redis_errors.RedisError as error:
+            raise translate(error) from error
+
+    async def figures(self) -> dict[str, str]:
+        """Return what INFO says of memory, persistence and replication."""
+        sections = [await self._info(name) for name in ("memory", "persistence", "replication")]
+        return {name: value for section in sections for name, value in section.items()}
+
+    def note_silent(self) -> None:
+        """Redis does not answer: calls fail at once until it does."""
+        if not self.is_silent:
+            self._asking = asyncio.create_task(self._ask_until_it_answers(), name="silent Redis")
+
+    @property
     def is_silent(self) -> bool:
         """Whether a command had no answer in time, and Redis has given none since."""
         return self._asking is not None and not self._asking.done()
@@ -252,15 +276,14 @@ class Connection:
             async with asyncio.timeout(deadline_s):
                 yield
         except TimeoutError as error:
-            if not self.is_silent:
-                self._asking = asyncio.create_task(self._ask_until_it_answers(), name="silent Redis")
+            self.note_silent()
             raise self._silent() from error
         except redis_errors.RedisError as error:
             raise translate(error) from error
 
     def _silent(self) -> errors.UnavailableError:
         return errors.UnavailableError(
-            f"Redis at {self._shown} gave no answer within {_DEADLINE_S:g} s; it is asked until it does",
+            f"Redis at {self._shown} gave no answer for seconds; it is asked until it does",
             metadata={"reason": SILENT},
             retry_after_s=0.2,
         )
@@ -328,7 +351,9 @@ def translate(error: Exception) -> errors.AstraflowError:
         )
     if isinstance(error, redis_errors.ReadOnlyError):
         return errors.UnavailableError(
-            f"Redis is a read-only replica: {error}; give the address of its primary", retry_after_s=0.2
+            f"Redis is a read-only replica: {error}; give the address of its primary",
+            retry_after_s=0.2,
+            metadata={"reason": "redis_read_only"},
         )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
         return errors.UnavailableError(f"Redis does not answer: {error}", retry_after_s=0.2)
@@ -336,11 +361,20 @@ def translate(error: Exception) -> errors.AstraflowError:
         return errors.ResourceExhaustedError(
             "Redis is full (maxmemory); let trainers consume, mark steps durable, or give it more memory",
             retry_after_s=1.0,
+            metadata={"reason": "redis_full"},
         )
     kind, _, text = str(error).partition(" ")
     if kind == "MISCONF":
         return errors.UnavailableError(
-            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode", retry_after_s=1.0
+            f"Redis cannot write its files: {text}; free its disk or fix its folder's mode",
+            retry_after_s=1.0,
+            metadata={"reason": "redis_disk_full"},
+        )
+    if kind == "NOREPLICAS":
+        return errors.UnavailableError(
+            f"Redis refuses writes: {text}; bring its replicas back, or lower min-replicas-to-write",
+            retry_after_s=1.0,
+            metadata={"reason": "redis_read_only"},
         )
     refusal = _REFUSALS.get(kind)
     if refusal is not None:

@@ -28,16 +28,25 @@ class Versions:
     store: Store
 
     async def publish(
-        self, context: RunContext, version: version_pb2.Version, *, epoch: int
+        self,
+        context: RunContext,
+        version: version_pb2.Version,
+        *,
+        epoch: int,
+        num_unreadable_before: int = 0,
     ) -> version_pb2.Version:
-        """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, InvalidArgumentError."""
-        _require_sane(version)
+        """Announce a version for the trainer of `epoch`. Raises FencedError, ConflictError, VersionGapError,
+        InvalidArgumentError.
+        """
+        _require_sane(version, num_unreadable_before=num_unreadable_before)
         context.require_policy(version.policy_id)
         if version.policy_id in context.recipe.snapshots:
             raise InvalidArgumentError(
                 f"policy {version.policy_id!r} is a snapshot of another one, whose versions it has; publish those"
             )
-        announced = await self.store.versions.publish(context.run_id, version=version, epoch=epoch)
+        announced = await self.store.versions.publish(
+            context.run_id, version=version, epoch=epoch, num_unreadable_before=num_unreadable_before
+        )
         failpoints.hit("dataflow.published")
         context.newest_versions[version.policy_id] = max(
             context.newest_versions.get(version.policy_id, -1), version.version
@@ -92,12 +101,13 @@ class Versions:
                 await news.wait(_LOOK_AGAIN_S)
 
 
-def _require_sane(version: version_pb2.Version) -> None:
+def _require_sane(version: version_pb2.Version, *, num_unreadable_before: int) -> None:
     if version.HasField("rollback_of") and version.rollback_of >= version.version:
         raise InvalidArgumentError(
             f"version {version.version} goes back to version {version.rollback_of}, which is not older"
         )
-    if (version.step == 0) != (version.version == 0):
+    is_first = version.version <= num_unreadable_before
+    if (version.step and version.version == 0) or (not version.step and not is_first):
         raise InvalidArgumentError(
             f"version {version.version} names step {version.step}: version 0 belongs to step 0, later ones "
             "to a trained step"

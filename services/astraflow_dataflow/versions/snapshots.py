@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_pb2
-from astraflow.recipe.settings import SnapshotSettings
+from astraflow.recipe.model import SnapshotSettings
 from astraflow_dataflow.rules.snapshots import drawn, kept, newest_draw
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store

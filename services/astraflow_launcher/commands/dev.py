@@ -20,13 +20,14 @@ from astraflow.recipe.file import LoadedRecipe, load_recipe
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_kit.log import configure
 from astraflow_kit.settings import load
-from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
+from astraflow_launcher.run.development_run import MAX_SILENCE_S, DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import RunFolder, open_run_folder, planned_folder
 from astraflow_launcher.run.plan import Choices, as_tables, plan_run
 from astraflow_launcher.view.live import LineView, LiveView, QuietView, View
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
+from astraflow_raas.engine.command import require_engine
 from astraflow_raas.settings import EMBEDDED_ENGINE, NodeSettings
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
@@ -42,6 +43,16 @@ Without = Annotated[
 ]
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="End when one process died more often than this in a minute.")
+]
+
+MaxSilence = Annotated[
+    float,
+    typer.Option(
+        "--max-silence-s",
+        min=0,
+        metavar="S",
+        help="Replace a process that is alive and answers nothing for so long; 0: never.",
+    ),
 ]
 
 AcceptDataLoss = Annotated[
@@ -82,7 +93,7 @@ def dev(
         typer.Option(metavar="POLICY=N,…", help="Engines of each policy on each node: solver=2,verifier=1."),
     ] = "",
     engine: Annotated[
-        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: astraflow_engine, sglang, http://…")
+        str, typer.Option(metavar="KIND|URL", help="Engine of the nodes: cpu, sglang, or http://…")
     ] = "",
     engine_python: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Interpreter that starts it: SGLang has its own.")
@@ -113,6 +124,7 @@ def dev(
     ] = None,
     without: Without = None,
     max_restarts: MaxRestarts = 8,
+    max_silence_s: MaxSilence = MAX_SILENCE_S,
     accept_data_loss: AcceptDataLoss = False,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end, on stdout.")
@@ -168,6 +180,7 @@ def dev(
         timeout_s=timeout,
         without=frozenset(without or ()),
         max_restarts=max_restarts,
+        max_silence_s=max_silence_s,
         accept_data_loss=accept_data_loss,
     )
     _conduct(options, quiet=quiet, as_json_object=as_json_)
@@ -248,7 +261,8 @@ def _node_options(
     given = {name: value for name, value in named.items() if value}
     many = {"environments": tuple(environments)} if environments else {}
     settings = load(NodeSettings, {"join": "127.0.0.1:1", **given, **many})
-    engines = settings.engines_of(recipe.served_policies)
+    asyncio.run(require_engine(settings.engine, python=settings.engine_python))
+    engines = settings.engines_of(recipe.engine_policies)
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     return (*options, *(part for each in environments for part in ("--environment", each))), engines
 

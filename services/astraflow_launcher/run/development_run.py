@@ -27,6 +27,7 @@ from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
+from astraflow_launcher.run.child_watch import ChildWatch, serves
 from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
 from astraflow_launcher.run.observer import Observer
@@ -41,12 +42,13 @@ from astraflow_launcher.view.summary import Summary, summarize
 
 log = get_logger(__name__)
 
-__all__ = ["DevelopmentRun", "Options", "Part"]
+__all__ = ["MAX_SILENCE_S", "DevelopmentRun", "Options", "Part"]
 
 _READY_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 120.0
 _LEAVE_TIMEOUT_S, _LEAVE_POLL_S = 30.0, 0.5
 _MEMORY_PERIOD_S = 2.0
+MAX_SILENCE_S = 45.0
 
 
 class Part(Enum):
@@ -79,6 +81,8 @@ class Options:
     """Go on from the checkpoints although Redis lost what they know."""
     max_restarts: int = 8
     """Restarts of one child within a minute before it counts as broken."""
+    max_silence_s: float = MAX_SILENCE_S
+    """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
 
 
 class DevelopmentRun:
@@ -99,6 +103,7 @@ class DevelopmentRun:
         operator = self._tokens.of("operator") if self._tokens else ""
         self._client = AsyncClient(Connection(self._address, token=operator))
         self._observer = Observer(self._client, self._run_id)
+        self._child_watch = self._observer.child_watch = ChildWatch(grace_s=options.max_silence_s)
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
         self._frozen: dict[str, Child] = {}
@@ -145,6 +150,7 @@ class DevelopmentRun:
                 *("--token-keys-file", str(self._tokens.keys)),
             )
         )
+        self._child_watch.add(child, serves)
         pages = (await self._supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
         at = f"--join {self._address}, http://{pages}/status; tokens: {self._tokens.keys.parent}"
         self._observer.observation.server = f"dataflow server: {at}"
@@ -160,8 +166,11 @@ class DevelopmentRun:
         command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
         log_path, max_restarts = self._folder.log("redis"), self._options.max_restarts
         spec = ChildSpec(name="redis", argv=command, log_path=log_path, max_restarts=max_restarts)
-        await self._supervisor.start(spec)
-        await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=_READY_TIMEOUT_S)
+        child = await self._supervisor.start(spec)
+        self._child_watch.add(child, lambda _: embedded_redis.answers(port))
+        await embedded_redis.require_answering(
+            child, port, folder=self._folder.redis, timeout_s=_READY_TIMEOUT_S
+        )
         return f"redis://127.0.0.1:{port}/0"
 
     async def _start_workers(self) -> None:
@@ -172,6 +181,7 @@ class DevelopmentRun:
             for number in range(1, self._options.num_nodes + 1):
                 child = await self._start(self._node_spec(f"node-{number}"))
                 self._observer.watch_node(child.spec.name, child)
+                self._child_watch.add(child, serves)
 
     async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them. That of a frozen policy publishes its weights and ends."""
@@ -191,6 +201,7 @@ class DevelopmentRun:
             if rank == 0:
                 self._trainers[policy] = child
                 self._observer.watch_trainer(policy, child)
+                self._child_watch.add(child, serves)
 
     async def _start(self, spec: ChildSpec) -> Child:
         child = await self._supervisor.start(spec)
@@ -245,7 +256,7 @@ class DevelopmentRun:
 
     async def _watch(self, metrics: MetricsFile) -> None:
         observer = self._observer
-        polling = asyncio.create_task(observer.run())
+        polling = asyncio.gather(observer.run(), self._child_watch.run())
         try:
             await self._until(self._training_over, metrics, doing="running")
             await self._stop_trainers()

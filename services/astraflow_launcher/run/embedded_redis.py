@@ -6,15 +6,20 @@ Only the command line is made here; the supervisor runs it.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from astraflow.errors import UnavailableError
+from astraflow_launcher.run.processes import Child
 
-__all__ = ["find_server", "server_command", "wait_until_answering"]
+__all__ = ["answers", "find_server", "require_answering", "server_command", "wait_until_answering"]
+
+_MANY_ENDS = 3
 
 
 def find_server() -> Path | None:
@@ -40,16 +45,47 @@ def server_command(binary: Path, *, port: int, folder: Path) -> tuple[str, ...]:
     )
 
 
-def wait_until_answering(port: int, *, timeout_s: float) -> None:
-    """Return once the server on loopback `port` answers PING. Raises UnavailableError after `timeout_s`."""
+def wait_until_answering(port: int, *, timeout_s: float, ends: Callable[[], int] = lambda: 0) -> None:
+    """Return once the server on loopback `port` answers PING.
+
+    Raises UnavailableError after `timeout_s`, or once `ends` counts so many ends of the server that its files must be
+    what it cannot read.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if _answers(port):
             return
+        if ends() >= _MANY_ENDS:
+            raise UnavailableError(f"the Redis server on 127.0.0.1:{port} ended {ends()} times as it started")
         time.sleep(0.02)
     raise UnavailableError(
         f"the Redis server on 127.0.0.1:{port} did not answer PING within {timeout_s:.0f} s"
     )
+
+
+async def require_answering(child: Child, port: int, *, folder: Path, timeout_s: float) -> None:
+    """Return once the supervised server answers. Raises UnavailableError with the end of its log."""
+    try:
+        await asyncio.to_thread(wait_until_answering, port, timeout_s=timeout_s, ends=lambda: child.restarts)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{error.message}.\nThe end of its log {child.spec.log_path}:\n{child.log_tail()}\nIf it cannot read its "
+            f"files, restore {folder}, or remove it and accept the loss (docs/recovery.md)"
+        ) from error
+
+
+async def answers(port: int, *, timeout_s: float = 5.0) -> bool:
+    """Whether the server on loopback `port` answers a command in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith((b"+", b"-"))
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False
 
 
 def _answers(port: int) -> bool:

@@ -17,10 +17,12 @@ import grpc.aio
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
+from astraflow.commands.waits import server_wait
 from astraflow.dataflow.v1 import admin_service_pb2, version_pb2, version_service_pb2
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, DeadlineError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2, node_service_pb2_grpc
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
+from astraflow_launcher.run.child_watch import ChildWatch
 from astraflow_launcher.run.processes import Child
 from astraflow_launcher.view.observation import Observation, StepPoint
 
@@ -28,6 +30,9 @@ __all__ = ["Observer"]
 
 _ONCE = RetryPolicy(total_s=0.0)
 _TIMEOUT_S = 3.0
+_ALIVE_TIMEOUT_S = 0.9
+_UNANSWERED = 2
+"""Questions in a row without an answer after which the server counts as away."""
 _MAX_PAGE = 1000
 
 
@@ -55,6 +60,10 @@ class Observer:
         self._watched: list[_Watched] = []
         self._trainers: dict[str, Child] = {}
         self._children: list[Child] = []
+        self._num_unanswered = 0
+        self._answered_s = self._started
+        self.child_watch = ChildWatch(grace_s=0.0)
+        """Says which children are alive and silent."""
 
     def resume_after(self, steps: Sequence[StepPoint]) -> None:
         """Take these steps as known: they were finished before this launcher started."""
@@ -98,9 +107,19 @@ class Observer:
             elif addresses is not None and watched.child.running:
                 questions.append(self._guarded(watched.name, partial(watched.ask, addresses.grpc)))
         await asyncio.gather(*questions)
+        self._note_silent()
         self.observation.seconds = self.elapsed_s
         self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
         self.updated.set()
+
+    def _note_silent(self) -> None:
+        """Say of those that are alive and silent for how long, in place of what their call said."""
+        shown_as = {watched.child.spec.name: watched.name for watched in self._watched}
+        for name in self.observation.silent.keys() - self.child_watch.silent.keys():
+            self.observation.unreachable.pop(shown_as.get(name, name), None)
+        self.observation.silent = dict(self.child_watch.silent)
+        for name in self.observation.silent:
+            self.observation.unreachable[shown_as.get(name, name)] = self.child_watch.told(name)
 
     async def _guarded(self, name: str, ask: Callable[[], Awaitable[None]]) -> None:
         # A function, not a coroutine: a round that is cancelled before it began would leave that one never awaited.
@@ -112,16 +131,38 @@ class Observer:
         except grpc.aio.AioRpcError as error:
             self.observation.unreachable[name] = from_rpc_error(error).message
 
+    async def _require_server(self) -> None:
+        """Note whether the server answers at all, which it does whatever its Redis does. Raises when it does not."""
+        try:
+            request, once = admin_service_pb2.GetServerInfoRequest(), _ONCE
+            await self._client.call(
+                self._client.admin.GetServerInfo, request, timeout_s=_ALIVE_TIMEOUT_S, retry=once
+            )
+        except (UnavailableError, DeadlineError) as error:
+            self._num_unanswered += 1
+            if self._num_unanswered >= _UNANSWERED:
+                silent_s = time.monotonic() - self._answered_s
+                self.observation.server_wait = server_wait(self._client.address, error, silent_s=silent_s)
+            raise
+        self._num_unanswered, self._answered_s = 0, time.monotonic()
+        self.observation.server_wait = None
+
     async def _ask_server(self) -> None:
+        await self._require_server()
         status = await self._client.call(
             self._client.admin.Status,
             admin_service_pb2.StatusRequest(run_id=self._run_id),
             timeout_s=_TIMEOUT_S,
             retry=_ONCE,
         )
-        for policy in status.policies:
-            if policy.HasField("version"):
-                await self._collect_versions(policy.policy_id, newest=policy.version.version)
+        try:
+            for policy in status.policies:
+                if policy.HasField("version"):
+                    await self._collect_versions(policy.policy_id, newest=policy.version.version)
+        except (UnavailableError, DeadlineError):
+            if not any(wait.stage == "data" for wait in status.waits):
+                raise
+            # What its Redis lacks must be seen, with whatever else the server remembers.
         # Last: who sees a finished run or an evaluation then knows the versions too.
         self.observation.status = status
 

@@ -129,10 +129,14 @@ def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
     model = policy.model
     if name in recipe.snapshots:
         source = f"past versions of {recipe.snapshots[name].of}"
+    elif policy.lora is not None:
+        source = f"a LoRA adapter of rank {policy.lora.rank} of {policy.lora.of}"
     elif model.external is not None:
         source = "an endpoint outside"
     elif model.path is not None:
         source = model.path
+    elif (start := model.from_version) is not None:
+        source = f"version {start.version} of policy {start.policy} of run {start.run}"
     else:
         steps = model.warm_start.steps if model.warm_start is not None else 0
         source = f"built from the recipe's architecture, {steps} steps of warm start"

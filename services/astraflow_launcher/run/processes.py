@@ -151,6 +151,12 @@ class Child:
                 raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
             raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")
 
+    def replace(self) -> None:
+        """Kill the process, which is alive and stands still: it is started again as when it dies."""
+        if self.process is not None and self.running:
+            log.warning("child.replaced", child=self.spec.name, pid=self.process.pid)
+            _signal_group(self.process, signal.SIGKILL)
+
     def log_tail(self) -> str:
         """The last lines of the child's log."""
         return "\n".join(f"  {line}" for line in self._end_of_log()) or "  (empty)"

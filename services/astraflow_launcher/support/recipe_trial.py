@@ -42,6 +42,7 @@ from astraflow_raas.policies.tokenizer import load_tokenizer
 from astraflow_raas.recipe_code import load_workflow
 from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat, train_tokenizer
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_trainer.trackers.adapters import require_installed
 
 __all__ = ["try_recipe"]
 
@@ -75,12 +76,14 @@ def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]
         plugins = DataPlugins.make(recipe, own)
         for policy in recipe.resolved_policies.values():
             StepPlugins.made(policy.trainer.algorithm, source=own, roles=policy.advantages)
+            require_installed(policy.trainer.trackers)
         yield f"roles: {', '.join(workflow.roles)}"
         task = _first_task(plugins, recipe)
         yield f"data set: task {task.task_id}"
         if workflow.scorer is not None:
             yield f"reward: {asyncio.run(_graded(workflow.scorer, task))}"
-        for policy_id in recipe.served_policies:
+        asked = {role.policy_id for role in recipe.resolved_roles.values()}
+        for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
 
 
@@ -120,6 +123,8 @@ async def _graded(scorer: RewardScorer, task: TaskSpec) -> str:
 def _prompt_of(policy_id: str, task: TaskSpec, *, recipe: Recipe, source: RecipeSource) -> str:
     """Tokenise the task's messages as the policy will get them. Raises RecipeError when they do not fit."""
     settings = recipe.policy(policy_id)
+    if (start := settings.model.from_version) is not None:
+        return f"not tried, it comes with version {start.version} of run {start.run}"
     if settings.model.path is not None:
         folder = _local(settings.model.path)
         if folder is None:

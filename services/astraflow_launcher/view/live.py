@@ -25,13 +25,13 @@ from astraflow.commands.status import (
     trajectory_parts,
     wait_parts,
 )
-from astraflow.commands.waits import in_order, is_alarm
+from astraflow.commands.waits import is_alarm
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation, StepPoint
 
-__all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline"]
+__all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline", "tracker_text"]
 
 _LONG_WAIT_S = 5
 _DAMAGE_SHOWN_STEPS = 100
@@ -74,6 +74,7 @@ class LineView(QuietView):
         self._steps = 0
         self._evaluations: set[tuple[str, str]] = set()
         self._waits: dict[tuple[str, str, str], admin_service_pb2.Wait] = {}
+        self._trackers: set[tuple[str, str]] = set()
         self._failures: set[tuple[str, str]] = set()
         self._stopped = False
 
@@ -95,6 +96,10 @@ class LineView(QuietView):
                 self._write(observation, _evaluation_line(item))
         self._show_failures(observation)
         self._show_waits(observation)
+        for policy, fault in observation.tracker_faults:
+            if (policy, fault.tracker) not in self._trackers:
+                self._trackers.add((policy, fault.tracker))
+                self._write(observation, f"{policy} tracker {tracker_text(fault)}; training goes on")
 
     def _show_failures(self, observation: Observation) -> None:
         """Say each kind of failure when it first happens, and why the server stopped the run."""
@@ -112,7 +117,7 @@ class LineView(QuietView):
         """
         now = {
             (wait.stage, wait.policy_id, wait.reason): wait
-            for wait in in_order(observation.status.waits if observation.status else ())
+            for wait in observation.waits
             if is_alarm(wait) or wait.waited_duration.seconds >= _LONG_WAIT_S
         }
         for key, wait in now.items():
@@ -160,6 +165,8 @@ def render(observation: Observation, *, title: str, doing: str) -> RenderableTyp
         for policy in observation.policies() or sorted(observation.trainers)
     ]
     parts += _run_parts(observation)
+    for policy, fault in observation.tracker_faults:
+        parts.append(Text(f"{policy} tracker {tracker_text(fault)}", style="yellow"))
     for name, why in sorted(observation.unreachable.items()):
         parts.append(Text(f"{name} does not answer: {why}", style="dim"))
     parts.append(Text(observation.server, style="dim"))
@@ -177,6 +184,11 @@ def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, hig
         level = min(1.0, max(0.0, (value - low) / span))
         cells.append(_BARS[round(level * (len(_BARS) - 1))])
     return "".join(cells)
+
+
+def tracker_text(fault: trainer_service_pb2.TrackerFault) -> str:
+    """Say which tracker lacks how many steps, and why."""
+    return f"{fault.tracker} lacks {fault.steps_missed} steps: {fault.error}"
 
 
 def _policy_panel(observation: Observation, policy: str) -> RenderableType:
@@ -230,9 +242,13 @@ def _weight_cells(observation: Observation, policy: str) -> tuple[str, str]:
 
 def _run_parts(observation: Observation) -> list[RenderableType]:
     """What `astraflow status` shows of trajectories, nodes and waits."""
-    status = observation.status
-    if status is None:
+    status = admin_service_pb2.StatusResponse()
+    if observation.status is not None:
+        status.CopyFrom(observation.status)
+    elif observation.server_wait is None:
         return [Text("dataflow: starting", style="dim")]
+    del status.waits[:]
+    status.waits.extend(observation.waits)
     failed = [
         *stop_parts(status.stopped_for),
         *failure_parts(status.failures, dead_letters=status.dead_letters),

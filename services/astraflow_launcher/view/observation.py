@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from astraflow.commands.waits import in_order
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.raas.v1 import node_service_pb2
@@ -50,6 +51,8 @@ class Observation:
     """Since the launcher started."""
     server: str = ""
     """Where the dataflow server is: what `--join` takes, and its pages for people."""
+    server_wait: admin_service_pb2.Wait | None = None
+    """Set while the server does not answer; `status` is then its last."""
     status: admin_service_pb2.StatusResponse | None = None
     trainers: dict[str, trainer_service_pb2.StatusResponse] = field(default_factory=dict)
     nodes: dict[str, node_service_pb2.StatusResponse] = field(default_factory=dict)
@@ -63,7 +66,15 @@ class Observation:
     """Restarts of each child process."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Daemons that did not answer the last question, and why."""
+    silent: dict[str, float] = field(default_factory=dict)
+    """Children that are alive and have answered nothing, and for how many seconds."""
     first_reward_s: float | None = None
+
+    @property
+    def waits(self) -> list[admin_service_pb2.Wait]:
+        """What waits now, in the order in which a person must see to it."""
+        own = [self.server_wait] if self.server_wait is not None else []
+        return in_order([*own, *(self.status.waits if self.status else ())])
 
     @property
     def run_finished(self) -> bool:
@@ -74,6 +85,11 @@ class Observation:
     def stopped_for(self) -> str:
         """Why the server stopped the run; empty when it did not."""
         return self.status.stopped_for if self.status is not None else ""
+
+    @property
+    def tracker_faults(self) -> list[tuple[str, trainer_service_pb2.TrackerFault]]:
+        """(policy, fault) of each experiment tracker that lacks steps."""
+        return [(policy, fault) for policy, item in self.trainers.items() for fault in item.tracker_faults]
 
     @property
     def num_skipped(self) -> int:

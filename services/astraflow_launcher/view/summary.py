@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from astraflow.commands import wording
+from astraflow.commands.status import PLACES
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_launcher.view.observation import Observation
 
@@ -21,6 +22,7 @@ __all__ = ["NodeSummary", "PolicySummary", "Staleness", "Summary", "as_table", "
 
 
 _MAX_FAILURES = 3
+_LAST_OF_POLICY = ("completion_tokens_mean", "truncated_fraction", "entropy", "mismatch_kl")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class PolicySummary:
     heldout_roles: dict[str, float]
     """Of the last evaluation, by role."""
     trainer_wait_fraction: float
+    completion_tokens_mean: float | None
+    """This and the next three are those of the last step that was not skipped."""
+    truncated_fraction: float | None
+    entropy: float | None
+    mismatch_kl: float | None
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,8 @@ class Summary:
     dead_letters: int
     stopped_for: str | None
     """Why the server stopped the run, and what to do."""
+    tracker_faults: list[dict[str, Any]]
+    """Experiment trackers that lack steps: the contract's TrackerFaults."""
     nodes: tuple[NodeSummary, ...]
     restarts: dict[str, int]
     peak_pss_bytes: int
@@ -140,6 +149,7 @@ def summarize(
         failures=[wording.as_json(item) for item in status.failures],
         dead_letters=status.dead_letters,
         stopped_for=status.stopped_for or None,
+        tracker_faults=[wording.as_json(fault) for _, fault in observation.tracker_faults],
         nodes=tuple(_node(observation, node) for node in status.nodes),
         restarts=dict(observation.restarts),
         peak_pss_bytes=peak_pss_bytes,
@@ -156,6 +166,8 @@ def _policy(observation: Observation, status: admin_service_pb2.PolicyStatus) ->
     policy_id = status.policy_id
     evaluations = observation.evaluations(policy_id)
     trainer = observation.trainers.get(policy_id)
+    taken = (point.metrics for point in reversed(observation.steps_of(policy_id)) if not point.skipped_for)
+    last = next(taken, {})
     return PolicySummary(
         steps=status.last_finished_step,
         version=status.version.version,
@@ -166,6 +178,7 @@ def _policy(observation: Observation, status: admin_service_pb2.PolicyStatus) ->
         heldout_n=evaluations[-1].num_samples if evaluations else 0,
         heldout_roles={role.role: role.mean_reward for role in evaluations[-1].roles} if evaluations else {},
         trainer_wait_fraction=trainer.wait_fraction if trainer is not None else 0.0,
+        **{name: last.get(name) for name in _LAST_OF_POLICY},
     )
 
 
@@ -185,14 +198,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     share = summary.delta_bytes_mean / summary.snapshot_bytes if summary.snapshot_bytes else 0.0
     delta_kb, density = summary.delta_bytes_mean / 1e3, summary.density_mean
     nodes = [f"{node.id}: {node.tokens} tokens, {node.trajectories} trajectories" for node in summary.nodes]
-    counts = ", ".join(f"{account[name]} {name}" for name in ("ingested", "trained", "evaluated"))
     return [
         *_troubles(summary),
         ("steps", f"{_steps(summary)} in {summary.wall_s:.0f} s"),
         ("steps skipped", str(summary.steps_skipped)),
         ("first reward", f"after {_text(summary.first_reward_s)} s"),
         *_rewards(summary),
-        ("trajectories", counts),
+        *_completions(summary),
+        ("trajectories", _account(account)),
         ("dropped", dropped),
         ("conservation error", str(summary.conservation_error)),
         ("staleness", f"p50 {staleness.p50:.0f}, p99 {staleness.p99:.0f}, max {staleness.max} versions"),
@@ -213,9 +226,19 @@ def _troubles(summary: Summary) -> list[tuple[str, str]]:
         rows.append(
             ("failed", f"{item['count']} times, first {item['task_id']}: {item['reason']}: {item['detail']}")
         )
+    for fault in summary.tracker_faults:
+        rows.append((fault["tracker"], f"lacks {fault['steps_missed']} steps: {fault['error']}"))
     if summary.dead_letters:
         rows.append(("dead letters", f"{summary.dead_letters} tasks were given up"))
     return rows
+
+
+def _account(account: dict[str, Any]) -> str:
+    """Where all that arrived has ended; the terms add up to it."""
+    terms = [f"{account[name]} {word}" for name, word in PLACES if account[name]]
+    num_dropped = sum(account["dropped"].values())
+    terms += [f"{num_dropped} dropped"] if num_dropped else []
+    return f"{account['ingested']} arrived = {' + '.join(terms) or '0'}"
 
 
 def _steps(summary: Summary) -> str:
@@ -237,6 +260,18 @@ def _rewards(summary: Summary) -> list[tuple[str, str]]:
     if several and summary.heldout_metrics:
         metrics = ", ".join(f"{name} {_text(mean)}" for name, mean in summary.heldout_metrics.items())
         rows.append(("held-out metrics", metrics))
+    return rows
+
+
+def _completions(summary: Summary) -> list[tuple[str, str]]:
+    """What the last step was trained on, and how far engine and trainer were apart."""
+    rows, several = [], len(summary.policies) > 1
+    for policy_id, item in summary.policies.items():
+        if item.completion_tokens_mean is None:
+            continue
+        length = f"{item.completion_tokens_mean:.1f} tokens, {item.truncated_fraction or 0.0:.1%} truncated"
+        nats = f"entropy {_text(item.entropy)}, KL of engine and trainer {_text(item.mismatch_kl)} nats"
+        rows.append((f"{policy_id}: last step" if several else "last step", f"{length}; {nats}"))
     return rows
 
 

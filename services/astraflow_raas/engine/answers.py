@@ -22,9 +22,13 @@ _FINISH_REASONS = ("stop", "length", ABORTED)
 _LOGPROB_ROUNDING = 1e-4
 
 
-def generate_body(calls: Sequence[GenerateCall], *, cache_key: str) -> dict[str, object]:
-    """The body of one request for all `calls`; prefixes are shared only below the same `cache_key`."""
+def generate_body(calls: Sequence[GenerateCall], *, cache_key: str, adapter: str = "") -> dict[str, object]:
+    """The body of one request for all `calls`, under an adapter if one is named; prefixes are shared only below the
+    same `cache_key`.
+    """
+    named = {"lora_path": [adapter] * len(calls)} if adapter else {}
     return {
+        **named,
         "rid": [call.rid for call in calls],
         "input_ids": [call.prompt_ids for call in calls],
         "sampling_params": [_sampling_params(call) for call in calls],

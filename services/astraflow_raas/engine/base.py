@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from astraflow.errors import AstraflowError, RequestError, StateError, UnavailableError
 from astraflow.plugins import VersionSpan
@@ -172,3 +172,19 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release connections; the engine itself goes on."""
+
+
+@runtime_checkable
+class AdapterServer(Engine, Protocol):
+    """An engine that also samples under LoRA adapters of its model, any number of them at once."""
+
+    async def generate(
+        self, calls: Sequence[GenerateCall], *, rank: int = 0, adapter: str = ""
+    ) -> list[Generation]:
+        """As of any engine, under the adapter of this name; spans say the versions of the model."""
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load an adapter while the engine serves. Raises EngineUnavailable, EngineRefused, EngineFaulty."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no call names any more. Raises as `load_adapter` does."""

@@ -14,22 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import LoraSettings
 from astraflow_kit.ports import LOOPBACK
 from astraflow_raas.engine.changed_elements import LOADER, ChangedOrders
 from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LORA_MODULES = {"attention": ATTENTION, "all-linear": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
 # A crashing SGLang otherwise stays for a minute, in case somebody wants dumps of its GPUs and its schedulers.
 _SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
 _REMEDIES = {
     EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
-    SGLANG_ENGINE: "in an environment of its own, not in this one",
+    SGLANG_ENGINE: "in an environment of its own: python -m venv /opt/sglang && /opt/sglang/bin/pip install sglang",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """How to start one engine of a policy. `kind` is `astraflow_engine` or `sglang`."""
+    """How to start one engine of a policy. `kind` is `cpu` or `sglang`."""
 
     kind: str
     python: Path
@@ -41,6 +44,8 @@ class EngineCommand:
     """GPUs of SGLang, by their numbers here; empty leaves the choice to it."""
     tp_size: int = 1
     """GPUs that one copy of the model is spread over; what remains of `gpus` makes data-parallel copies."""
+    loras: tuple[LoraSettings, ...] = ()
+    """Adapters of the model that are to be served with it."""
     recomputes: bool = False
     """Keys and values of running calls are computed anew at each change of weights."""
     orders: ChangedOrders | None = None
@@ -93,8 +98,21 @@ class EngineCommand:
         # SGLang flushes no prefixes while retracted calls wait, so these would find those of older weights.
         args += ["--disable-radix-cache"] if self.recomputes else []
         args += ["--custom-weight-loader", LOADER] if self.orders else []
+        args += lora_args(self.loras) if self.loras else []
         copies = len(self.gpus) // self.tp_size
         return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]
+
+
+def lora_args(loras: Sequence[LoraSettings]) -> list[str]:
+    """Options with which SGLang can load adapters like these while it serves."""
+    modules = {module for lora in loras for module in _LORA_MODULES[lora.target_modules]}
+    return [
+        "--enable-lora",
+        *("--max-lora-rank", str(max(lora.rank for lora in loras))),
+        # Calls end under the version that they began under, and probes ask the model itself.
+        *("--max-loras-per-batch", str(2 * len(loras) + 1)),
+        *("--lora-target-modules", *sorted(modules)),
+    ]
 
 
 def share_gpus(
@@ -125,7 +143,7 @@ async def require_engine(kind: str, *, python: Path | None) -> None:
         interpreter = python or Path(sys.executable)
         raise InvalidArgumentError(
             f"the engine {kind!r} cannot run here: {interpreter} has no module {', '.join(missing)}; install it "
-            f"there ({_REMEDIES[kind]}), name another interpreter with --engine-python, or choose another --engine"
+            f"({_REMEDIES[kind]}), name the interpreter that has it with --engine-python, or choose another --engine"
         )
 
 

@@ -87,10 +87,12 @@ class HttpEngine:
         if info.why_whole:
             self._whole_from_now_on(info.why_whole)
 
-    async def generate(self, calls: Sequence[GenerateCall], *, rank: int = 0) -> list[Generation]:
+    async def generate(
+        self, calls: Sequence[GenerateCall], *, rank: int = 0, adapter: str = ""
+    ) -> list[Generation]:
         await self._open.wait()
         sent_under, self._last_sent_s = self._served, asyncio.get_running_loop().time()
-        body = generate_body(calls, cache_key=self._cache_key())
+        body = generate_body(calls, cache_key=self._cache_key(), adapter=adapter)
         if self._info is not None and self._info.num_ranks > 1:
             body["routed_dp_rank"] = rank
         answers = await self._transport.post("/generate", body, timeout_s=self._request_timeout_s)
@@ -134,6 +136,15 @@ class HttpEngine:
             self._resuming = asyncio.create_task(self._resume_and_open())
             await asyncio.shield(self._resuming)
             self.stopped_s = asyncio.get_running_loop().time() - began_s
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        await self._transport.post("/load_lora_adapter", body, timeout_s=self._swap_timeout_s)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._transport.post(
+            "/unload_lora_adapter", {"lora_name": name}, timeout_s=self._swap_timeout_s
+        )
 
     async def resume(self) -> None:
         await self._transport.post_until_acknowledged("/continue_generation", _RESUME)

@@ -144,6 +144,7 @@ class Replicas:
     def _has_changed(self, replica: Replica) -> None:
         if replica.engine is not None:
             self.version, self._lost_s = replica.version, math.inf
+            replica.engine.slots.freed.add(self._changed.set)
         elif self._lost_s == math.inf and not any(each.engine for each in self.all):
             self._lost_s = asyncio.get_running_loop().time()
         self._changed.set()

@@ -4,6 +4,8 @@ Invariant: no more calls are in the engine than it runs: one that waited inside 
 with prefixes of the older ones. Every engine has its own; taken by `replicas`.
 """
 
+from collections.abc import Callable
+
 
 class EngineSlots:
     """Free places of each data-parallel rank. Owned by one event loop."""
@@ -12,6 +14,8 @@ class EngineSlots:
         self.total = per_rank * num_ranks
         """Places of all ranks, taken ones included."""
         self._free = [per_rank] * num_ranks
+        self.freed: set[Callable[[], None]] = set()
+        """Called when places were given back: several policies may wait for those of one engine."""
 
     @property
     def num_ranks(self) -> int:
@@ -33,3 +37,5 @@ class EngineSlots:
     def give_back(self, rank: int, taken: int) -> None:
         """The calls in these places were answered, or will never be."""
         self._free[rank] += taken
+        for call in self.freed:
+            call()

@@ -25,7 +25,7 @@ from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.engine.process import start_engine
 from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.environments.served import ServedEnvironments
-from astraflow_raas.node.engine_host import ChildHost, HostSettings, Launch, RemoteHost
+from astraflow_raas.node.engine_host import AdapterHost, ChildHost, HostSettings, Launch, RemoteHost
 from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.node.hardware import require_gpus
 from astraflow_raas.node.joining import FoundRun
@@ -80,7 +80,11 @@ async def assemble_node(
     """Return the node, not started. Raises MirrorMismatch, InvalidArgumentError."""
     maker = _PolicyMaker(inputs, store=store, folder=folder, mirrors=mirrors)
     names = inputs.found.recipe.served_policies
-    policies = PolicyTable({name: await maker.make(name) for name in names}, spared=spared_policies(inputs))
+    adapters, parts = inputs.found.recipe.adapters, dict[str, PolicyParts]()
+    for name in sorted(names, key=lambda name: name in adapters):  # an adapter finds its base
+        base = parts[adapters[name].of].policy if name in adapters else None
+        parts[name] = await maker.make(name, base=base)
+    policies = PolicyTable({name: parts[name] for name in names}, spared=spared_policies(inputs))
     settings = inputs.settings
     pusher = Pusher(
         inputs.client,
@@ -216,13 +220,14 @@ class _PolicyMaker:
         self._store = store
         self._folder = folder
         self._mirrors = mirrors
+        self._gpus = gpus_of(self._settings, inputs.found.recipe.engine_policies)
 
-    async def make(self, name: str) -> PolicyParts:
+    async def make(self, name: str, *, base: ServedPolicy | None) -> PolicyParts:
+        """What serves a policy; `base` is the one whose engines serve it, where it has none of its own."""
         policies = self._inputs.found.recipe.served_policies
-        gpus = gpus_of(self._settings, policies)[name]
         policy = ServedPolicy(
             name,
-            num_engines=len(gpus),
+            num_engines=len(base.engines) if base else len(self._gpus[name]),
             timeline=self._inputs.timeline,
             patience_s=math.inf if len(policies) == 1 else _ENGINE_PATIENCE_S,
         )
@@ -233,17 +238,23 @@ class _PolicyMaker:
             evaluation_hold_s=self._settings.evaluation_hold_s,
             running=PauseMode(self._inputs.found.recipe.raas.swap),
         )
-        hosts = [
-            self._host(policy, weights, replica, own)
-            for replica, own in zip(policy.engines, gpus, strict=True)
-        ]
+        hosts: list[ChildHost | RemoteHost | AdapterHost] = []
+        for index, replica in enumerate(policy.engines):
+            if base is None:
+                hosts.append(self._host(policy, weights, replica, self._gpus[name][index]))
+            else:
+                hosts.append(self._adapter_host(policy, weights, replica, base=base.engines[index]))
         return PolicyParts(policy=policy, weights=weights, hosts=hosts)
 
     def _source(self, name: str) -> MirrorSource:
         run_id = self._inputs.request.run_id
         found = self._mirrors.find(run_id, name)
 
-        mirrors = MirrorSettings(record_changes=self._loads_changes)
+        mirrors = MirrorSettings(
+            fetch_threads=self._settings.fetch_threads,
+            apply_threads=self._settings.apply_threads,
+            record_changes=self._loads_changes,
+        )
 
         def open_mirror(model_bytes: int) -> Mirror:
             return Mirror(self._mirrors.choose(run_id, name, model_bytes=model_bytes), settings=mirrors)
@@ -259,18 +270,33 @@ class _PolicyMaker:
     def _host(
         self, policy: ServedPolicy, weights: WeightSync, replica: Replica, gpus: tuple[int, ...]
     ) -> ChildHost | RemoteHost:
-        settings = HostSettings(
-            start_timeout_s=self._settings.engine_start_timeout_s,
-            stall_s=self._stall_s,
-            first_backoff_s=self._settings.engine_restart_backoff_s,
-        )
-        metrics = self._inputs.metrics
+        settings, metrics = self._host_settings, self._inputs.metrics
         if "://" in self._settings.engine:
             return RemoteHost(
                 policy, weights, self._connect, replica=replica, settings=settings, metrics=metrics
             )
         launch = self._launch(policy.policy_id, number=replica.number, gpus=gpus)
         return ChildHost(policy, weights, launch, replica=replica, settings=settings, metrics=metrics)
+
+    def _adapter_host(
+        self, policy: ServedPolicy, weights: WeightSync, replica: Replica, *, base: Replica
+    ) -> AdapterHost:
+        return AdapterHost(
+            policy,
+            weights,
+            base,
+            replica=replica,
+            settings=self._host_settings,
+            metrics=self._inputs.metrics,
+        )
+
+    @property
+    def _host_settings(self) -> HostSettings:
+        return HostSettings(
+            start_timeout_s=self._settings.engine_start_timeout_s,
+            stall_s=self._stall_s,
+            first_backoff_s=self._settings.engine_restart_backoff_s,
+        )
 
     @property
     def _stall_s(self) -> float:
@@ -279,7 +305,7 @@ class _PolicyMaker:
         return min(self._settings.engine_stall_s, episode_timeout_s / _STALLS_PER_EPISODE)
 
     def _connect(self) -> HttpEngine:
-        policies = self._inputs.found.recipe.served_policies
+        policies = self._inputs.found.recipe.engine_policies
         if len(policies) > 1:
             raise InvalidArgumentError(
                 f"engine {self._settings.engine} serves one model, the run has the policies "
@@ -305,6 +331,7 @@ class _PolicyMaker:
         )
 
     def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
+        recipe = self._inputs.found.recipe
         orders = ChangedOrders(self._folder.engine_orders(name, number)) if self._loads_changes else None
         command = EngineCommand(
             orders=orders,
@@ -313,10 +340,11 @@ class _PolicyMaker:
             extra_args=self._settings.engine_args,
             max_running_requests=min(_MAX_ENGINE_SLOTS, self._inputs.request.max_concurrent_tasks),
             num_threads=self._settings.engine_threads,
-            seed=self._inputs.found.recipe.run.seed,
+            seed=recipe.run.seed,
             gpus=gpus,
             tp_size=self._settings.engine_tp_size,
-            recomputes=self._inputs.found.recipe.raas.swap == "retract",
+            loras=tuple(lora for lora in recipe.adapters.values() if lora.of == name),
+            recomputes=recipe.raas.swap == "retract",
         )
         log_path = self._folder.engine_log(name, number)
         connect = partial(self._engine_at, orders=orders)

@@ -3,7 +3,8 @@ one.
 
 Invariant: calls flow only while an engine is healthy and serves a known version; a dead or stuck engine is
 replaced with backoff and comes back with the weights that were served, while the policy's calls wait.
-`ChildHost` owns a child process, `RemoteHost` an engine that somebody else runs. Run by the lifecycle.
+`ChildHost` owns a child process, `RemoteHost` an engine that somebody else runs, `AdapterHost` a part of another
+policy's. Run by the lifecycle.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from astraflow.rollout.v1 import engine_load_pb2
 from astraflow_kit.awake import within
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_raas.engine.base import Engine, EngineFaulty, EngineHung, EngineUnavailable
+from astraflow_raas.engine.adapter import AdapterEngine
+from astraflow_raas.engine.base import AdapterServer, Engine, EngineFaulty, EngineHung, EngineUnavailable
 from astraflow_raas.engine.process import EngineProcess
 from astraflow_raas.engine.replicas import Replica
 from astraflow_raas.engine.server_info import EngineUnsuitable
@@ -226,6 +228,38 @@ class RemoteHost(_Host[Callable[[], Engine]]):
         changed_meanwhile = self._replica.is_swapping or self._replica.version != before
         if served != before and not changed_meanwhile:
             raise EngineFaulty(f"the engine serves version {served} now, this node gave it version {before}")
+
+
+class AdapterHost(_Host[Replica]):
+    """Loads a policy's adapter into the engine of its base, which `start` is, and follows that engine, whose own host
+    finds out when it hangs.
+    """
+
+    async def _one_engine(self) -> None:
+        server = await self._server()
+        engine = AdapterEngine(server, policy_id=self._policy.policy_id)
+        try:
+            async with self._weights.loading() as held:
+                await engine.swap(model_dir=held.directory, version=held.version)
+                await self._weights.prove(engine, version=held.version, number=self._replica.number)
+                self._ready(engine, version=held.version)
+            while self._start.engine is server:
+                await asyncio.sleep(self._settings.watch_s)
+                self._replica.require_trust()
+        finally:
+            self._replica.lost()
+            if self._start.engine is server:
+                await engine.close()
+        raise EngineUnavailable(
+            "the engine of the base policy is gone; its next one is given the adapter again"
+        )
+
+    async def _server(self) -> AdapterServer:
+        """The base's engine, once there is one."""
+        while (server := self._start.engine) is None:  # noqa: ASYNC110 - another host brings it up
+            await asyncio.sleep(self._settings.watch_s)
+        assert isinstance(server, AdapterServer), "only policies with an engine of their own are adapted"
+        return server
 
 
 async def _require_version(engine: Engine, version: int | None) -> None:

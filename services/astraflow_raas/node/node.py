@@ -14,7 +14,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
-from astraflow_raas.node.engine_host import ChildHost, RemoteHost
+from astraflow_raas.node.engine_host import AdapterHost, ChildHost, RemoteHost
 from astraflow_raas.node.load_watch import LoadWatch
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
@@ -32,7 +32,7 @@ class PolicyParts:
 
     policy: ServedPolicy
     weights: WeightSync
-    hosts: Sequence[ChildHost | RemoteHost]
+    hosts: Sequence[ChildHost | RemoteHost | AdapterHost]
     """One per engine."""
 
     @property

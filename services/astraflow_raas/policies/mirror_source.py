@@ -107,6 +107,8 @@ class MirrorSource:
     def _find(self, announced: version_pb2.Version) -> Mirror:
         """Read the log and compare its entry with the announced one; returns the mirror that is to hold it."""
         self._log.refresh()
+        if self._mirror is not None:
+            self._mirror.lend_manifest(self._log)
         record = self._log.record(_stored(announced))
         if announced.manifest_sha256 and record.manifest_sha256 != announced.manifest_sha256:
             raise CorruptManifest(

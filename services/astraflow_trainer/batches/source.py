@@ -16,8 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client, RetryPolicy
@@ -87,6 +89,19 @@ class StepBatch:
     def staleness(self) -> list[int]:
         """Versions between the step's base version and each trajectory's oldest token."""
         return [self.bound.base_version - item.min_version for item in self.bound.items]
+
+    def completions(self) -> dict[str, float]:
+        """How many tokens the policy generated a trajectory, and the share of trajectories that a limit cut off."""
+        items = self.bound.items
+        lengths = np.array([item.num_trainable_tokens for item in items] or [0])
+        middle, long, longest = np.quantile(lengths, (0.5, 0.9, 1.0), method="higher").tolist()
+        return {
+            "completion_tokens_mean": float(lengths.mean()),
+            "completion_tokens_p50": middle,
+            "completion_tokens_p90": long,
+            "completion_tokens_max": longest,
+            "truncated_fraction": fmean(item.truncated for item in items) if items else 0.0,
+        }
 
 
 class Ledger:

@@ -302,6 +302,24 @@ def set_aside_damaged(directory: Path) -> int:
     return sum(path.name.split("-", 2)[2] > whole for path in directory.glob(f"{_DAMAGED}*"))
 
 
+def require_whole(directory: Path, *, step: int, version: int) -> None:
+    """Raise CheckpointError unless the folder has a checkpoint of the step and its version, as it was written."""
+    held = {position.step: position.version for position in read_positions(directory)}
+    if held.get(step) != version:
+        kept = ", ".join(f"step {at} (version {of})" for at, of in held.items()) or "none"
+        raise CheckpointError(
+            f"{directory} has no checkpoint of step {step} with version {version}; it has {kept}. Leave "
+            "--source-work-dir out to start with a fresh optimizer"
+        )
+    path = directory / f"{_PREFIX}{step:012d}"
+    try:
+        require_unchanged(path, _read(path / _POSITION_FILE)[1])
+    except Damaged as fault:
+        raise CheckpointError(
+            f"{path} is damaged: {fault}. Leave --source-work-dir out to start with a fresh optimizer"
+        ) from fault
+
+
 def _read_position(path: Path) -> Position:
     return _read(path)[0]
 

@@ -26,6 +26,8 @@ from astraflow_trainer.batches.packing import MicroBatch
 from astraflow_trainer.model.logprobs import token_scores
 
 _PREFIX = "causal_lm."
+_ADAPTER_NAME = ".default."
+"""What peft writes into the names of parameters, and leaves out of those in files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +131,12 @@ class PolicyModel(nn.Module):
             self.reshard()
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names of a Hugging Face checkpoint; tied ones once, under the embedding's
-        name.
+        """Trained parameters under the names of a Hugging Face checkpoint, or of a peft adapter; tied ones once, under
+        the embedding's name.
         """
         for name, parameter in self.named_parameters():
-            yield name.removeprefix(_PREFIX), parameter
+            if parameter.requires_grad:
+                yield name.removeprefix(_PREFIX).replace(_ADAPTER_NAME, "."), parameter
 
 
 def build_causal_lm(shape: ModelShape, *, seed: int) -> transformers.PreTrainedModel:

@@ -19,7 +19,7 @@ from astraflow_trainer.ranks.group import RankGroup
 from astraflow_weights.codec.peers import Peers
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.collection.server_roots import server_roots
-from astraflow_weights.errors import NoPath, VerificationFailed
+from astraflow_weights.errors import CorruptManifest, NoPath, VerificationFailed
 from astraflow_weights.mirror.checkpoint import map_model
 from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.agreement import on_first_rank
@@ -53,10 +53,10 @@ def open_publisher(
 ) -> ShardPublisher:
     """Fence older writers and take the newest published bytes as the base of the next delta; a collective.
 
-    `held` is the part of the model that this rank holds; `mirror_dir` is one folder that all
-    ranks see; `log` is what the first rank has read already. Where parts of the newest version are gone and no path
-    leads to it, there is no base: the trainer's own weights make up for it. Raises Fenced, and as `Mirror.advance` does
-    otherwise.
+    `held` is the part of the model that this rank holds; `mirror_dir` is one folder that all ranks see; `log` is what
+    the first rank has read already. Where parts of the newest version are gone and no path leads to it, or its entry
+    cannot be read, there is no base: the trainer's own weights make up for it. Raises Fenced, and as `Mirror.advance`
+    does otherwise.
     """
     settings = _settings(joined)
 
@@ -88,6 +88,7 @@ def open_publisher(
         assets=assets,
         inline_snapshots=False,
         context=joined.policy.trainer.publish.codec == "rice_ctx",
+        encode_threads=settings.encode_threads,
     )
 
 
@@ -163,15 +164,20 @@ def _collector(store: ObjectStore, *, client: Client, joined: JoinedRun, log: Ve
 
 def _settings(joined: JoinedRun) -> PublishSettings:
     recipe = joined.policy.trainer.publish
-    return PublishSettings(snapshot_every_versions=recipe.snapshot_every_versions)
+    return PublishSettings(
+        snapshot_every_versions=recipe.snapshot_every_versions, encode_threads=recipe.encode_threads
+    )
 
 
 def _fetch_newest(store: ObjectStore, writer: VersionWriter, *, mirror_dir: Path) -> str:
-    newest = writer.log.latest()
-    if newest is None:
+    if writer.log.latest() is None:
         return ""
+    mirror = Mirror(mirror_dir)
+    mirror.lend_manifest(writer.log)
+    newest = writer.log.latest()
+    assert newest is not None
     try:
-        return str(Mirror(mirror_dir).advance(store, writer.log, target=newest.version).directory)
-    except (VerificationFailed, NoPath) as error:
+        return str(mirror.advance(store, writer.log, target=newest.version).directory)
+    except (VerificationFailed, NoPath, CorruptManifest) as error:
         log.error("weights.newest_version_lost", version=newest.version, message=error.message)
         return _LOST

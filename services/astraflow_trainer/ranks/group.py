@@ -8,6 +8,7 @@ trainer's server joins at start.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import time
@@ -90,18 +91,18 @@ class RankGroup:
         return str(self.store.get(f"value/{key}").decode())
 
 
-def join_rank_group(settings: RankSettings, *, timeout_s: float) -> RankGroup:
+def join_rank_group(settings: RankSettings, *, timeout_s: float, silence_s: float = math.inf) -> RankGroup:
     """Meet the other ranks; with one rank, return at once.
 
-    `timeout_s` bounds the meeting and every later collective. Raises UnavailableError when the others do not
-    come, or ranks of an earlier start are still there.
+    `timeout_s` bounds the meeting and every later collective; a rank that stands still for `silence_s` is lost.
+    Raises UnavailableError when the others do not come, or ranks of an earlier start are still there.
     """
     if settings.world_size == 1:
         return _alone()
     deadline = time.monotonic() + timeout_s
     try:
         store = _rendezvous(settings, timeout_s=timeout_s)
-        watch = _open_watch(settings, store, deadline=deadline)
+        watch = _open_watch(settings, store, deadline=deadline, silence_s=silence_s)
         dist.init_process_group(
             "gloo",
             store=store,
@@ -184,12 +185,12 @@ def _take_place(settings: RankSettings, store: Store) -> None:
         )
 
 
-def _open_watch(settings: RankSettings, store: Store, *, deadline: float) -> RankWatch:
+def _open_watch(settings: RankSettings, store: Store, *, deadline: float, silence_s: float) -> RankWatch:
     if settings.rank != 0:
         port, nonce = store.get("watch").decode().split()
         connection = socket.create_connection((settings.master_addr, int(port)), timeout=_left_s(deadline))
         connection.sendall(json.dumps({"rank": settings.rank, "nonce": nonce}).encode() + b"\n")
-        return RankWatch(settings.rank, settings.world_size, {0: connection})
+        return RankWatch(settings.rank, settings.world_size, {0: connection}, silence_s)
     nonce = secrets.token_hex(16)
     with socket.create_server((settings.master_addr, 0)) as listener:
         store.set("watch", f"{listener.getsockname()[1]} {nonce}")
@@ -200,7 +201,7 @@ def _open_watch(settings: RankSettings, store: Store, *, deadline: float) -> Ran
             index = _introduced(connection, nonce=nonce, timeout_s=_left_s(deadline))
             if index is not None:
                 connections[index] = connection
-    return RankWatch(0, settings.world_size, connections)
+    return RankWatch(0, settings.world_size, connections, silence_s)
 
 
 def _introduced(connection: socket.socket, *, nonce: str, timeout_s: float) -> int | None:

@@ -1,4 +1,4 @@
-"""The weights a policy starts from: a model to load, or one built and warm-started from the recipe.
+"""The weights a policy starts from: a model to load, a version of another run, or one built and warm-started.
 
 Translates the recipe's `model` section to the compute core; the result is always a Hugging Face directory,
 whose files besides the weights become the assets of every version. Called once, when a trainer starts.
@@ -6,15 +6,16 @@ whose files besides the weights become the assets of every version. Called once,
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from astraflow.errors import RecipeError
+from astraflow.errors import NotFoundError, RecipeError
 from astraflow.plugins import Demonstrations
-from astraflow.recipe import ArchitectureSettings, ModelSettings
+from astraflow.recipe import ArchitectureSettings, ModelSettings, StoredVersionSettings
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import ModelShape
@@ -22,6 +23,11 @@ from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat
 from astraflow_trainer.warm_start.cache import InitialModel, digest_of, prepare_initial_model
 from astraflow_trainer.warm_start.training import Example
 from astraflow_trainer.warm_start.training import WarmStartSettings as SupervisedSettings
+from astraflow_weights.errors import CorruptManifest
+from astraflow_weights.settings import StoreSettings
+from astraflow_weights.store import open_store
+from astraflow_weights.tools.export import export_version
+from astraflow_weights.versions.log import VersionLog
 
 __all__ = ["asset_files", "starting_model"]
 
@@ -31,14 +37,21 @@ _NOT_ASSETS = frozenset({"model.safetensors.index.json", "warm_start.json"})
 
 
 def starting_model(
-    joined: JoinedRun, *, cache: Path, threads: int, progress: Callable[[float], None]
+    joined: JoinedRun,
+    *,
+    cache: Path,
+    threads: int,
+    progress: Callable[[float], None],
+    access: StoreSettings | None = None,
 ) -> Path:
     """Return the directory of the initial model, making it when the cache does not hold it.
 
-    `progress` is called with the finished share of a warm start. Raises PluginError and RecipeError for what the
-    recipe says, OSError when a model cannot be loaded.
+    `progress` is called with the finished share of a warm start, `access` says how to reach another run's store. Raises
+    PluginError and RecipeError for what the recipe says, OSError when a model cannot be loaded, and as stores do.
     """
     settings = joined.policy.model
+    if settings.from_version is not None:
+        return _of_other_run(settings.from_version, cache=cache, access=access)
     if settings.path is not None:
         local = Path(settings.path).expanduser()
         return local if local.is_dir() else Path(snapshot_download(settings.path))
@@ -52,6 +65,31 @@ def asset_files(directory: Path) -> list[Path]:
         for path in directory.iterdir()
         if path.is_file() and path.suffix in _ASSET_SUFFIXES and path.name not in _NOT_ASSETS
     )
+
+
+def _of_other_run(start: StoredVersionSettings, *, cache: Path, access: StoreSettings | None) -> Path:
+    """The version in a folder of the cache, verified when it was fetched. Raises NotFoundError, CorruptManifest."""
+    name = hashlib.sha256(start.model_dump_json().encode()).hexdigest()[:16]
+    folder = cache / "versions" / f"{start.run}-{start.policy}-{start.version}-{name}"
+    if folder.is_dir():
+        return folder
+    store = open_store(start.store, settings=access)
+    log = VersionLog(store, run_id=start.run, policy_id=start.policy)
+    log.refresh()
+    if start.version >= len(log.records):
+        raise NotFoundError(
+            f"{start.store} has no version {start.version} of policy {start.policy!r} of run {start.run!r}, which the "
+            "recipe starts from: it is another store, or was emptied; restore it, or create the run anew"
+        )
+    found = log.record(start.version).manifest_sha256.hex()
+    if start.manifest_sha256 not in (None, found):
+        raise CorruptManifest(
+            f"version {start.version} of policy {start.policy!r} of run {start.run!r} in {start.store} has manifest "
+            f"{found[:16]}…, the recipe wants {start.manifest_sha256[:16]}…: the store was begun anew; restore it, or "
+            "fork again"
+        )
+    export_version(store, log, version=start.version, to=folder)
+    return folder
 
 
 def _warm_started(

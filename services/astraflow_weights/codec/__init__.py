@@ -6,6 +6,7 @@ nothing. Trainers, nodes and tools import from here.
 
 from astraflow_weights.codec.delta import DeltaSummary, apply_delta, encode_delta, summarize_delta
 from astraflow_weights.codec.merge import invert_delta, merge_deltas
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.snapshot import decode_snapshot, encode_snapshot
 from astraflow_weights.codec.tensors import Array, Model
 from astraflow_weights.errors import CorruptPart, ModelMismatch, NeedsBase
@@ -17,6 +18,7 @@ __all__ = [
     "Model",
     "ModelMismatch",
     "NeedsBase",
+    "Schema",
     "apply_delta",
     "decode_snapshot",
     "encode_delta",

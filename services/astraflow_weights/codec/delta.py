@@ -12,13 +12,21 @@ from typing import Any
 
 import numpy.typing as npt
 
+from astraflow_weights.codec.ordered import in_order
 from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
-from astraflow_weights.codec.parts.reader import PartSet, open_parts
+from astraflow_weights.codec.parts.reader import PartSet, open_part, open_parts
 from astraflow_weights.codec.parts.writer import PartSetHead, Placed, write_parts
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.shards import ShardedModel, whole
-from astraflow_weights.codec.tensors import Model, flat_unsigned, require_same_specs, spec_of, tile_ranges
+from astraflow_weights.codec.tensors import (
+    Model,
+    TensorSpec,
+    flat_unsigned,
+    require_same_specs,
+    tile_ranges,
+)
 from astraflow_weights.codec.tiles import delta as tile_delta
-from astraflow_weights.codec.tiles.grid import PartKind, Steps, StoredTile
+from astraflow_weights.codec.tiles.grid import EncodedTile, PartKind, Steps, StoredTile
 from astraflow_weights.errors import CorruptPart
 
 # Decoded steps that are kept between the check and the writing; what is beyond is decoded twice.
@@ -30,13 +38,7 @@ class DeltaSummary:
     """What a delta changes."""
 
     num_changed: int
-    num_elements: int
     size_bytes: int
-
-    @property
-    def density(self) -> float:
-        """Changed share of all elements; 0 for a model without elements."""
-        return self.num_changed / self.num_elements if self.num_elements else 0.0
 
 
 def encode_delta(
@@ -58,37 +60,55 @@ def encode_delta(
     head = PartSetHead(kind=PartKind.DELTA, base_version=base_version, target_version=target_version)
     held = whole(target)
     tiles = encode_delta_tiles(whole(base), held, context=context)
-    return write_parts(tiles, head=head, specs=held.specs, part_bytes=part_bytes)
+    return list(write_parts(tiles, head=head, schema=Schema.of(held.specs), part_bytes=part_bytes))
 
 
 def encode_delta_tiles(
-    base: ShardedModel, target: ShardedModel, *, context: bool = False
+    base: ShardedModel, target: ShardedModel, *, context: bool = False, threads: int = 1
 ) -> Iterator[Placed]:
-    """Tiles that turn one process's shards of `base` into those of `target`; both are cut alike.
+    """Tiles that turn one process's shards of `base` into those of `target`, which are cut alike; what is equal has
+    none.
 
     The changes that `target` knows are those over `base`. Raises ModelMismatch when the models differ in
     names, dtypes or shapes.
     """
     require_same_specs(base.specs, target.specs)
+
+    def encode(place: _Place) -> EncodedTile | None:
+        before, after = base.shards[place.spec.name], target.shards[place.spec.name]
+        first = place.start - after.start
+        span = slice(first, first + place.count)
+        changes = target.changes.within(place.spec.name, first, place.count) if target.changes else None
+        return tile_delta.encode_tile(
+            before.elements[span],
+            after.elements[span],
+            start=place.start,
+            context=context,
+            changes=changes,
+        )
+
+    places = list(_places(base, target))
+    tiles = in_order(encode, places, threads=threads, name="weights-encode")
+    for place, tile in zip(places, tiles, strict=True):
+        if tile is not None:
+            yield place.spec, tile
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tile of a shard."""
+
+    spec: TensorSpec
+    start: int
+    count: int
+
+
+def _places(base: ShardedModel, target: ShardedModel) -> Iterator[_Place]:
     for spec, after in target.held():
         before = base.shards[spec.name]
         assert (before.start, before.stop) == (after.start, after.stop)
-        if not spec.num_elements:
-            yield spec, None
         for start, count in tile_ranges(after.stop, start=after.start):
-            first = start - after.start
-            span = slice(first, first + count)
-            changes = target.changes.within(spec.name, first, count) if target.changes else None
-            yield (
-                spec,
-                tile_delta.encode_tile(
-                    before.elements[span],
-                    after.elements[span],
-                    start=start,
-                    context=context,
-                    changes=changes,
-                ),
-            )
+            yield _Place(spec, start, count)
 
 
 def apply_delta(mirror: Model, parts: Sequence[bytes]) -> None:
@@ -99,8 +119,7 @@ def apply_delta(mirror: Model, parts: Sequence[bytes]) -> None:
     weights) are changed once. Raises ValueError when an array is read-only, not contiguous or overlaps
     another in part.
     """
-    delta = open_parts(parts, kind=PartKind.DELTA)
-    _check_same_model(mirror, delta)
+    delta = open_parts(parts, kind=PartKind.DELTA, schema=Schema.of_model(mirror))
     flats = _flat_views(mirror)
     tiles = _without_aliases(delta, flats)
     decoded = _decoded(tiles, flats)
@@ -111,12 +130,11 @@ def apply_delta(mirror: Model, parts: Sequence[bytes]) -> None:
 
 
 def summarize_delta(parts: Sequence[bytes]) -> DeltaSummary:
-    """Count what a complete delta changes. Raises CorruptPart."""
-    delta = open_parts(parts, kind=PartKind.DELTA)
+    """Count what a delta changes. Raises CorruptPart for a damaged part; whether all are there is not looked at."""
+    opened = [open_part(part) for part in parts]
     return DeltaSummary(
-        num_changed=sum(tile.num_changed for tile in delta.tiles),
-        num_elements=sum(spec.num_elements for spec in delta.specs),
-        size_bytes=sum(len(part) for part in parts),
+        num_changed=sum(int(part.num_changed.sum()) for part in opened),
+        size_bytes=sum(map(len, parts)),
     )
 
 
@@ -139,23 +157,13 @@ def _flat_views(mirror: Model) -> dict[str, npt.NDArray[Any]]:
     return {name: flat_unsigned(array) for name, array in mirror.items()}
 
 
-def _check_same_model(mirror: Model, delta: PartSet) -> None:
-    have = {spec.name: spec for spec in (spec_of(name, array) for name, array in mirror.items())}
-    made_for = {spec.name: spec for spec in delta.specs}
-    if have != made_for:
-        name = min(name for name in have.keys() | made_for.keys() if have.get(name) != made_for.get(name))
-        raise CorruptPart(
-            f"the delta was made for another model: {name!r} is {made_for.get(name)}, not {have.get(name)}"
-        )
-
-
 def _without_aliases(delta: PartSet, flats: dict[str, npt.NDArray[Any]]) -> list[StoredTile]:
     """Tiles of every tensor but those whose memory another tensor already stands for."""
     owners = _owners(flats)
     contents: dict[str, list[tuple[object, ...]]] = {name: [] for name in owners}
     for tile in delta.tiles:
         contents[tile.spec.name].append(
-            (tile.start, tile.num_elements, tile.codec, tile.num_changed, tile.params, tile.aux, tile.body)
+            (tile.start, tile.num_elements, tile.codec, tile.num_changed, tile.first_exponent, tile.body)
         )
     for name, owner in owners.items():
         if contents[name] != contents[owner]:

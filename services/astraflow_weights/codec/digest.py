@@ -14,7 +14,6 @@ from astraflow_weights.codec.tensors import TensorSpec
 SHA256_BYTES = 32
 TENSOR_DIGEST_BYTES = 16
 _ROOT_DOMAIN = b"astraflow.weights.v1/model_root\n"
-_SCHEMA_DOMAIN = b"astraflow.weights.v1/schema\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +36,13 @@ def model_root(digests: Iterable[TensorDigest]) -> bytes:
     """sha256 over the tensors sorted by name, each as its spec followed by its digest; 32 bytes."""
     root = hashlib.sha256(_ROOT_DOMAIN)
     for entry in sorted(digests, key=lambda entry: entry.spec.name):
-        root.update(_spec_bytes(entry.spec))
+        root.update(spec_bytes(entry.spec))
         root.update(entry.digest)
     return root.digest()
 
 
-def schema_id(specs: Iterable[TensorSpec]) -> bytes:
-    """First 16 bytes of the sha256 over all specs sorted by name: what kind of model, whatever its values."""
-    schema = hashlib.sha256(_SCHEMA_DOMAIN)
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        schema.update(_spec_bytes(spec))
-    return schema.digest()[:16]
-
-
-def _spec_bytes(spec: TensorSpec) -> bytes:
+def spec_bytes(spec: TensorSpec) -> bytes:
+    """A tensor's description as it stands in schemas and is hashed into roots."""
     name, dtype = spec.name.encode(), spec.dtype.encode()
     numbers = (
         len(name).to_bytes(4, "little"),

@@ -1,4 +1,4 @@
-"""Digests of tensors, tiles and files, by xxh3.
+"""Digests of tensors and files, by xxh3.
 
 Invariant: they are taken over the resulting bytes, whatever path led to them. xxh3 runs at memory speed, so
 every tensor of every version is checked in full; it guards against faults, not attackers: sha256 of the
@@ -24,11 +24,6 @@ def tensor_digest(array: Array) -> bytes:
 def tensor_digests(model: Model) -> tuple[TensorDigest, ...]:
     """Digests of all tensors, sorted by name. Raises ValueError as `specs_of` does."""
     return tuple(TensorDigest(spec=spec, digest=tensor_digest(model[spec.name])) for spec in specs_of(model))
-
-
-def tile_digest(body: bytes | memoryview) -> int:
-    """xxh3-64 of a tile's encoded body."""
-    return xxhash.xxh3_64_intdigest(body)
 
 
 def bytes_digest(data: bytes) -> str:

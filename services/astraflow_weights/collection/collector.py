@@ -20,9 +20,10 @@ from astraflow_weights.settings import CollectionSettings
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import Sweep, stored_leases
+from astraflow_weights.versions.history import VersionRecord
 from astraflow_weights.versions.identity import read_identity
 from astraflow_weights.versions.intents import FoundIntents, find_intents
-from astraflow_weights.versions.log import VersionLog, VersionRecord, path_key
+from astraflow_weights.versions.log import VersionLog, path_key
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.standing import Known, compare
 
@@ -64,6 +65,8 @@ class Survey:
     unnamed: Mapping[bytes, int]
     """Parts that nothing names: a writer may be about to."""
     lost: tuple[int, ...]
+    unreadable: tuple[int, ...]
+    """Versions that should stay and whose entries nobody can read: while there are any, what nothing names is kept."""
     broken_paths: int
     """Added paths that name parts which are gone; a round deletes them."""
 
@@ -154,6 +157,7 @@ class Collector:
             garbage={name: size for name, size in present.items() if name in named and name not in kept},
             unnamed={name: size for name, size in present.items() if name not in named and name not in kept},
             lost=retention.lost,
+            unreadable=retention.unreadable,
             broken_paths=len(self._paths_without(present.keys())),
         )
 
@@ -165,7 +169,7 @@ class Collector:
         self._suspects = self._suspected(survey)
         garbage = {**survey.garbage, **strays}
         if not garbage and not survey.broken_paths:
-            stage = Stage.LOOK_AGAIN if survey.unnamed else Stage.NOTHING
+            stage = Stage.LOOK_AGAIN if survey.unnamed and not survey.unreadable else Stage.NOTHING
             return Step(stage=stage, wait_s=_POLL_S if self._suspects else self._settings.grace_s)
         self._rounds.begin(frozenset(garbage))
         self._watch = None
@@ -188,7 +192,7 @@ class Collector:
     def _confirmed(self, survey: Survey, before: FoundIntents) -> dict[bytes, int]:
         """Parts that nothing named when last looked at, and nothing names although all who might have has ended."""
         suspects = self._suspects
-        if suspects is None:
+        if suspects is None or survey.unreadable:
             return {}
         suspects.intents &= before.live
         if suspects.intents:
@@ -199,7 +203,7 @@ class Collector:
         """What to look at again. While earlier suspects are not settled they stay, so that each is in time."""
         if self._suspects is not None and self._suspects.intents:
             return self._suspects
-        if not survey.unnamed:
+        if not survey.unnamed or survey.unreadable:
             return None
         return _Suspects(names=frozenset(survey.unnamed), intents=self._intents().live)
 
@@ -235,8 +239,11 @@ class Collector:
 
     def _decision(self, found: OpenRound, present: Mapping[bytes, int]) -> Sweep:
         parts = found.tombstone.parts
-        leased = self._leased()
-        kept = parts & (self._retention(present).parts.keys() | leased)
+        leased, retention = self._leased(), self._retention(present)
+        kept = parts & (retention.parts.keys() | leased)
+        if retention.unreadable:
+            # What the entries that nobody can read name cannot be told from what nothing names.
+            kept |= parts - self._named()
         deleted = parts - kept
         gone = frozenset(
             Edge(version=record.version, base_version=base)

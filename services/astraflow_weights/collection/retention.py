@@ -9,9 +9,10 @@ begun may still delete one. The collector calls `retained` before and after each
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from astraflow_weights.errors import Edge, NoPath
+from astraflow_weights.errors import CorruptManifest, Edge, NoPath
+from astraflow_weights.versions.history import VersionRecord
 from astraflow_weights.versions.inspection import parts_by_base
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.standing import ServerStanding
@@ -32,12 +33,15 @@ class Roots:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Paths that stay, each with the reason. `lost` are roots that nothing leads to any more."""
+    """Paths that stay, each with the reason. `lost` are roots that nothing leads to any more, `unreadable` versions
+    that should stay and whose entries nobody can read: what these name is not known.
+    """
 
     horizon: int
     paths: Mapping[Edge, str]
     parts: Mapping[bytes, str]
     lost: tuple[int, ...]
+    unreadable: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -76,7 +80,18 @@ def retained(
     _add_routes(log, roots, kept=kept, planner=planner, horizon=horizon)
     _add_merges(kept)
     parts = {part.sha256: why for edge, why in kept.paths.items() for part in offered[edge]}
-    return Retention(horizon=horizon, paths=kept.paths, parts=parts, lost=tuple(sorted(set(kept.lost))))
+    wanted = roots.pinned | roots.served | {roots.announced}
+    return Retention(
+        horizon=horizon,
+        paths=kept.paths,
+        parts=parts,
+        lost=tuple(sorted(set(kept.lost))),
+        unreadable=tuple(
+            record.version
+            for record in log.records
+            if record.damage and (record.version >= horizon or record.version in wanted)
+        ),
+    )
 
 
 def paths_of(record: VersionRecord) -> Iterator[tuple[Edge, tuple[PartRef, ...]]]:
@@ -109,7 +124,7 @@ class _Planner:
         for avoid in (self.broken | self.uncertain, self.broken):
             try:
                 plan = plan_pull(self.log, held=held, target=target, avoid=avoid)
-            except NoPath:
+            except (NoPath, CorruptManifest):
                 continue
             return [step.edge for step in plan.steps]
         return None
@@ -129,7 +144,8 @@ def _add_routes(log: VersionLog, roots: Roots, *, kept: _Kept, planner: _Planner
         if None not in bases and reached.isdisjoint(base for base in bases if base is not None):
             route = planner.route(held=None, target=record.version)
             _add_route(kept, route, version=record.version, why="the path to a retained version")
-        reached.add(record.version)
+        if not record.damage:
+            reached.add(record.version)
 
 
 def _wanted(roots: Roots, *, newest: int) -> Iterator[tuple[int, str]]:

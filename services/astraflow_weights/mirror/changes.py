@@ -37,8 +37,8 @@ class ChangeRecorder:
         self._grid = grid
         self._lock = Lock()
         self._by_tile: dict[int, U32] = {}
-        self._room = int(sum(spec.num_elements for spec in grid.specs) * _MAX_SHARE)
-        self._is_whole = all(spec.num_elements < _MAX_ELEMENTS for spec in grid.specs)
+        self._room = int(sum(spec.num_elements for spec in grid.schema.specs) * _MAX_SHARE)
+        self._is_whole = all(spec.num_elements < _MAX_ELEMENTS for spec in grid.schema.specs)
 
     def note(self, tile: GridTile, before: UInts, after: UInts) -> None:
         """A tile goes from one content to the other. Any thread."""

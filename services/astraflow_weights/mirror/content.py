@@ -150,7 +150,7 @@ class MirrorContent:
         """
         assert self.held is not None
         base, grid, self.changes = self.held.holding, self.held.tiles.grid, None
-        change = steps_of(grid, sets, specs=grid.specs)
+        change = steps_of(grid, sets)
         self._recorder = ChangeRecorder(grid) if self._settings.record_changes else None
         self._journal.begin(grid, threads=self._settings.apply_threads)
         self._files.write_manifest(to, manifest)
@@ -284,7 +284,7 @@ class MirrorContent:
         manifest = self._files.read_manifest(holding)
         if manifest is None:
             return False
-        grid = TileGrid([tensor.spec for tensor in manifest.tensors])
+        grid = TileGrid(manifest.schema)
         digests = self._files.read_digests(holding, grid)
         try:
             tiles = MappedTiles(self._files.weights, grid)
@@ -309,15 +309,15 @@ class MirrorContent:
         assert self.held is not None
         if self._journal.progress(self.held.tiles.grid) is None:
             return None
-        sets = []
+        sets, grid = [], self.held.tiles.grid
         try:
             for step in steps_in(change):
                 parts = [self._journal.part(ref) for ref in step.parts]
                 whole = [part for part in parts if part is not None]
-                sets.append((step.edge, joined(whole, kind=kind_of(step.edge))))
+                sets.append((step.edge, joined(whole, kind=kind_of(step.edge), schema=grid.schema)))
         except CorruptPart:
             return None
-        return steps_of(self.held.tiles.grid, sets, specs=self.held.tiles.grid.specs)
+        return steps_of(grid, sets)
 
     def _writer(self, held: Held) -> TileWriter:
         return TileWriter(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 
 from astraflow_weights.codec.parts.reader import Part, PartSet, joined, open_part
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.tiles import snapshot as tile_snapshot
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
@@ -62,6 +63,7 @@ class Fetcher:
 
     store: ObjectStore
     journal: Journal
+    schema: Schema
     threads: int
     rates: MeasuredRates
     received: Received = field(default_factory=Received)
@@ -87,7 +89,7 @@ class Fetcher:
                 part = open_part(data)
                 _decode_into(part, into)
             self.rates.decoded(PartKind.SNAPSHOT, size_bytes=len(data), took_s=elapsed.seconds)
-            return replace(part, tiles=tuple(replace(tile, body=memoryview(b"")) for tile in part.tiles))
+            return replace(part, bodies=[memoryview(b"")] * len(part.bodies))
 
         self._all([step], fetch)
 
@@ -128,23 +130,19 @@ class Fetcher:
         with ThreadPoolExecutor(self.threads, thread_name_prefix="weights-pull") as pool:
             pending = [(step, [pool.submit(fetch, step, ref) for ref in step.parts]) for step in steps]
             try:
-                return [(step.edge, _set_of(step, futures)) for step, futures in pending]
+                return [(step.edge, self._set_of(step, futures)) for step, futures in pending]
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-
-def _set_of(step: PullStep, futures: Sequence[Future[Part]]) -> PartSet:
-    try:
-        return joined([future.result() for future in futures], kind=kind_of(step.edge))
-    except CorruptPart as error:
-        raise unusable(step.edge, error) from error
+    def _set_of(self, step: PullStep, futures: Sequence[Future[Part]]) -> PartSet:
+        try:
+            parts = [future.result() for future in futures]
+            return joined(parts, kind=kind_of(step.edge), schema=self.schema)
+        except CorruptPart as error:
+            raise unusable(step.edge, error) from error
 
 
 def _decode_into(part: Part, into: MappedTiles) -> None:
     """Raises CorruptPart for tiles of another model, before their first element is written."""
-    specs = {spec.name: spec for spec in into.grid.specs}
-    for tile in part.tiles:
-        spec = specs.get(tile.spec.name)
-        if spec != tile.spec or tile.start + tile.num_elements > spec.num_elements:
-            raise CorruptPart(f"{tile} is of another model")
-        tile_snapshot.decode_tile(tile, out=into.elements(spec.name, tile.start, tile.num_elements))
+    for tile in part.tiles(into.grid.schema):
+        tile_snapshot.decode_tile(tile, out=into.elements(tile.spec.name, tile.start, tile.num_elements))

@@ -181,6 +181,12 @@ class Mirror:
                 rejected=rejected,
             )
 
+    def lend_manifest(self, log_reader: VersionLog) -> None:
+        """Give the log the manifest of the held version, where nobody can read its entry."""
+        held = self._content.held
+        if held is not None:
+            log_reader.restore(held.manifest, manifest_sha256=bytes.fromhex(held.holding.manifest_sha256))
+
     def _pull(self, store: ObjectStore, log_reader: VersionLog, *, target: int) -> MirrorPull:
         # First the record: a log that does not know the target says nothing about what is held.
         pull = MirrorPull(

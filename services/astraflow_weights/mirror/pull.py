@@ -22,7 +22,8 @@ from astraflow_weights.mirror.tile_repair import fetch_repair, plan_repair
 from astraflow_weights.mirror.tile_steps import kind_of, steps_of
 from astraflow_weights.settings import MirrorSettings
 from astraflow_weights.store import ObjectStore
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import Manifest
 from astraflow_weights.versions.planner import PullPlan, plan_pull
 from astraflow_weights.versions.pull import PullCounts, check_size
@@ -65,7 +66,7 @@ class MirrorPull:
             return
         manifest = self._log.manifest(self._record.version)
         plan = self._plan(held=self.base, target=self._record.version, avoid=frozenset())
-        fetcher = self._fetcher()
+        fetcher = self._fetcher(manifest)
         try:
             self._fetch(fetcher, plan, manifest=manifest)
         finally:
@@ -95,7 +96,7 @@ class MirrorPull:
         manifest = self._log.manifest(self._record.version)
         base = self.base
         plan = self._plan(held=base, target=self._record.version, avoid=avoid)
-        fetcher = self._fetcher()
+        fetcher = self._fetcher(manifest)
         to = _holding(self._record)
         try:
             if self._in_place(manifest):
@@ -148,7 +149,7 @@ class MirrorPull:
         assert self._content.held is not None
         manifest = self._content.held.manifest
         wrong = [asset for asset in manifest.assets if asset.file_name in self._content.wrong_assets]
-        fetcher = self._fetcher()
+        fetcher = self._fetcher(manifest)
         try:
             fetcher.assets(wrong, manifest=manifest)
             self._content.repair(heal)
@@ -199,14 +200,14 @@ class MirrorPull:
     def _build(self, fetcher: Fetcher, plan: PullPlan, *, to: Holding, manifest: Manifest) -> None:
         """Decode a version into a file beside what is held, if anything is, and put it in its place."""
         check_size(manifest, max_bytes=self._settings.max_model_bytes)
-        grid = TileGrid([tensor.spec for tensor in manifest.tensors])
+        grid = TileGrid(manifest.schema)
         partial = self._files.partial
         partial.unlink(missing_ok=True)
         try:
-            checkpoint.create_weights_file(partial, grid.specs)
+            checkpoint.create_weights_file(partial, grid.schema.specs)
             tiles = MappedTiles(partial, grid)
             fetcher.build(plan.steps[0], tiles)
-            change = steps_of(grid, fetcher.sets(plan.steps[1:]), specs=grid.specs)
+            change = steps_of(grid, fetcher.sets(plan.steps[1:]))
             for tile in change.changed:
                 change.advance(tile, tiles.view(tile))
             require_manifest(tiles, manifest, edges=frozenset(step.edge for step in plan.steps))
@@ -226,10 +227,14 @@ class MirrorPull:
         fetcher.assets(assets, manifest=manifest)
         return fetcher.sets(plan.steps)
 
-    def _fetcher(self) -> Fetcher:
+    def _fetcher(self, manifest: Manifest) -> Fetcher:
         """For one plan."""
         return Fetcher(
-            store=self._store, journal=self._journal, threads=self._settings.fetch_threads, rates=self._rates
+            store=self._store,
+            journal=self._journal,
+            schema=manifest.schema,
+            threads=self._settings.fetch_threads,
+            rates=self._rates,
         )
 
     @property
@@ -255,7 +260,7 @@ class MirrorPull:
         held = self._content.held
         if held is None or not self._is_in(held.holding):
             return False
-        return held.tiles.grid.specs == TileGrid([tensor.spec for tensor in manifest.tensors]).specs
+        return held.tiles.grid.schema == manifest.schema
 
     def _plan_if_any(self, *, held: int | None, avoid: frozenset[Edge]) -> PullPlan | None:
         try:

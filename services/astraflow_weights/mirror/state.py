@@ -6,7 +6,7 @@ finish, undo or repair, whatever died in it. `mirror` writes it; whoever loads r
 
     <root>/checkpoint/    model.safetensors and assets: what an engine loads
     <root>/state.json     CLEAN(v), or APPLYING(v→w)
-    <root>/meta/          per version: its manifest, and the digests of its tiles
+    <root>/meta/          per version: its manifest, its schema, and the digests of its tiles
     <root>/journal/       what a version that is applied next is made from
     <root>/model.partial  a first version that is being fetched
     <root>/lock, puller   held by whoever loads or applies; by whoever advances
@@ -19,15 +19,24 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from astraflow.errors import IncompatibleError
 from astraflow_weights.codec.digest import sha256
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.durable import replace_synced
 from astraflow_weights.errors import CorruptManifest, Edge
 from astraflow_weights.mirror.tile_grid import DIGEST_BYTES, TileDigests, TileGrid
 from astraflow_weights.store.layout import WEIGHTS_FILE
-from astraflow_weights.versions.manifest import Manifest, PartRef, decode_entry, encode_entry
+from astraflow_weights.versions.manifest import (
+    Manifest,
+    ManifestEntry,
+    PartRef,
+    decode_entry,
+    encode_entry,
+    resolved,
+)
 from astraflow_weights.versions.planner import PullStep
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SEAL_BYTES = 16
 
@@ -157,15 +166,18 @@ class MirrorFiles:
 
     def write_manifest(self, holding: Holding, manifest: Manifest) -> None:
         """Keep what a version must be."""
-        replace_synced(self._meta_path(holding, "manifest"), encode_entry(manifest))
+        replace_synced(self._meta_path(holding, "schema"), manifest.schema.content)
+        replace_synced(self._meta_path(holding, "manifest"), encode_entry(manifest.entry()))
 
     def read_manifest(self, holding: Holding) -> Manifest | None:
         """What a version must be; None when that is missing or damaged."""
         try:
             entry = decode_entry(self._meta_path(holding, "manifest").read_bytes())
-        except (OSError, CorruptManifest):
+            schema = Schema.decode(self._meta_path(holding, "schema").read_bytes())
+            assert isinstance(entry, ManifestEntry)
+            return resolved(entry, schema=schema, key_digests=None)
+        except (OSError, ValueError, CorruptManifest, IncompatibleError):
             return None
-        return entry if isinstance(entry, Manifest) else None
 
     def write_digests(self, holding: Holding, digests: TileDigests) -> None:
         """Keep the digests of a version's tiles."""

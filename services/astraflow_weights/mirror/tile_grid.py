@@ -1,10 +1,10 @@
 """The tiles of a whole model: where each lies, and the digests by which a mirror knows its own.
 
-Invariant: the numbering follows from the tensors' names and shapes only (by name, then by position), so a table of
-digests that was written by one process is read by another. The mirror and its journal call it.
+Invariant: tiles are numbered as the schema numbers its cells, so a table of digests that was written by one
+process is read by another. The mirror and its journal call it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from astraflow_weights.codec.tensors import (
-    MAX_TILE_ELEMENTS,
-    Array,
-    TensorSpec,
-    flat_unsigned,
-    specs_of,
-    tile_ranges,
-)
+from astraflow_weights.codec.schema import Schema
+from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array, TensorSpec, flat_unsigned, specs_of
 from astraflow_weights.mirror.checkpoint import DamagedCheckpoint, map_weights
 
 UInts = npt.NDArray[Any]
@@ -31,7 +25,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridTile:
-    """Tile `index` of the model: elements [start, start + count) of a tensor."""
+    """Cell `index` of the schema, as a tile of the model: elements [start, start + count) of a tensor."""
 
     index: int
     spec: TensorSpec
@@ -55,29 +49,23 @@ class GridTile:
 class TileGrid:
     """All tiles of a model."""
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self.specs = tuple(sorted(specs, key=lambda spec: spec.name))
-        self._first: dict[str, int] = {}
-        tiles: list[GridTile] = []
-        for spec in self.specs:
-            self._first[spec.name] = len(tiles)
-            for start, count in tile_ranges(spec.num_elements):
-                tiles.append(GridTile(index=len(tiles), spec=spec, start=start, count=count))
-        self.tiles = tuple(tiles)
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        places = (schema.place(cell) for cell in range(schema.num_cells))
+        self.tiles = tuple(
+            GridTile(index=cell, spec=spec, start=start, count=count)
+            for cell, (spec, start, count) in enumerate(places)
+        )
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec.size_bytes for spec in self.specs)
+        return sum(spec.size_bytes for spec in self.schema.specs)
 
     @property
     def max_tile_bytes(self) -> int:
         """Bytes of the largest tile; 0 for a model without elements."""
         return max((tile.size_bytes for tile in self.tiles), default=0)
-
-    def covering(self, name: str, start: int) -> GridTile:
-        """The tile that element `start` of a tensor lies in."""
-        return self.tiles[self._first[name] + start // MAX_TILE_ELEMENTS]
 
 
 class MappedTiles:
@@ -87,7 +75,7 @@ class MappedTiles:
         """Raises DamagedCheckpoint when the file is not one of these tensors."""
         self.grid = grid
         self.model: Mapping[str, Array] = map_weights(path, "r+")
-        if not self.model or specs_of(self.model) != grid.specs:
+        if not self.model or specs_of(self.model) != grid.schema.specs:
             raise DamagedCheckpoint(f"{path} is of another model")
         self._flats = {name: flat_unsigned(array) for name, array in self.model.items()}
 

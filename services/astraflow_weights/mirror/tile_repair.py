@@ -1,7 +1,8 @@
 """Fetches just what some tiles of a version need, to write them anew.
 
 Invariant: which parts are fetched follows from their tables, read by range; what comes is fetched whole and compared
-with its sha256, so a table that lies costs a failure and never a wrong bit. The mirror calls it when tiles of its file
+with its sha256. What comes of it is compared with the tiles' own digests, so a table that lies costs a failure and
+never a wrong bit. The mirror calls it when tiles of its file
 match nothing that they should be.
 """
 
@@ -9,19 +10,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from astraflow_weights.codec.parts.reader import TileRange, open_part, read_ranges
-from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
+from astraflow_weights.codec.parts.reader import open_part, read_cells
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.tiles.grid import StoredTile
 from astraflow_weights.errors import CorruptPart, Edge, ObjectNotFound
 from astraflow_weights.mirror.tile_grid import GridTile, TileGrid
-from astraflow_weights.mirror.tile_steps import TileSteps, covers
+from astraflow_weights.mirror.tile_steps import TileSteps
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.fetch import fetch_part
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import PullPlan, PullStep
 from astraflow_weights.versions.pull import unusable
 
-# A table of a part with four tiles of one tensor is about 300 bytes.
+# A tile takes about two bytes of a table.
 _TABLE_BYTES = 8 * 2**10
 
 
@@ -35,14 +36,14 @@ class RepairPlan:
 
 def plan_repair(store: ObjectStore, plan: PullPlan, tiles: Sequence[GridTile], *, threads: int) -> RepairPlan:
     """Which parts of a plan from nothing hold these tiles. Raises VerificationFailed, and as the store does."""
-    wanted = {(tile.spec.name, tile.number) for tile in tiles}
+    wanted = {tile.index for tile in tiles}
     table_bytes, steps = 0, []
     with ThreadPoolExecutor(threads, thread_name_prefix="weights-tables") as pool:
         for step in plan.steps:
-            found = list(pool.map(lambda ref, edge=step.edge: _ranges(store, edge, ref), step.parts))
+            found = list(pool.map(lambda ref, edge=step.edge: _cells(store, edge, ref), step.parts))
             table_bytes += sum(read for _, read in found)
             chosen = [
-                ref for ref, (ranges, _) in zip(step.parts, found, strict=True) if _holds(ranges, wanted)
+                ref for ref, (cells, _) in zip(step.parts, found, strict=True) if not wanted.isdisjoint(cells)
             ]
             steps.append(PullStep(edge=step.edge, parts=tuple(chosen)))
     size_bytes = table_bytes + sum(step.size_bytes for step in steps)
@@ -53,27 +54,26 @@ def fetch_repair(
     store: ObjectStore, plan: RepairPlan, tiles: Sequence[GridTile], *, grid: TileGrid, threads: int
 ) -> TileSteps:
     """What the plan does to these tiles, and to no other. Raises VerificationFailed, and as the store does."""
-    wanted = {(tile.spec.name, tile.number) for tile in tiles}
+    wanted = {tile.index for tile in tiles}
     steps = []
     with ThreadPoolExecutor(threads, thread_name_prefix="weights-repair") as pool:
         for step in plan.steps:
-            fetched = pool.map(lambda ref, edge=step.edge: _tiles(store, edge, ref), step.parts)
-            pieces = [tile for found in fetched for tile in found if _place(tile) in wanted]
-            pieces.sort(key=lambda tile: (tile.spec.name, tile.start))
-            _require_all(step.edge, pieces, tiles)
-            steps.append((step.edge, pieces))
+            fetched = pool.map(
+                lambda ref, edge=step.edge: _tiles(store, edge, ref, schema=grid.schema), step.parts
+            )
+            steps.append((step.edge, [tile for found in fetched for tile in found if tile.cell in wanted]))
     return TileSteps(grid, steps)
 
 
-def _ranges(store: ObjectStore, edge: Edge, ref: PartRef) -> tuple[list[TileRange], int]:
-    """What a part says to hold, and how many bytes were read to know it."""
+def _cells(store: ObjectStore, edge: Edge, ref: PartRef) -> tuple[frozenset[int], int]:
+    """The cells a part says to have tiles in, and how many bytes were read to know it."""
     length = min(ref.size_bytes, _TABLE_BYTES)
     try:
         while True:
             head = store.get_range(ref.key, start=0, length=length)
-            ranges = read_ranges(head, size_bytes=ref.size_bytes)
-            if ranges is not None:
-                return ranges, length
+            cells = read_cells(head, size_bytes=ref.size_bytes)
+            if cells is not None:
+                return cells, length
             if length == ref.size_bytes:
                 raise CorruptPart(f"the table of {ref.key!r} does not end within {length} bytes")
             length = min(ref.size_bytes, length * 16)
@@ -83,24 +83,8 @@ def _ranges(store: ObjectStore, edge: Edge, ref: PartRef) -> tuple[list[TileRang
         raise unusable(edge, error) from error
 
 
-def _tiles(store: ObjectStore, edge: Edge, ref: PartRef) -> tuple[StoredTile, ...]:
+def _tiles(store: ObjectStore, edge: Edge, ref: PartRef, *, schema: Schema) -> tuple[StoredTile, ...]:
     try:
-        return open_part(fetch_part(store, ref)).tiles
+        return open_part(fetch_part(store, ref)).tiles(schema)
     except CorruptPart as error:
         raise unusable(edge, error) from error
-
-
-def _holds(ranges: Sequence[TileRange], wanted: set[tuple[str, int]]) -> bool:
-    return any((tile.name, tile.start // MAX_TILE_ELEMENTS) in wanted for tile in ranges)
-
-
-def _place(tile: StoredTile) -> tuple[str, int]:
-    return tile.spec.name, tile.start // MAX_TILE_ELEMENTS
-
-
-def _require_all(edge: Edge, pieces: Sequence[StoredTile], tiles: Sequence[GridTile]) -> None:
-    for tile in tiles:
-        own = [piece for piece in pieces if _place(piece) == (tile.spec.name, tile.number)]
-        if any(piece.spec != tile.spec for piece in own) or not covers(tile, own):
-            missing = CorruptPart(f"its parts do not hold {tile}")
-            raise unusable(edge, missing, tensor=tile.spec.name, tile=tile.number)

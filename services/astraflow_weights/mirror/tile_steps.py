@@ -1,15 +1,14 @@
 """What a path through the log does to each tile of a model.
 
-Invariant: all parts of a path were opened and cover every tile completely, so a tile can be taken from one version to
-another alone, through all steps of the path, without looking at any other. Nothing is kept but views of the
-parts. The mirror calls it.
+Invariant: all parts of a path were opened for the grid's schema, and what they do not hold they do not change, so a
+tile can be taken from one version to another alone, through all steps of the path, without looking at any other.
+Nothing is kept but views of the parts. The mirror calls it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from astraflow_weights.codec.parts.reader import PartSet
-from astraflow_weights.codec.tensors import TensorSpec
 from astraflow_weights.codec.tiles import delta as tile_delta
 from astraflow_weights.codec.tiles import snapshot as tile_snapshot
 from astraflow_weights.codec.tiles.grid import PartKind, StoredTile, TileCodec
@@ -39,8 +38,7 @@ class TileSteps:
         self._pieces: list[list[_Piece]] = [[] for _ in grid.tiles]
         for edge, tiles in steps:
             for tile in tiles:
-                at = grid.covering(tile.spec.name, tile.start).index
-                self._pieces[at].append(_Piece(tile=tile, edge=edge))
+                self._pieces[tile.cell].append(_Piece(tile=tile, edge=edge))
 
     @property
     def from_nothing(self) -> bool:
@@ -50,10 +48,13 @@ class TileSteps:
     @property
     def changed(self) -> list[GridTile]:
         """Tiles that the path writes to."""
-        return [tile for tile in self._grid.tiles if self._changes(self._pieces[tile.index])]
+        return [tile for tile in self._grid.tiles if self.from_nothing or self._pieces[tile.index]]
 
     def advance(self, tile: GridTile, elements: UInts) -> None:
         """Take the elements of a tile, in place, to the end of the path. Raises VerificationFailed."""
+        if self.from_nothing:
+            # What no tile of a snapshot holds is zero.
+            elements[:] = 0
         for piece in self._pieces[tile.index]:
             at = piece.tile.start - tile.start
             into = elements[at : at + piece.tile.num_elements]
@@ -71,7 +72,7 @@ class TileSteps:
         A snapshot says nothing about what was before it, and RICE_CTX needs just that to be read.
         """
         pieces = self._pieces[tile.index]
-        if any(piece.is_snapshot or piece.tile.codec is TileCodec.RICE_CTX for piece in pieces):
+        if self.from_nothing or any(piece.tile.codec is TileCodec.RICE_CTX for piece in pieces):
             return False
         for piece in reversed(pieces):
             at = piece.tile.start - tile.start
@@ -82,30 +83,12 @@ class TileSteps:
                 return False
         return True
 
-    def _changes(self, pieces: Sequence[_Piece]) -> bool:
-        return any(piece.is_snapshot or piece.tile.codec is not TileCodec.ZERO for piece in pieces)
 
-
-def steps_of(
-    grid: TileGrid, sets: Sequence[tuple[Edge, PartSet]], *, specs: Sequence[TensorSpec]
-) -> TileSteps:
-    """The steps of whole sets of parts. Raises VerificationFailed when one was made for other tensors."""
-    for edge, parts in sets:
-        if parts.specs != tuple(specs):
-            raise unusable(edge, CorruptPart("it was made for another model"))
+def steps_of(grid: TileGrid, sets: Sequence[tuple[Edge, PartSet]]) -> TileSteps:
+    """The steps of whole sets of parts of the grid's schema."""
     return TileSteps(grid, [(edge, parts.tiles) for edge, parts in sets])
 
 
 def kind_of(edge: Edge) -> PartKind:
     """Which kind of parts leads along an edge."""
     return PartKind.SNAPSHOT if edge.base_version is None else PartKind.DELTA
-
-
-def covers(tile: GridTile, pieces: Sequence[StoredTile]) -> bool:
-    """Whether the pieces, in order, are the whole tile."""
-    at = tile.start
-    for piece in pieces:
-        if piece.start != at:
-            return False
-        at += piece.num_elements
-    return at == tile.start + tile.count

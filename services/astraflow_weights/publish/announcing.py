@@ -1,7 +1,7 @@
 """Telling the dataflow server of committed versions: nodes activate no others.
 
-Invariant: every version in the log is announced, in order, none before those below it; also those that the server
-knew before its Redis lost them. The trainer's publishing thread calls it, and a rollback.
+Invariant: every version in the log that can be read is announced, in order, none before those below it; also those
+that the server knew before its Redis lost them. The trainer's publishing thread calls it, and a rollback.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,14 @@ class Announcer:
         self._epoch = epoch
 
     def announce_missing(self, log: Committed) -> None:
-        """Announce, in order, every version in the log that the server does not know."""
-        for committed in log.committed_since(self._newest_announced()):
-            self._announce(committed)
+        """Announce, in order, every version in the log that can be read and the server does not know."""
+        before = self._newest_announced()
+        for committed in log.committed_since(before):
+            next_number = 0 if before is None else before + 1
+            self._announce(committed, num_unreadable_before=committed.version - next_number)
+            before = committed.version
 
-    def _announce(self, committed: CommittedVersion) -> None:
+    def _announce(self, committed: CommittedVersion, *, num_unreadable_before: int) -> None:
         version = version_pb2.Version(
             policy_id=self.policy_id,
             version=committed.version,
@@ -47,7 +50,10 @@ class Announcer:
             rollback_of=committed.rollback_of,
         )
         request = version_service_pb2.PublishRequest(
-            run_id=self._run_id, version=version, trainer_epoch=self._epoch
+            run_id=self._run_id,
+            version=version,
+            trainer_epoch=self._epoch,
+            num_unreadable_before=num_unreadable_before,
         )
         self._client.call(self._client.versions.Publish, request)
 

@@ -57,12 +57,13 @@ def _plan(log: VersionLog, *, base_version: int, version: int, merged: bool) -> 
 
 def _merged(store: ObjectStore, log: VersionLog, plan: PullPlan, *, threads: int) -> Chain:
     deltas = [[fetch_part(store, ref) for ref in step.parts] for step in plan.steps]
+    schema = log.manifest(plan.steps[-1].edge.version).schema
     try:
-        return Chain(parts=merge_deltas(deltas), base=None)
+        return Chain(parts=merge_deltas(deltas, schema=schema), base=None)
     except NeedsBase:
         assert plan.held is not None
         base = build_version(store, log, target=plan.held, threads=threads)
-        return Chain(parts=merge_deltas(deltas, base=base), base=base)
+        return Chain(parts=merge_deltas(deltas, schema=schema, base=base), base=base)
 
 
 def _length(edge: Edge) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.history import VersionRecord
 
 MERGE_SPANS = (8, 64)
 # What could not be made for so many versions is given up: nodes that lag this far take a longer span or a snapshot.
@@ -33,15 +33,16 @@ def due_merges(records: Sequence[VersionRecord]) -> Iterator[Span]:
         first = max(length, (newest - _WINDOW) // length * length)
         for version in range(first, newest + 1, length):
             offered = {delta.base_version for delta in records[version].offered_deltas}
-            # What was collected is not made again, nor what is made of it.
-            swept = any(record.swept for record in records[version - length + 1 : version + 1])
-            if version - length not in offered and not swept:
+            # What was collected is not made again, nor what is made of it; nor what leads over unreadable entries.
+            span = records[version - length + 1 : version + 1]
+            is_broken = any(record.swept or record.damage for record in (records[version - length], *span))
+            if version - length not in offered and not is_broken:
                 yield Span(base_version=version - length, version=version)
 
 
 def snapshot_due(records: Sequence[VersionRecord], settings: PublishSettings) -> bool:
     """Whether the newest version should offer a snapshot and does not."""
-    if not records or records[-1].offered_snapshot is not None:
+    if not records or records[-1].damage or records[-1].offered_snapshot is not None:
         return False
     return wants_snapshot(records[:-1], delta_bytes=records[-1].delta_bytes, settings=settings)
 
@@ -56,6 +57,9 @@ def wants_snapshot(
         return True
     chain_bytes = delta_bytes
     for distance, record in enumerate(reversed(records), start=1):
+        if record.damage:
+            # Nothing may lead here from nothing any more.
+            return True
         if (snapshot := record.offered_snapshot) is not None:
             snapshot_bytes = sum(part.size_bytes for part in snapshot)
             too_costly = chain_bytes > settings.snapshot_chain_ratio * snapshot_bytes

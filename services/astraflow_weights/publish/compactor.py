@@ -1,4 +1,4 @@
-"""Makes merged deltas and snapshots behind the publisher, in one thread of its own.
+"""Makes merged deltas, snapshots and checkpoints of the log behind the publisher, in one thread of its own.
 
 Invariant: nothing waits for it, and nothing depends on it: a version is whole by its manifest, what is made
 here are cheaper paths to it. Parts are stored before the path that names them is created, once; whoever comes
@@ -12,14 +12,15 @@ from functools import partial
 
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
-from astraflow_weights.codec.parts.format import TARGET_PART_BYTES
 from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.collection.collector import Collector
 from astraflow_weights.publish.chains import chained_delta
 from astraflow_weights.publish.compaction import Span, due_merges, snapshot_due
 from astraflow_weights.publish.kept import KeptVersion
+from astraflow_weights.publish.log_keeping import keep_log
 from astraflow_weights.publish.uploads import Uploads, offer_path
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore
@@ -91,7 +92,8 @@ class Compactor:
         """Make everything that is due, in the calling thread. False when something failed: call again."""
         if not self._attempt("refresh", self._log.refresh):
             return False
-        done = [
+        done = [self._attempt("checkpoint", self._keep_log)]
+        done += [
             self._attempt("merge", partial(self._merge, span)) for span in list(due_merges(self._log.records))
         ]
         if self._owes_snapshot or snapshot_due(self._log.records, self._settings):
@@ -136,6 +138,9 @@ class Compactor:
             return False
         return True
 
+    def _keep_log(self) -> None:
+        keep_log(self._store, self._log, every_entries=self._settings.checkpoint_every_entries)
+
     def _merge(self, span: Span) -> None:
         chain = chained_delta(
             self._store,
@@ -160,7 +165,7 @@ class Compactor:
                 return
             head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
             tiles = encode_snapshot_tiles(kept.shards)
-            parts = write_parts(tiles, head=head, specs=kept.shards.specs, part_bytes=TARGET_PART_BYTES)
+            parts = list(write_parts(tiles, head=head, schema=Schema.of(kept.shards.specs)))
         # One that is offered has the same parts under the same names: what is missing of them is there again.
         self._announce(kept.version, None, parts)
         self._owes_snapshot = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from astraflow.errors import PreconditionError
 from astraflow_kit import failpoints
 from astraflow_weights.codec import (
+    Schema,
     apply_delta,
     encode_delta,
     encode_snapshot,
@@ -71,7 +72,8 @@ def roll_back(
 def _commit(
     store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> CommittedVersion:
-    newest = writer.log.records[-1]
+    newest = writer.log.latest()
+    assert newest is not None
     delta = writer.uploads.upload_parts(back.from_newest)
     snapshot = None
     if writer.wants_snapshot(delta_bytes=sum(part.size_bytes for part in delta)):
@@ -90,18 +92,18 @@ def _commit(
 
 
 def _path_back(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> _PathBack:
-    newest = len(log.records) - 1
+    newest = _newest(log)
     try:
         chain = chained_delta(store, log, base_version=version, version=newest, threads=threads)
     except (NoPath, CorruptPart) as broken:
         return _between_models(store, log, version=version, threads=threads, broken=broken)
-    return _inverted(chain, target=newest + 1)
+    return _inverted(chain, target=len(log.records), schema=log.manifest(version).schema)
 
 
-def _inverted(chain: Chain, *, target: int) -> _PathBack:
-    back = invert_delta(chain.parts, base=chain.base, target_version=target)
+def _inverted(chain: Chain, *, target: int, schema: Schema) -> _PathBack:
+    back = invert_delta(chain.parts, schema=schema, base=chain.base, target_version=target)
     # There and back again: proves the inverse without the model it leads to.
-    circle = merge_deltas([chain.parts, back], base=chain.base)
+    circle = merge_deltas([chain.parts, back], schema=schema, base=chain.base)
     if changed := summarize_delta(circle).num_changed:
         raise VerificationFailed(
             f"the inverse of the deltas does not lead back, {changed} elements differ: report this defect",
@@ -114,7 +116,7 @@ def _between_models(
     store: ObjectStore, log: VersionLog, *, version: int, threads: int, broken: Exception
 ) -> _PathBack:
     """The path back where no chain of deltas leads from the old version to the newest one any more."""
-    newest = len(log.records) - 1
+    newest, target = _newest(log), len(log.records)
     try:
         after = build_version(store, log, target=version, threads=threads)
         before = build_version(store, log, target=newest, threads=threads)
@@ -123,8 +125,8 @@ def _between_models(
             f"version {version} can no longer be built: {error.message} (deltas from it: {broken}); choose "
             "another one, and pin versions that you may want back (`astraflow weights pin`)"
         ) from error
-    back = encode_delta(before, after, base_version=newest, target_version=newest + 1)
-    same = encode_delta(after, after, base_version=version, target_version=newest + 1)
+    back = encode_delta(before, after, base_version=newest, target_version=target)
+    same = encode_delta(after, after, base_version=version, target_version=target)
     return _PathBack(from_newest=back, from_old=same, num_changed=summarize_delta(back).num_changed)
 
 
@@ -132,7 +134,7 @@ def _snapshot(
     store: ObjectStore, writer: VersionWriter, back: _PathBack, *, manifest: Manifest, threads: int
 ) -> tuple[PartRef, ...]:
     """Parts of a snapshot of the new version, which is built and compared for it."""
-    newest = len(writer.log.records) - 1
+    newest = _newest(writer.log)
     model = build_version(store, writer.log, target=newest, threads=threads)
     apply_delta(model, back.from_newest)
     if tensor_digests(model) != manifest.tensors:
@@ -140,4 +142,10 @@ def _snapshot(
             f"going back from version {newest} does not give version {manifest.version}: report this defect",
             version=manifest.version,
         )
-    return writer.uploads.upload_parts(encode_snapshot(model, version=newest + 1))
+    return writer.uploads.upload_parts(encode_snapshot(model, version=len(writer.log.records)))
+
+
+def _newest(log: VersionLog) -> int:
+    newest = log.latest()
+    assert newest is not None
+    return newest.version

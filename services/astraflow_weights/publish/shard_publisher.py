@@ -7,7 +7,7 @@ collective and ends alike everywhere. One process is a group of one (`codec.peer
 paths behind it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,23 +17,20 @@ from astraflow.errors import ConflictError
 from astraflow_kit import failpoints
 from astraflow_weights.codec.delta import encode_delta_tiles
 from astraflow_weights.codec.digest import TensorDigest, model_root
-from astraflow_weights.codec.parts.writer import PartSetHead
+from astraflow_weights.codec.parts.writer import PartSetHead, Placed
 from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.shards import Cover, ShardedModel, check_cover, sharded_digests
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
+from astraflow_weights.codec.tensors import TensorSpec
 from astraflow_weights.codec.tiles.grid import PartKind
-from astraflow_weights.publish.agreement import Encoded, on_every_rank, on_first_rank
+from astraflow_weights.publish.agreement import Encoded, on_first_rank
 from astraflow_weights.publish.kept import KeptVersion
-from astraflow_weights.publish.shard_parts import (
-    ShardParts,
-    announce_uploads,
-    encode_shard_parts,
-    upload_shard_parts,
-)
+from astraflow_weights.publish.shard_parts import ShardParts, announce_uploads, send_shard_parts
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.versions.log import VersionLog
-from astraflow_weights.versions.manifest import DeltaRef, PartRef
+from astraflow_weights.versions.manifest import DeltaRef
 from astraflow_weights.versions.probe import Probe
 
 
@@ -43,8 +40,16 @@ class _Plan:
 
     existing: CommittedVersion | None
     """The version that these bytes have already for the step."""
+    newest: int | None
+    """The newest version that can be read; below `next_version` - 1 where an entry cannot."""
     newest_root: bytes | None
     next_version: int
+
+    @property
+    def base(self) -> int:
+        """Version that the next delta starts from."""
+        assert self.newest is not None
+        return self.newest
 
 
 class ShardPublisher:
@@ -67,6 +72,7 @@ class ShardPublisher:
         inline_snapshots: bool = True,
         context: bool = False,
         base_lost: bool = False,
+        encode_threads: int = 1,
     ) -> None:
         """A collective. `writer` belongs to the first process, None elsewhere; it also sends the assets.
 
@@ -75,6 +81,7 @@ class ShardPublisher:
         Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
         `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas. With `base_lost` nothing leads to
         the newest version any more: until it is published again, equal or under the next number, there is no base.
+        `encode_threads` tiles are encoded at a time.
         """
         assert (writer is not None) == (peers.index == 0)
         self._writer = writer
@@ -84,13 +91,14 @@ class ShardPublisher:
         self._cover: Cover | None = None
         self._inline_snapshots = inline_snapshots
         self._context = context
+        self._encode_threads = encode_threads
         self.base_lost = base_lost
         self.kept = KeptVersion()
         root = None if base is None else model_root(self._digests(base))
         plan = self._plan(step=-1, root=b"")
         self._require_root(root, plan)
         if base is not None and root is not None:
-            self.kept.keep(base, version=plan.next_version - 1, root=root)
+            self.kept.keep(base, version=plan.base, root=root)
 
     @property
     def newest(self) -> CommittedVersion | None:
@@ -135,7 +143,7 @@ class ShardPublisher:
                 committed = self._send(
                     model, tensors, plan=plan, step=step, learning_rate=learning_rate, probe=probe
                 )
-        if committed.version >= plan.next_version - 1:
+        if plan.newest is None or committed.version >= plan.newest:
             self.kept.keep(model, version=committed.version, root=root)
         return committed
 
@@ -149,12 +157,11 @@ class ShardPublisher:
         learning_rate: float | None,
         probe: Probe | None,
     ) -> CommittedVersion:
-        delta = self._encode_delta(model, version=plan.next_version)
-        wanted = self._wants_snapshot(delta)
-        snapshot = self._encode_snapshot(model, version=plan.next_version) if wanted else None
-        delta_refs = self._upload(delta) or ()
-        snapshot_refs = self._upload(snapshot)
-        deltas = (DeltaRef(base_version=plan.next_version - 1, parts=delta_refs),) if delta_refs else ()
+        delta = self._send_delta(model, plan)
+        snapshot = (
+            self._send_snapshot(model, version=plan.next_version) if self._wants_snapshot(delta) else None
+        )
+        deltas = (DeltaRef(base_version=plan.base, parts=delta.refs),) if delta else ()
 
         def commit(writer: VersionWriter) -> CommittedVersion:
             assets = self._uploads.upload_assets(self._assets)
@@ -162,7 +169,7 @@ class ShardPublisher:
             return writer.commit(
                 step=step,
                 tensors=tensors,
-                snapshot=snapshot_refs,
+                snapshot=snapshot.refs if snapshot else None,
                 deltas=deltas,
                 assets=assets,
                 num_changed=delta.num_changed if delta else 0,
@@ -173,11 +180,6 @@ class ShardPublisher:
         committed = self._on_first_rank(commit)
         assert committed is not None
         return committed
-
-    def _upload(self, made: ShardParts | None) -> tuple[PartRef, ...] | None:
-        if made is None:
-            return None
-        return upload_shard_parts(made.parts, uploads=self._uploads, peers=self._peers)
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
@@ -191,30 +193,36 @@ class ShardPublisher:
             if self._writer is not None:
                 self._writer.end_uploads()
 
-    def _encode_delta(self, model: ShardedModel, *, version: int) -> ShardParts | None:
+    def _send_delta(self, model: ShardedModel, plan: _Plan) -> ShardParts | None:
         kept = self.kept.newest
         if kept is None:
             return None
-        base, context = kept.shards, self._context
         known = model.changes
         if known is not None and known.base_root != kept.root:
             # They lead here from something else than the newest version, as when a replay publishes again.
             model = replace(model, changes=None)
-        head = PartSetHead(kind=PartKind.DELTA, base_version=version - 1, target_version=version)
-        tiles = partial(encode_delta_tiles, base, model, context=context)
-        return encode_shard_parts(tiles, head=head, specs=model.specs, peers=self._peers)
+        head = PartSetHead(kind=PartKind.DELTA, base_version=plan.base, target_version=plan.next_version)
+        tiles = partial(
+            encode_delta_tiles, kept.shards, model, context=self._context, threads=self._encode_threads
+        )
+        return self._send_parts(tiles, head=head, specs=model.specs)
 
-    def _encode_snapshot(self, model: ShardedModel, *, version: int) -> ShardParts:
+    def _send_snapshot(self, model: ShardedModel, *, version: int) -> ShardParts:
         head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=version, target_version=version)
-        tiles = partial(encode_snapshot_tiles, model)
-        return encode_shard_parts(tiles, head=head, specs=model.specs, peers=self._peers)
+        tiles = partial(encode_snapshot_tiles, model, threads=self._encode_threads)
+        return self._send_parts(tiles, head=head, specs=model.specs)
+
+    def _send_parts(
+        self, tiles: Callable[[], Iterable[Placed]], *, head: PartSetHead, specs: Sequence[TensorSpec]
+    ) -> ShardParts:
+        return send_shard_parts(
+            tiles, head=head, schema=Schema.of(specs), uploads=self._uploads, peers=self._peers
+        )
 
     def _wants_snapshot(self, delta: ShardParts | None) -> bool:
         if delta is not None and not self._inline_snapshots:
             return False
-        size_bytes = None
-        if delta is not None:
-            size_bytes = sum(on_every_rank(self._peers, lambda: sum(map(len, delta.parts))))
+        size_bytes = None if delta is None else delta.size_bytes
         return on_first_rank(
             self._peers, lambda: self._require_writer().wants_snapshot(delta_bytes=size_bytes)
         )
@@ -233,6 +241,7 @@ class ShardPublisher:
             newest = writer.log.latest()
             return _Plan(
                 existing=existing,
+                newest=newest.version if newest else None,
                 newest_root=newest.model_root if newest else None,
                 next_version=len(writer.log.records),
             )
@@ -244,7 +253,7 @@ class ShardPublisher:
         if plan.newest_root != root and not (root is None and self.base_lost):
             raise ConflictError(
                 "the base of this publisher is not the newest version in the log "
-                f"({plan.next_version - 1 if plan.next_version else 'none'}); fetch that with a Mirror and "
+                f"({'none' if plan.newest is None else plan.newest}); fetch that with a Mirror and "
                 "open a new publisher"
             )
 

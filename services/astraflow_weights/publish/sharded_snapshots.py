@@ -17,11 +17,12 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.parts.writer import PartSetHead, Placed
 from astraflow_weights.codec.peers import Peers
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.kept import Kept, KeptVersion
-from astraflow_weights.publish.shard_parts import announce_uploads, encode_shard_parts, upload_shard_parts
+from astraflow_weights.publish.shard_parts import announce_uploads, send_shard_parts
 from astraflow_weights.publish.uploads import Uploads, offer_path
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
@@ -118,14 +119,15 @@ class ShardedSnapshots:
                 yield from encode_snapshot_tiles(kept.shards)
 
         head = PartSetHead(kind=PartKind.SNAPSHOT, base_version=kept.version, target_version=kept.version)
-        made = encode_shard_parts(tiles, head=head, specs=kept.shards.specs, peers=self._peers)
+        schema = Schema.of(kept.shards.specs)
         try:
             announce_uploads(
                 lambda: self._intents.open(epoch=self._epoch), uploads=self._uploads, peers=self._peers
             )
-            refs = upload_shard_parts(made.parts, uploads=self._uploads, peers=self._peers)
-            on_first_rank(self._peers, lambda: self._offer(kept, refs))
+            made = send_shard_parts(tiles, head=head, schema=schema, uploads=self._uploads, peers=self._peers)
+            on_first_rank(self._peers, lambda: self._offer(kept, made.refs))
         finally:
+            lending.close()
             self._intents.close()
 
     def _offer(self, kept: Kept, refs: tuple[PartRef, ...]) -> None:

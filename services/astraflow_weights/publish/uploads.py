@@ -7,15 +7,16 @@ the committing process; every further process of a sharded trainer has its own a
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
+from astraflow_weights.codec.ordered import in_order
 from astraflow_weights.codec.parts.writer import salted
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptPart
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys, check_file_name
@@ -34,8 +35,8 @@ class Uploads:
         self._keys = keys
         self._threads = threads
         self._tombstones = Tombstones(store, keys=keys)
-        # Assets are never collected: what was sent once stays.
-        self._sent_assets: set[str] = set()
+        # Assets and schemas are never collected: what was sent once stays.
+        self._sent: set[str] = set()
 
     def read_tombstones(self) -> frozenset[bytes]:
         """Learn which names may be collected; call after an upload intent is in the store, before the first part.
@@ -45,15 +46,15 @@ class Uploads:
         self._tombstones.refresh()
         return self._tombstones.names
 
-    def upload_parts(self, parts: Sequence[bytes]) -> tuple[PartRef, ...]:
-        """Send parts under their content's name, several at a time. Idempotent. Raises as the store does."""
-        buried = self._tombstones.names
-        parts = [self._unburied(part, buried) for part in parts]
-        refs = tuple(self._ref(part, key_of=self._keys.part) for part in parts)
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="weights-upload") as pool:
-            for _ in pool.map(self._upload_part, refs, parts):
-                pass
-        return refs
+    def upload_parts(self, parts: Iterable[bytes]) -> tuple[PartRef, ...]:
+        """Send parts under their content's name, several at a time, as they come: while some are on their way the
+        next are made. Idempotent. Raises as the store does.
+        """
+        return tuple(in_order(self._upload_part, parts, threads=self._threads, name="weights-upload"))
+
+    def upload_schema(self, schema: Schema) -> None:
+        """Send the schema, once. Raises as the store does."""
+        self._upload_once(self._ref(schema.content, key_of=self._keys.schema), schema.content)
 
     def upload_assets(self, files: Iterable[Path]) -> tuple[Asset, ...]:
         """Send files under their content's name; content that was sent from here before is not sent again.
@@ -64,14 +65,13 @@ class Uploads:
         for path in sorted(files, key=lambda path: path.name):
             data = path.read_bytes()
             ref = self._ref(data, key_of=self._keys.asset)
-            if ref.key not in self._sent_assets:
-                self._upload(ref, data)
-                self._sent_assets.add(ref.key)
+            self._upload_once(ref, data)
             assets.append(Asset(file_name=check_file_name(path.name), blob=ref))
         return tuple(assets)
 
-    def _unburied(self, part: bytes, buried: frozenset[bytes]) -> bytes:
+    def _unburied(self, part: bytes) -> bytes:
         """The part, salted until no tombstone names it; always, where one cannot be read."""
+        buried = self._tombstones.names
         salts = count(1) if self._tombstones.complete else count(1 + secrets.randbelow(2**31))
         found = part if self._tombstones.complete else salted(part, salt=next(salts))
         while sha256(found) in buried:
@@ -82,9 +82,17 @@ class Uploads:
         digest = sha256(data)
         return PartRef(key=key_of(digest.hex()), size_bytes=len(data), sha256=digest)
 
-    def _upload_part(self, ref: PartRef, data: bytes) -> None:
+    def _upload_part(self, part: bytes) -> PartRef:
+        data = self._unburied(part)
+        ref = self._ref(data, key_of=self._keys.part)
         failpoints.hit("weights.publish.uploading")
         self._upload(ref, data)
+        return ref
+
+    def _upload_once(self, ref: PartRef, data: bytes) -> None:
+        if ref.key not in self._sent:
+            self._upload(ref, data)
+            self._sent.add(ref.key)
 
     def _upload(self, ref: PartRef, data: bytes) -> None:
         if self._store.put_if_absent(ref.key, data) is PutResult.EXISTS:

@@ -9,30 +9,38 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from astraflow.weights.v1 import manifest_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_weights.codec.digest import TensorDigest, model_root
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import Fenced, ObjectNotFound, Unavailable
 from astraflow_weights.publish.compaction import wants_snapshot
 from astraflow_weights.publish.uploads import Uploads
 from astraflow_weights.settings import PublishSettings
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.history import Owner, VersionRecord
 from astraflow_weights.versions.intents import UploadIntents
-from astraflow_weights.versions.log import Owner, VersionLog, VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import (
     NONCE_BYTES,
     Asset,
     DeltaRef,
     Entry,
     Fence,
-    Manifest,
+    ManifestEntry,
     PartRef,
     encode_entry,
 )
 from astraflow_weights.versions.probe import Probe
+from astraflow_weights.versions.references.digest_table import DigestTable, KeyRef, KeyTable
+
+# So many entries at most refer to one key manifest: that many versions are lost to those who hold none of them when it
+# rots.
+_KEY_EVERY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +95,7 @@ class VersionWriter:
         self._clock = clock
         self.uploads = Uploads(store, keys=self._keys, threads=settings.upload_threads)
         self._intents = UploadIntents(store, keys=self._keys, clock=clock)
+        self._key: KeyTable | None = None
 
     @classmethod
     def open(
@@ -135,9 +144,9 @@ class VersionWriter:
         return None if record is None else _committed(record, existed=True)
 
     def committed_since(self, version: int | None) -> list[CommittedVersion]:
-        """The versions in the log as last read after `version`, in order; all of them for None."""
+        """The versions in the log as last read after `version` that can be read, in order; all of them for None."""
         first = 0 if version is None else version + 1
-        return [_committed(record, existed=True) for record in self.log.records[first:]]
+        return [_committed(record, existed=True) for record in self.log.records[first:] if not record.damage]
 
     def wants_snapshot(self, *, delta_bytes: int | None) -> bool:
         """Whether the next version should offer a snapshot, given the bytes of its delta (None: it has
@@ -209,29 +218,29 @@ class VersionWriter:
 
         The same (step, model root) again returns what exists. Raises Fenced, Unavailable (call again), ValueError.
         """
-        root = model_root(tensors)
+        root, due = model_root(tensors), len(self.log.records)
         if (existing := self.find(step=step, root=root, rollback_of=rollback_of)) is not None:
             return existing
         self._renew_announcement([*(snapshot or ()), *(part for delta in deltas for part in delta.parts)])
+        referring = self._referring(tensors)
         self._intents.commit_begins()
         failpoints.hit("weights.publish.before_manifest")
-        self._append(
-            lambda sequence: Manifest(
+        data = self._append(
+            lambda sequence: ManifestEntry(
+                **referring,
                 run_id=self.log.run_id,
                 policy_id=self.log.policy_id,
-                version=len(self.log.records),
+                version=due,
                 sequence=sequence,
                 writer_epoch=self._owner.epoch,
                 writer_nonce=self._owner.nonce,
                 step=step,
-                parent_version=len(self.log.records) - 1 if self.log.records else None,
+                parent_version=due - 1 if due else None,
                 snapshot=snapshot,
                 deltas=deltas,
-                tensors=tensors,
                 model_root=root,
                 assets=assets,
                 num_changed=num_changed,
-                num_elements=sum(tensor.spec.num_elements for tensor in tensors),
                 learning_rate=learning_rate,
                 created_time_s=self._clock.wall_time_s(),
                 rollback_of=rollback_of,
@@ -240,8 +249,36 @@ class VersionWriter:
         )
         self._intents.commit_ended()
         failpoints.hit("weights.publish.after_manifest")
+        record = self._committed_record(**referring)
+        return _committed(record, existed=False, hint_written=self._write_hint(record, data))
+
+    def _referring(self, tensors: tuple[TensorDigest, ...]) -> dict[str, Any]:
+        """What a manifest says of its tensors; their schema is stored."""
+        schema = Schema.of(tensor.spec for tensor in tensors)
+        self.uploads.upload_schema(schema)
+        return {
+            "schema_sha256": schema.digest,
+            "table": DigestTable.of([tensor.digest for tensor in tensors], key=self._key_for(schema)),
+            "num_elements": sum(tensor.spec.num_elements for tensor in tensors),
+        }
+
+    def _committed_record(
+        self, *, schema_sha256: bytes, table: DigestTable, num_elements: int
+    ) -> VersionRecord:
+        """The version that was just made, to which later ones may refer."""
         record = self.log.records[-1]
-        return _committed(record, existed=False, hint_written=self._write_hint(record))
+        assert record.num_elements == num_elements
+        if table.key is None:
+            ref = KeyRef(sequence=record.sequence, sha256=record.manifest_sha256)
+            self._key = KeyTable(ref=ref, schema_sha256=schema_sha256, digests=table.digests)
+        return record
+
+    def _key_for(self, schema: Schema) -> KeyTable | None:
+        """What the next manifest may refer to: this writer's last key manifest, unless that is old."""
+        key = self._key
+        if key is None or key.schema_sha256 != schema.digest:
+            return None
+        return key if self.log.next_sequence - key.ref.sequence < _KEY_EVERY else None
 
     def _fence(self) -> None:
         self.log.refresh()
@@ -261,17 +298,22 @@ class VersionWriter:
             )
         )
 
-    def _append(self, make: Callable[[int], Entry]) -> None:
-        """Create the entry at the next free number. Raises Fenced as soon as somebody else's epoch is not
-        lower.
+    def _append(self, make: Callable[[int], Entry]) -> bytes:
+        """Create the entry at the next free number; its bytes. Raises Fenced as soon as somebody else's epoch is not
+        lower, Unavailable when its version is not the next one any more: an entry that nobody can read may be it.
         """
         for _ in range(self._settings.commit_attempts):
             key = self._keys.entry(self.log.next_sequence)
             wanted = make(self.log.next_sequence)
-            found = self.log.absorb(self._create_or_read(key, encode_entry(wanted)))
+            if isinstance(wanted, ManifestEntry) and wanted.version != len(self.log.records):
+                raise Unavailable(
+                    f"an entry that cannot be read may be version {wanted.version}; publish again under the next number"
+                )
+            data = self._create_or_read(key, encode_entry(wanted))
+            found = self.log.absorb(data)
             # Our own entry, perhaps with an older time: an earlier attempt arrived and its answer was lost.
-            if replace(found, created_time_s=wanted.created_time_s) == wanted:
-                return
+            if found is not None and replace(found, created_time_s=wanted.created_time_s) == wanted:
+                return data
             if self.log.owner is not None and self.log.owner.epoch >= self.epoch:
                 self._require_ownership()
         raise Unavailable(
@@ -302,8 +344,8 @@ class VersionWriter:
             f"this writer has epoch {self.epoch} and must stop: claim the policy again for a new epoch"
         )
 
-    def _write_hint(self, record: VersionRecord) -> bool:
-        hint = manifest_pb2.LatestHint(version=record.version, sequence=record.sequence)
+    def _write_hint(self, record: VersionRecord, data: bytes) -> bool:
+        hint = manifest_pb2.LatestHint(version=record.version, sequence=record.sequence, entry=data)
         # The version is committed; failing now would make the caller doubt it.
         with contextlib.suppress(Unavailable):
             self._store.put(self._keys.latest, hint.SerializeToString(deterministic=True))

@@ -130,21 +130,23 @@ class FileStore:
         """Whether this store was made; the first sight of it is remembered. Raises StoreMissing when it was and is
         not what is there now.
         """
+        # Read first: another thread may make the store, and remember it, once this one has found none.
+        expected = self._identity
         try:
             found = (self._root / _IDENTITY).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             found = b""
         except OSError as error:
             raise self._translated(error, key=_IDENTITY) from error
-        if found and not self._identity:
+        if found and not expected:
             if self._known is not None:
                 replace_synced(self._known, found)
-            self._identity = found
-        if found != self._identity:
+            self._identity = expected = found
+        if found != expected:
             instead = "another store is there" if found else "there is no store"
             anew = f", or delete {self._known} to begin a new one" if self._known is not None else ""
             raise StoreMissing(
-                f"{self.uri}: store {self._identity.decode(errors='replace')} was here and now {instead}: it is not "
+                f"{self.uri}: store {expected.decode(errors='replace')} was here and now {instead}: it is not "
                 f"mounted, or was moved or deleted; bring it back{anew}"
             )
         return bool(found)

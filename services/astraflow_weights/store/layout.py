@@ -4,12 +4,16 @@ Invariant: every key of the weight path is made here, and ids that could climb o
 refused. The writer, the log and the mirror ask; nobody else builds or parses keys.
 
     <run>/<policy>/seq/<sequence:020d>.pb    log entries, created once
+    <run>/<policy>/copies/<sequence:020d>.pb copies of log entries, created once
+    <run>/<policy>/checkpoints/<sequence:020d>.pb
+                                             the log below an entry, created once, deleted when three newer ones exist
     <run>/<policy>/merged/<base:020d>-<version:020d>.pb
                                              added paths: deltas over several versions, created once
     <run>/<policy>/snapshots/<version:020d>.pb
                                              added paths: snapshots made after the manifest, created once
     <run>/<policy>/parts/<sha256>.afwd       snapshot and delta parts, content-named
     <run>/<policy>/assets/<sha256>           config, tokenizer and other files, content-named
+    <run>/<policy>/schemas/<sha256>          names, dtypes and shapes of the tensors, content-named
     <run>/<policy>/intents/<epoch:020d>-<nonce>.pb
                                              upload intents, deleted by their writers
     <run>/<policy>/leases/<holder>-<count:08d>.pb
@@ -18,7 +22,7 @@ refused. The writer, the log and the mirror ask; nobody else builds or parses ke
                                              names to be collected, created once, deleted after a day
     <run>/<policy>/swept/<round:020d>.pb     what was collected, created once
     <run>/<policy>/identity                  which run this is, created once
-    <run>/<policy>/latest                    hint, overwritten
+    <run>/<policy>/latest                    hint and copy of the newest manifest, overwritten
 """
 
 import re
@@ -74,10 +78,13 @@ class PolicyKeys:
         self.policy_id = check_id(policy_id, what="policy id")
         self.root = f"{run_id}/{policy_id}/"
         self.entries = f"{self.root}seq/"
+        self.copies = f"{self.root}copies/"
+        self.checkpoints = f"{self.root}checkpoints/"
         self.merged = f"{self.root}merged/"
         self.snapshots = f"{self.root}snapshots/"
         self.parts = f"{self.root}parts/"
         self.assets = f"{self.root}assets/"
+        self.schemas = f"{self.root}schemas/"
         self.intents = f"{self.root}intents/"
         self.leases = f"{self.root}leases/"
         self.tombstones = f"{self.root}tombstones/"
@@ -88,6 +95,19 @@ class PolicyKeys:
     def entry(self, sequence: int) -> str:
         """Key of log entry `sequence`; keys sort like their numbers."""
         return f"{self.entries}{sequence:020d}{_ENTRY_SUFFIX}"
+
+    def copy(self, sequence: int) -> str:
+        """Key of a copy of log entry `sequence`."""
+        return f"{self.copies}{sequence:020d}{_ENTRY_SUFFIX}"
+
+    def checkpoint(self, sequence: int) -> str:
+        """Key of the checkpoint of the entries below `sequence`; keys sort like their numbers."""
+        return f"{self.checkpoints}{sequence:020d}{_ENTRY_SUFFIX}"
+
+    def sequence_in(self, key: str) -> int | None:
+        """Number of the log entry under `key`; None when it is no entry's key."""
+        digits = key.removeprefix(self.entries).removesuffix(_ENTRY_SUFFIX)
+        return int(digits) if digits.isdecimal() and key == self.entry(int(digits)) else None
 
     def merged_delta(self, base_version: int, version: int) -> str:
         """Key of the added path from `base_version` to `version`."""
@@ -120,3 +140,7 @@ class PolicyKeys:
     def asset(self, sha256_hex: str) -> str:
         """Key of the asset with that digest."""
         return f"{self.assets}{sha256_hex}"
+
+    def schema(self, sha256_hex: str) -> str:
+        """Key of the schema with that digest."""
+        return f"{self.schemas}{sha256_hex}"

@@ -130,6 +130,7 @@ def _result(survey: Survey, swept: _Swept) -> dict[str, Any]:
         "unnamed_parts": len(survey.unnamed),
         "unnamed_bytes": sum(survey.unnamed.values()),
         "lost": list(survey.lost),
+        "unreadable": list(survey.unreadable),
         "swept_parts": swept.parts,
         "swept_bytes": swept.size_bytes,
     }
@@ -149,6 +150,11 @@ def _print_survey(survey: Survey) -> None:
     console().print(shown)
     for version in survey.lost:
         typer.echo(f"nothing leads to version {version} any more, which should be kept", err=True)
+    if survey.unreadable:
+        versions = ", ".join(map(str, survey.unreadable))
+        typer.echo(
+            f"parts that nothing names are kept: the entries of versions {versions} cannot be read", err=True
+        )
 
 
 def _sentence(survey: Survey, swept: _Swept) -> str:

@@ -28,8 +28,9 @@ from astraflow_weights.tools.rollback_command import rollback
 from astraflow_weights.tools.show_command import show
 from astraflow_weights.tools.verification import Verification, verify_version
 from astraflow_weights.versions import inspection
+from astraflow_weights.versions.history import VersionRecord
 from astraflow_weights.versions.inspection import TensorChange
-from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.log import REMEDY
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(show)
@@ -53,9 +54,14 @@ def list_(options: PolicyOptions) -> None:
         pins = None if found.server is None else found.server.pins()
         possible = inspection.buildable(found.log)
         rows = [
-            _list_row(record, pins) | {"collected": record.version not in possible}
+            _list_row(record, pins)
+            | {
+                "collected": record.version not in possible and not record.damage,
+                "unreadable": record.damage or None,
+            }
             for record in reversed(found.log.records)
         ]
+        unreadable = found.log.unreadable
         where = f"policy {found.log.policy_id!r} of run {found.log.run_id!r} in {found.store.uri}"
     if options.json_:
         print_json(rows)
@@ -76,9 +82,11 @@ def list_(options: PolicyOptions) -> None:
             share_text(row["density"]),
             *(count_text(row[name]) if row[name] else "–" for name in ("delta_bytes", "snapshot_bytes")),
             ", ".join(str(base) for base in row["merged_from"]) or "–",
-            "collected" if row["collected"] else (row["pin_reason"] or "yes") if row["pinned"] else "",
+            _remark(row),
         )
     console().print(shown)
+    for key, problem in unreadable.items():
+        typer.echo(f"entry {key} cannot be read: {problem}; {REMEDY}")
 
 
 @app.command()
@@ -211,6 +219,14 @@ def _changed(changes: list[TensorChange]) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- for people
+
+
+def _remark(row: dict[str, Any]) -> str:
+    if row["unreadable"]:
+        return "unreadable"
+    if row["collected"]:
+        return "collected"
+    return (row["pin_reason"] or "yes") if row["pinned"] else ""
 
 
 def _print_verified(verified: Verification) -> None:

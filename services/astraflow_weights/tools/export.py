@@ -1,4 +1,4 @@
-"""Writes a stored version as a Hugging Face model folder, as `transformers` loads it.
+"""Writes a stored version as a Hugging Face model folder, as `transformers` loads it, an adapter as `peft` does.
 
 Invariant: the folder appears by one rename, after every part, asset and tensor was compared with the sealed manifest;
 whatever goes wrong, there is no folder, and what was begun beside it is removed, at the latest by the next export to
@@ -31,6 +31,8 @@ __all__ = ["MAX_SHARD_BYTES", "ExportedVersion", "export_version"]
 MAX_SHARD_BYTES = 5 * 10**9
 """Larger models are split, as `save_pretrained` does."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""What peft looks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ def export_version(
                 shutil.rmtree(model, ignore_errors=True)
                 built = Mirror(model).advance(store, log, target=version).directory
                 num_tensors = _split(built, max_bytes=max_shard_bytes)
+                if (built / _ADAPTER_CONFIG).exists():
+                    (built / WEIGHTS_FILE).rename(built / _ADAPTER_FILE)
                 sync_folder(built)
                 built.replace(to)
             finally:

@@ -132,11 +132,13 @@ class PolicyOptions(ServerPolicyOptions):
         if self.store is not None:
             if not self.run_id or not self.policy:
                 raise InvalidArgumentError("--store reads without a server: say --run-id and --policy, too")
-            yield _read(self.store, run_id=self.run_id, policy_id=self.policy, server=None)
+            yield read_policy(self.store, run_id=self.run_id, policy_id=self.policy)
             return
         _require_server(self)
         with self.of_server() as server:
-            yield _read(server.store_uri, run_id=server.run_id, policy_id=server.policy_id, server=server)
+            yield read_policy(
+                server.store_uri, run_id=server.run_id, policy_id=server.policy_id, server=server
+            )
 
 
 def _require_server(options: RunOptions) -> None:
@@ -162,7 +164,10 @@ def _chosen(known: list[str], *, asked: str) -> str:
     return known[0]
 
 
-def _read(uri: str, *, run_id: str, policy_id: str, server: PolicyOfServer | None) -> StoredPolicy:
+def read_policy(
+    uri: str, *, run_id: str, policy_id: str, server: PolicyOfServer | None = None
+) -> StoredPolicy:
+    """Read a policy's log. Raises NotFoundError for a folder that is none, and as the store does."""
     _require_folder(uri)
     store = open_store(uri, settings=load(StoreAccess).store)
     try:

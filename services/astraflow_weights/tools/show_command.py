@@ -15,8 +15,8 @@ from astraflow_kit.clock import SystemClock
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.tools.located import THREADS, PolicyOptions, StoredPolicy, VersionArgument, share_text
 from astraflow_weights.versions import inspection
+from astraflow_weights.versions.history import VersionRecord
 from astraflow_weights.versions.inspection import OfferedPath, Route
-from astraflow_weights.versions.log import VersionRecord
 from astraflow_weights.versions.manifest import Manifest
 
 # What JSON has as the manifest has it.

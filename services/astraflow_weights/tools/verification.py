@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from astraflow_weights.codec.parts.reader import open_part
-from astraflow_weights.errors import CorruptPart, Edge, NoPath, VerificationFailed
+from astraflow_weights.errors import CorruptManifest, CorruptPart, Edge, NoPath, VerificationFailed
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.fetch import fetch_part
@@ -26,7 +26,7 @@ class Fault:
     """Something that is not what the manifest says.
 
     `version` may be older than the one that was verified: one that it is built on. `part` is the key of a
-    part, asset or added path, `tensor` a name; each is empty when the fault is not in one.
+    part, asset, added path or log entry, `tensor` a name; each is empty when the fault is not in one.
     """
 
     version: int
@@ -50,9 +50,12 @@ class Verification:
 def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads: int) -> Verification:
     """Read everything a version names and rebuild it by each of its paths. Holds the model in memory.
 
-    Raises UnknownVersionError, CorruptManifest when its entry was changed, Unavailable, StoreRefused.
+    Raises UnknownVersionError, Unavailable, StoreRefused.
     """
-    manifest, record = log.manifest(version), log.record(version)
+    try:
+        manifest, record = log.manifest(version), log.record(version)
+    except CorruptManifest as error:
+        return _unreadable(log, version=version, problem=error.message)
     paths = {Edge(version=version, base_version=base): refs for base, refs in parts_by_base(record).items()}
     parts = [ref for refs in paths.values() for ref in refs]
     assets = [asset.blob for asset in manifest.assets]
@@ -82,6 +85,14 @@ def verify_version(store: ObjectStore, log: VersionLog, *, version: int, threads
         tensors=len(manifest.tensors),
         model_root=manifest.model_root,
         faults=tuple(dict.fromkeys(faults)),
+    )
+
+
+def _unreadable(log: VersionLog, *, version: int, problem: str) -> Verification:
+    keys, record = PolicyKeys(log.run_id, log.policy_id), log.records[version]
+    fault = Fault(version=version, part=keys.entry(record.sequence), problem=problem)
+    return Verification(
+        version=version, paths=0, objects=0, tensors=0, model_root=record.model_root, faults=(fault,)
     )
 
 

@@ -22,7 +22,7 @@ from astraflow_weights.versions.manifest import (
     SCHEMA_VERSION,
     open_entry,
     optional,
-    seal_entry,
+    sealed,
     sized,
     timestamp,
 )
@@ -179,7 +179,7 @@ def _sealed(keys: PolicyKeys, entry: manifest_pb2.Entry) -> bytes:
     entry.schema_version = SCHEMA_VERSION
     message = getattr(entry, entry.WhichOneof("entry") or "")
     message.run_id, message.policy_id = keys.run_id, keys.policy_id
-    return seal_entry(entry)
+    return sealed(entry)
 
 
 @contextmanager

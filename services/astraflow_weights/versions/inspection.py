@@ -18,7 +18,8 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.collection_records import stored_leases
 from astraflow_weights.versions.fetch import fetch_part
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.planner import plan_pull
 from astraflow_weights.versions.pull import pull
@@ -218,9 +219,10 @@ def _codec_shares(store: ObjectStore, parts: Sequence[PartRef], *, threads: int)
 def _counts_by_codec(data: bytes) -> dict[TileCodec, list[int]]:
     """Tiles, body bytes and changed elements; the part itself is not kept."""
     counts: dict[TileCodec, list[int]] = {}
-    for tile in open_part(data).tiles:
-        figures = counts.setdefault(tile.codec, [0, 0, 0])
+    part = open_part(data)
+    for codec, body, changed in zip(part.codecs, part.bodies, part.num_changed.tolist(), strict=True):
+        figures = counts.setdefault(codec, [0, 0, 0])
         figures[0] += 1
-        figures[1] += len(tile.body)
-        figures[2] += tile.num_changed
+        figures[1] += len(body)
+        figures[2] += changed
     return counts

@@ -1,101 +1,47 @@
 """A policy's versions as the store's log tells them.
 
-Invariant: every reader of the same entries sees the same versions: along the sequence epochs never fall, an
-entry with an epoch lower than one before it is ignored, and the manifests that remain are numbered 0, 1, 2
-… without gaps. Paths that were added beside the log count only when they lead to a model root that the
-log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask it;
-it writes nothing. One owner per object: not thread-safe.
+Invariant: it takes in what `History` makes of the entries, beginning at the newest checkpoint that is sound. An entry
+that does not verify is asked for again and looked for where copies may be; what cannot be had is reported and passed
+over, and asked for at every later refresh. Paths that were added beside the log count only when they lead to a model
+root that the log has; damaged ones are passed over, for they are never the only path. Writer, planner and mirror ask
+it; it writes nothing. One owner per object: not thread-safe.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from astraflow.errors import IncompatibleError, UnknownVersionError
+from astraflow_kit.log import get_logger
 from astraflow_weights.codec.digest import sha256
-from astraflow_weights.errors import CorruptManifest, ObjectNotFound
+from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
+from astraflow_weights.versions.checkpoint import LogCheckpoint, decode_checkpoint, encode_checkpoint
 from astraflow_weights.versions.collection_records import Sweep, decode_sweep
-from astraflow_weights.versions.fetch import fetch_objects
+from astraflow_weights.versions.fetch import EntryReader, fetch_if_there, fetch_objects
+from astraflow_weights.versions.history import History, Owner, VersionRecord
 from astraflow_weights.versions.manifest import (
     AddedPath,
-    DeltaRef,
     Entry,
-    Fence,
     Manifest,
-    PartRef,
-    decode_entry,
+    ManifestEntry,
     decode_path,
 )
+from astraflow_weights.versions.references.following import References
+
+log = get_logger(__name__)
 
 _READ_THREADS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionRecord:
-    """What is kept in memory of every version; the tensors and assets stay in its manifest.
-
-    `snapshot` and `deltas` are the manifest's, `added` are the paths made since.
-    """
-
-    version: int
-    sequence: int
-    writer_epoch: int
-    step: int
-    manifest_sha256: bytes
-    model_root: bytes
-    snapshot: tuple[PartRef, ...] | None
-    deltas: tuple[DeltaRef, ...]
-    num_changed: int
-    num_elements: int
-    created_time_s: float = 0.0
-    """By its trainer's clock."""
-    rollback_of: int | None = None
-    added: tuple[AddedPath, ...] = ()
-    swept: frozenset[int | None] = frozenset()
-    """Bases of the manifest's paths that were collected; None stands for its snapshot."""
-
-    @property
-    def density(self) -> float:
-        """Changed share of all elements against the version before; 0 for a model without elements."""
-        return self.num_changed / self.num_elements if self.num_elements else 0.0
-
-    @property
-    def offered_snapshot(self) -> tuple[PartRef, ...] | None:
-        """Parts of the snapshot, whenever it was made; None when there is none, or it was collected."""
-        if self.snapshot is not None and None not in self.swept:
-            return self.snapshot
-        return next((path.parts for path in self.added if path.base_version is None), None)
-
-    @property
-    def offered_deltas(self) -> tuple[DeltaRef, ...]:
-        """The manifest's deltas and the merged ones, one per base version, without those collected."""
-        deltas = tuple(delta for delta in self.deltas if delta.base_version not in self.swept)
-        bases = {delta.base_version for delta in deltas}
-        return deltas + tuple(
-            DeltaRef(base_version=path.base_version, parts=path.parts)
-            for path in self.added
-            if path.base_version is not None and path.base_version not in bases
-        )
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of the parts of the manifest's snapshot; 0 when it has none."""
-        return sum(part.size_bytes for part in self.snapshot or ())
-
-    @property
-    def delta_bytes(self) -> int:
-        """Bytes of the delta from the version before; 0 when there is none."""
-        return sum(delta.size_bytes for delta in self.deltas if delta.base_version == self.version - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Owner:
-    """The writer with the highest epoch so far."""
-
-    epoch: int
-    nonce: bytes
+# Entries are created one after the other: a number that is missing below a higher one was deleted. More of them in a
+# row are somebody's strange object.
+_MAX_GAP = 64
+# Entries that cannot be read and are asked for at each refresh.
+_ASKED_AGAIN = 8
+REMEDY = "put the object back from a copy of the store, if you have one; newer versions do not need it"
+"""What a person can do about an entry that cannot be read."""
 
 
 class VersionLog:
@@ -111,45 +57,64 @@ class VersionLog:
         self.policy_id = policy_id
         self._store = store
         self._keys = PolicyKeys(run_id, policy_id)
-        self._records: list[VersionRecord] = []
-        self._next_sequence = 0
-        self._owner: Owner | None = None
-        self._num_ignored = 0
+        self._history = History(run_id=run_id, policy_id=policy_id)
+        self.checkpointed = 0
+        """First entry that is not in the newest checkpoint that this log began at, or that its owner wrote."""
+        self._damaged_checkpoints: tuple[str, ...] = ()
+        self._entries = EntryReader(store, self._keys)
+        self._references = References(store, keys=self._keys, entries=self._entries)
+        self._held: dict[int, Manifest] = {}
         self._paths: dict[str, AddedPath] = {}
         self._damaged_paths: tuple[str, ...] = ()
+        self._next_round = 0
         self._sweeps: set[str] = set()
         self._damaged_sweeps: tuple[str, ...] = ()
 
     def copy(self) -> "VersionLog":
         """What was read so far, for another owner; nothing is read again."""
         other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
-        other._records = list(self._records)
-        other._next_sequence = self._next_sequence
-        other._owner = self._owner
-        other._num_ignored = self._num_ignored
+        other._history = self._history.copy()
+        other.checkpointed, other._damaged_checkpoints = self.checkpointed, self._damaged_checkpoints
+        other._entries.rescued, other._held = dict(self._entries.rescued), dict(self._held)
         other._paths, other._damaged_paths = dict(self._paths), self._damaged_paths
-        other._sweeps, other._damaged_sweeps = set(self._sweeps), self._damaged_sweeps
+        other._next_round, other._sweeps = self._next_round, set(self._sweeps)
+        other._damaged_sweeps = self._damaged_sweeps
         return other
 
     @property
     def next_sequence(self) -> int:
         """First sequence number that this log has not read."""
-        return self._next_sequence
+        return self._history.next_sequence
 
     @property
     def owner(self) -> Owner | None:
         """Who may write; None for a log without entries."""
-        return self._owner
+        return self._history.owner
 
     @property
     def num_ignored(self) -> int:
         """Entries of writers that had been fenced before."""
-        return self._num_ignored
+        return self._history.num_ignored
 
     @property
     def records(self) -> Sequence[VersionRecord]:
-        """All known versions; the index is the version."""
-        return self._records
+        """All known versions; the index is the version. One with `damage` may never have existed."""
+        return self._history.records
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """What is wrong with each entry that cannot be read, by its key."""
+        return {self._keys.entry(each.sequence): each.problem for each in self._history.unreadable.values()}
+
+    @property
+    def rescued(self) -> dict[int, bytes]:
+        """Entries to be copied: manifests that others refer to, and those that only `latest` holds. Remove what is."""
+        return self._entries.rescued
+
+    @property
+    def damaged_checkpoints(self) -> Sequence[str]:
+        """Keys of checkpoints that cannot be used: damaged, or of another log."""
+        return self._damaged_checkpoints
 
     @property
     def damaged_paths(self) -> Sequence[str]:
@@ -162,16 +127,20 @@ class VersionLog:
         return self._damaged_sweeps
 
     def refresh(self) -> int | None:
-        """Read what was added, entries and paths, and return the newest version, None when there is none.
+        """Read what was added, entries and paths, and return the newest version that can be read, None when there is
+        none.
 
-        Raises CorruptManifest or IncompatibleError at the first entry that cannot be used, having taken in
-        those before it; Unavailable and StoreRefused as the store does.
+        Raises CorruptManifest at the first entry that contradicts those before it and IncompatibleError at one of
+        another schema, having taken in those before it; Unavailable and StoreRefused as the store does.
         """
+        if not self.next_sequence:
+            self._begin_at_checkpoint()
         # Listings side by side, and reads side by side: far from the store a request costs a round trip.
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="weights-log") as pool:
             prefixes = (self._keys.merged, self._keys.snapshots)
             listings = [pool.submit(self._listed, prefix) for prefix in prefixes]
-            swept = pool.submit(self._listed, self._keys.swept)
+            last_round = self._keys.sweep(self._next_round - 1) if self._next_round else ""
+            swept = pool.submit(self._listed, self._keys.swept, after=last_round)
             newest = self.refresh_entries()
             listed = [key for listing in listings for key in listing.result()]
             self._refresh_paths(listed, pool)
@@ -180,73 +149,139 @@ class VersionLog:
 
     def refresh_entries(self) -> int | None:
         """`refresh` without the added paths: all that a writer needs to know before it commits."""
-        keys = self._new_keys()
-        for data in fetch_objects(self._store, keys, threads=_READ_THREADS):
+        if not self.next_sequence:
+            self._begin_at_checkpoint()
+        self._ask_again()
+        for data in fetch_objects(self._store, self._new_keys(), threads=_READ_THREADS):
             self.absorb(data)
-        return len(self._records) - 1 if self._records else None
+        newest = self.latest()
+        return None if newest is None else newest.version
 
     def latest(self) -> VersionRecord | None:
-        """The newest known version; asks the store nothing."""
-        return self._records[-1] if self._records else None
+        """The newest known version that can be read; asks the store nothing."""
+        return self._history.latest()
 
     def record(self, version: int) -> VersionRecord:
-        """A known version. Raises UnknownVersionError: refresh, then ask again."""
-        if not 0 <= version < len(self._records):
+        """A known version. Raises UnknownVersionError: refresh, then ask again; CorruptManifest when its entry cannot
+        be read.
+        """
+        if not 0 <= version < len(self.records):
             raise UnknownVersionError(
                 f"version {version} of policy {self.policy_id!r} is not in the log, which ends at "
-                f"{len(self._records) - 1}; refresh the log and try again"
+                f"{len(self.records) - 1}; refresh the log and try again"
             )
-        return self._records[version]
+        record = self.records[version]
+        if record.damage:
+            raise self._unusable(record, record.damage)
+        return record
 
     def manifest(self, version: int) -> Manifest:
-        """Read the whole manifest of a known version again from the store.
+        """Read the whole manifest of a known version again from the store, with what it refers to.
 
-        Raises UnknownVersionError, CorruptManifest when the entry is gone or changed, Unavailable,
-        StoreRefused.
+        Raises UnknownVersionError, CorruptManifest when the entry is gone or changed and no copy is there,
+        Unavailable, StoreRefused.
         """
         record = self.record(version)
-        key = self._keys.entry(record.sequence)
-        try:
-            data = self._store.get(key)
-        except ObjectNotFound as error:
-            raise CorruptManifest(f"log entry {key!r} is gone; entries must never be deleted") from error
-        entry = decode_entry(data)
-        if sha256(data) != record.manifest_sha256 or not isinstance(entry, Manifest):
-            raise CorruptManifest(
-                f"log entry {key!r} was changed after it was created; entries must never change"
-            )
-        return entry
+        if version in self._held:
+            return self._held[version]
+        data = fetch_if_there(self._store, self._keys.entry(record.sequence))
+        entry, _, problem = self._entries.find(record.sequence, data, digest=record.manifest_sha256)
+        if isinstance(entry, ManifestEntry):
+            return self._references.follow(entry)
+        raise self._unusable(record, problem)
 
-    def absorb(self, data: bytes) -> Entry:
-        """Take in the bytes of entry `next_sequence`. Raises CorruptManifest and IncompatibleError."""
-        entry = decode_entry(data)
-        self._check_place(entry)
-        epoch, nonce = _writer(entry)
-        if self._owner is not None and epoch < self._owner.epoch:
-            self._num_ignored += 1
-        else:
-            if isinstance(entry, Manifest):
-                self._records.append(self._record_of(entry, data))
-            if self._owner is None or epoch > self._owner.epoch:
-                self._owner = Owner(epoch=epoch, nonce=nonce)
-        self._next_sequence += 1
-        return entry
+    def absorb(self, data: bytes | None) -> Entry | None:
+        """Take in the bytes of entry `next_sequence`, None for one that is gone.
 
-    def _listed(self, prefix: str) -> list[str]:
-        return [info.key for info in self._store.list(prefix)]
-
-    def _content(self, key: str) -> bytes | None:
-        try:
-            return self._store.get(key)
-        except ObjectNotFound:
+        What does not verify is asked for again, then passed over: the answer is None. Raises CorruptManifest for an
+        entry that contradicts those before it, IncompatibleError.
+        """
+        sequence = self.next_sequence
+        entry, data, problem = self._entries.find(sequence, data)
+        if entry is None:
+            log.error("log_entry.unreadable", key=self._keys.entry(sequence), message=f"{problem}; {REMEDY}")
+            self._history.pass_over(problem)
             return None
+        self._history.take(entry, sha256(data))
+        self._entries.note(entry, data)
+        return entry
+
+    def restore(self, manifest: Manifest, *, manifest_sha256: bytes) -> None:
+        """Take in a version whose entry cannot be read from who holds it: its manifest, and the sha256 of its entry."""
+        is_of_here = (manifest.run_id, manifest.policy_id) == (self.run_id, self.policy_id)
+        if not is_of_here or manifest.sequence not in self._history.unreadable:
+            return
+        # One of a log that was begun anew contradicts this one.
+        with suppress(CorruptManifest):
+            self._history.take_late(manifest, manifest_sha256)
+            self._held[manifest.version] = manifest
+
+    def checkpoint(self) -> tuple[str, bytes] | None:
+        """Key and content of a checkpoint of what was read; None where a checkpoint has it, or there is nothing."""
+        if self._history.anchor is None or self.next_sequence == self.checkpointed:
+            return None
+        next_round = self._next_round
+        while self._keys.sweep(next_round) in self._sweeps:
+            next_round += 1
+        paths = tuple(self._paths.values())
+        checkpoint = LogCheckpoint(history=self._history, paths=paths, next_round=next_round)
+        return self._keys.checkpoint(self.next_sequence), encode_checkpoint(checkpoint)
+
+    def _begin_at_checkpoint(self) -> None:
+        """Take in the newest checkpoint that is sound and of this log."""
+        damaged: list[str] = []
+        for key in sorted(self._listed(self._keys.checkpoints), reverse=True):
+            try:
+                self._take_in(decode_checkpoint(self._keys, fetch_if_there(self._store, key) or b""))
+            except (CorruptManifest, IncompatibleError) as error:
+                log.warning("log_checkpoint.unusable", key=key, message=error.message)
+                damaged.append(key)
+            else:
+                break
+        self._damaged_checkpoints = tuple(damaged)
+
+    def _take_in(self, checkpoint: LogCheckpoint) -> None:
+        anchor = checkpoint.history.anchor
+        assert anchor is not None
+        found = fetch_if_there(self._store, self._keys.entry(anchor.sequence))
+        # One that is damaged is the same one: nobody writes over an entry.
+        if found is None or (
+            sha256(found) != anchor.sha256 and self._entries.read(found, anchor.sequence)[0]
+        ):
+            raise CorruptManifest(
+                f"it was made of another log: entry {anchor.sequence} is not the one it names"
+            )
+        self._history = checkpoint.history
+        self.checkpointed = self.next_sequence
+        self._next_round = checkpoint.next_round
+        self._paths = {path_key(self._keys, path): path for path in checkpoint.paths}
+
+    def _ask_again(self) -> None:
+        """The newest entries that could not be read: perhaps they can be now, or a copy lies beside them."""
+        for sequence in sorted(self._history.unreadable)[-_ASKED_AGAIN:]:
+            found = fetch_if_there(self._store, self._keys.entry(sequence))
+            entry, data, _ = self._entries.find(sequence, found, attempts=1)
+            if entry is not None:
+                with suppress(CorruptManifest):
+                    self._history.take_late(entry, sha256(data))
+                    log.info("log_entry.readable", key=self._keys.entry(sequence))
+
+    def _unusable(self, record: VersionRecord, problem: str) -> CorruptManifest:
+        key = self._keys.entry(record.sequence)
+        return CorruptManifest(
+            f"version {record.version} of policy {self.policy_id!r} cannot be read: log entry {key!r}: {problem}; "
+            f"{REMEDY}"
+        )
+
+    def _listed(self, prefix: str, *, after: str = "") -> list[str]:
+        return [info.key for info in self._store.list(prefix, after=after)]
 
     def _refresh_paths(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Believe the listing: paths that were collected are gone, and only new ones are read."""
         new = [key for key in listed if key not in self._paths and key not in self._damaged_paths]
         damaged = [key for key in self._damaged_paths if key in listed]
         paths = {key: self._paths[key] for key in listed if key in self._paths}
-        for key, content in zip(new, pool.map(self._content, new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
             if content is None:
                 # Collected since it was listed.
                 continue
@@ -255,8 +290,8 @@ class VersionLog:
             except (CorruptManifest, IncompatibleError):
                 damaged.append(key)
                 continue
-            if path.version >= len(self._records):
-                # Made for a version committed since the entries were listed: read again at the next refresh.
+            if path.version >= len(self.records) or self.records[path.version].damage:
+                # Its version was committed since the entries were listed, or cannot be read: read again next time.
                 continue
             if self._fits(path, key):
                 paths[key] = path
@@ -268,9 +303,9 @@ class VersionLog:
     def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Take in what was collected; a sweep is never changed or deleted."""
         new, damaged = [key for key in listed if key not in self._sweeps], []
-        for key, content in zip(new, pool.map(self._store.get, new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
             try:
-                sweep = decode_sweep(self._keys, content)
+                sweep = decode_sweep(self._keys, content or b"")
             except (CorruptManifest, IncompatibleError):
                 damaged.append(key)
             else:
@@ -278,72 +313,37 @@ class VersionLog:
         self._damaged_sweeps = tuple(damaged)
 
     def _take_in_sweep(self, key: str, sweep: Sweep) -> None:
-        known = [edge for edge in sweep.paths if edge.version < len(self._records)]
+        known = [edge for edge in sweep.paths if edge.version < len(self._history.records)]
         for edge in known:
-            record = self._records[edge.version]
-            self._records[edge.version] = replace(record, swept=record.swept | {edge.base_version})
+            record = self._history.records[edge.version]
+            self._history.records[edge.version] = replace(record, swept=record.swept | {edge.base_version})
         if len(known) == len(sweep.paths):
             # Else it is about versions committed since the entries were listed: read again at the next refresh.
             self._sweeps.add(key)
 
     def _fits(self, path: AddedPath, key: str) -> bool:
         here = (path.run_id, path.policy_id) == (self.run_id, self.policy_id)
-        root = self._records[path.version].model_root
+        root = self._history.records[path.version].model_root
         return here and path.model_root == root and key == path_key(self._keys, path)
 
     def _take_in_paths(self) -> None:
         by_version: dict[int, list[AddedPath]] = {}
         for path in self._paths.values():
             by_version.setdefault(path.version, []).append(path)
-        for version, record in enumerate(self._records):
+        for version, record in enumerate(self._history.records):
             added = tuple(by_version.get(version, ()))
             if added != record.added:
-                self._records[version] = replace(record, added=added)
+                self._history.records[version] = replace(record, added=added)
 
     def _new_keys(self) -> list[str]:
-        """Keys of the entries that follow without a gap; a store may list late, but never creates out of
-        order.
-        """
-        after = self._keys.entry(self._next_sequence - 1) if self._next_sequence else self._keys.entries
-        listed = {info.key for info in self._store.list(self._keys.entries, after=after)}
-        keys: list[str] = []
-        while (key := self._keys.entry(self._next_sequence + len(keys))) in listed:
-            keys.append(key)
-        return keys
-
-    def _check_place(self, entry: Entry) -> None:
-        place = (self.run_id, self.policy_id, self._next_sequence)
-        if (entry.run_id, entry.policy_id, entry.sequence) != place:
-            raise CorruptManifest(
-                f"log entry {self._next_sequence} of {self.run_id}/{self.policy_id} says it is entry "
-                f"{entry.sequence} of {entry.run_id}/{entry.policy_id}; objects were copied or renamed"
-            )
-
-    def _record_of(self, manifest: Manifest, data: bytes) -> VersionRecord:
-        if manifest.version != len(self._records):
-            raise CorruptManifest(
-                f"log entry {manifest.sequence} commits version {manifest.version} "
-                f"where {len(self._records)} is due"
-            )
-        back = manifest.rollback_of
-        if back is not None and manifest.model_root != self._records[back].model_root:
-            raise CorruptManifest(
-                f"log entry {manifest.sequence} goes back to version {back}, whose model root is another one"
-            )
-        return VersionRecord(
-            version=manifest.version,
-            sequence=manifest.sequence,
-            writer_epoch=manifest.writer_epoch,
-            step=manifest.step,
-            manifest_sha256=sha256(data),
-            model_root=manifest.model_root,
-            snapshot=manifest.snapshot,
-            deltas=manifest.deltas,
-            num_changed=manifest.num_changed,
-            num_elements=manifest.num_elements,
-            created_time_s=manifest.created_time_s,
-            rollback_of=manifest.rollback_of,
-        )
+        """Keys of the entries that follow; a store may list late, but an entry below another one was there."""
+        after = self._keys.entry(self.next_sequence - 1) if self.next_sequence else self._keys.entries
+        listed = {self._keys.sequence_in(key) for key in self._listed(self._keys.entries, after=after)}
+        end = self.next_sequence
+        for sequence in sorted(number for number in listed if number is not None):
+            if end <= sequence <= end + _MAX_GAP:
+                end = sequence + 1
+        return [self._keys.entry(sequence) for sequence in range(self.next_sequence, end)]
 
 
 def path_key(keys: PolicyKeys, path: AddedPath) -> str:
@@ -351,9 +351,3 @@ def path_key(keys: PolicyKeys, path: AddedPath) -> str:
     if path.base_version is None:
         return keys.snapshot(path.version)
     return keys.merged_delta(path.base_version, path.version)
-
-
-def _writer(entry: Entry) -> tuple[int, bytes]:
-    if isinstance(entry, Fence):
-        return entry.epoch, entry.nonce
-    return entry.writer_epoch, entry.writer_nonce

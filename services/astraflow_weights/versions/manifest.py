@@ -1,13 +1,14 @@
 """Entries of a policy's log, and paths added beside it, as values, and their bytes in the store.
 
-Invariant: what `decode_entry` and `decode_path` return is sealed, complete and consistent in itself:
-a flipped bit anywhere, a table that does not match its root or a version without a path to it raise
-CorruptManifest. Writer, compactor and log call it; whether an entry counts is the log's business.
+Invariant: what `decode_entry` and `decode_path` return is sealed and consistent in itself: a flipped bit anywhere or a
+version without a path to it raise CorruptManifest. What `resolved` returns also has tensors that make its root. Writer,
+compactor and log call it; whether an entry counts is the log's business.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -15,16 +16,27 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from astraflow.errors import IncompatibleError
 from astraflow.weights.v1 import manifest_pb2
-from astraflow_weights.codec.digest import SHA256_BYTES, TENSOR_DIGEST_BYTES, TensorDigest, model_root, sha256
-from astraflow_weights.codec.tensors import TensorSpec, check_spec
+from astraflow_weights.codec.digest import SHA256_BYTES, TensorDigest, model_root, sha256
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.store.layout import check_file_name, check_id, check_key
 from astraflow_weights.versions.probe import Probe, probe_message, read_probe
+from astraflow_weights.versions.references.digest_table import (
+    DigestTable,
+    KeyTable,
+    read_table,
+    table_message,
+)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NONCE_BYTES = 16
 MAX_DELTAS = 16
-_SIZES = {"writer_nonce": NONCE_BYTES, "nonce": NONCE_BYTES, "model_root": SHA256_BYTES}
+_SIZES = {
+    "writer_nonce": NONCE_BYTES,
+    "nonce": NONCE_BYTES,
+    "model_root": SHA256_BYTES,
+    "schema_sha256": SHA256_BYTES,
+}
 # The seal is the entry's last field: its tag (number 15, length-delimited) and its length, then 32 bytes.
 _SEAL_HEAD = bytes((15 << 3 | 2, SHA256_BYTES))
 _SEAL_BYTES = len(_SEAL_HEAD) + SHA256_BYTES
@@ -61,9 +73,9 @@ class DeltaRef:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """One weight version. `snapshot` is None when the version offers none; times are seconds since the
-    epoch.
+class ManifestHead:
+    """All of a manifest but its tensors. `snapshot` is None when the version offers none; times are seconds since
+    the epoch.
     """
 
     run_id: str
@@ -76,7 +88,6 @@ class Manifest:
     parent_version: int | None
     snapshot: tuple[PartRef, ...] | None
     deltas: tuple[DeltaRef, ...]
-    tensors: tuple[TensorDigest, ...]
     model_root: bytes
     assets: tuple[Asset, ...] = ()
     num_changed: int = 0
@@ -93,10 +104,60 @@ class Manifest:
         """Changed share of all elements against the parent."""
         return self.num_changed / self.num_elements if self.num_elements else 0.0
 
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestEntry(ManifestHead):
+    """A manifest as it stands in the log: schema and digests by reference (`digest_tables`)."""
+
+    schema_sha256: bytes
+    table: DigestTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(ManifestHead):
+    """A manifest whose references were followed: one weight version, whole."""
+
+    tensors: tuple[TensorDigest, ...]
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors, unfolded."""
         return sum(tensor.spec.size_bytes for tensor in self.tensors)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Of its tensors."""
+        return Schema.of(tensor.spec for tensor in self.tensors)
+
+    def entry(self, key: KeyTable | None = None) -> ManifestEntry:
+        """How it is written; every digest stands in it unless `key` has most of them."""
+        digests = tuple(tensor.digest for tensor in self.tensors)
+        return ManifestEntry(
+            **_head_fields(self),
+            schema_sha256=self.schema.digest,
+            table=DigestTable.of(digests, key=key),
+        )
+
+
+def resolved(entry: ManifestEntry, *, schema: Schema, key_digests: Sequence[bytes] | None) -> Manifest:
+    """The manifest that an entry refers to. `key_digests` are those of its key manifest, None when it has none.
+
+    Raises CorruptManifest when what it refers to does not make the model root.
+    """
+    try:
+        if schema.digest != entry.schema_sha256:
+            raise ValueError("the schema is another one")
+        digests = entry.table.digests_of(len(schema.specs), key_digests=key_digests)
+        tensors = tuple(
+            TensorDigest(spec=spec, digest=digest) for spec, digest in zip(schema.specs, digests, strict=True)
+        )
+        return _checked(Manifest(**_head_fields(entry), tensors=tensors))
+    except ValueError as error:
+        raise CorruptManifest(f"log entry {entry.sequence} contradicts itself: {error}") from error
+
+
+def _head_fields(manifest: ManifestHead) -> dict[str, Any]:
+    return {field.name: getattr(manifest, field.name) for field in fields(ManifestHead)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +191,7 @@ class AddedPath:
         return sum(part.size_bytes for part in self.parts)
 
 
-Entry = Manifest | Fence
+Entry = ManifestEntry | Fence
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -138,18 +199,18 @@ def encode_entry(entry: Entry) -> bytes:
     accept.
     """
     message = manifest_pb2.Entry(schema_version=SCHEMA_VERSION)
-    if isinstance(entry, Manifest):
-        message.manifest.CopyFrom(_manifest_message(_checked(entry)))
+    if isinstance(entry, ManifestEntry):
+        message.manifest.CopyFrom(_manifest_message(_checked_head(entry)))
     else:
         message.fence.CopyFrom(manifest_pb2.Fence(**_to_fields(entry, manifest_pb2.Fence)))
-    return seal_entry(message)
+    return sealed(message)
 
 
 def encode_path(path: AddedPath) -> bytes:
     """Sealed bytes of an added path. Raises ValueError for what no reader would accept."""
     fields = _to_fields(_checked_path(path), manifest_pb2.AddedPath)
     message = manifest_pb2.AddedPath(**fields, parts=map(_ref_message, path.parts))
-    return seal_entry(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
+    return sealed(manifest_pb2.Entry(schema_version=SCHEMA_VERSION, added_path=message))
 
 
 def decode_path(data: bytes) -> AddedPath:
@@ -174,7 +235,7 @@ def decode_entry(data: bytes) -> Entry:
     try:
         kind = message.WhichOneof("entry")
         if kind == "manifest":
-            return _checked(_manifest(message.manifest))
+            return _checked_head(_manifest(message.manifest))
         if kind == "fence":
             return Fence(**_from_fields(message.fence))
     except ValueError as error:
@@ -182,7 +243,7 @@ def decode_entry(data: bytes) -> Entry:
     raise CorruptManifest(f"a log entry of {len(data)} bytes is neither a manifest nor a fence")
 
 
-def seal_entry(message: manifest_pb2.Entry) -> bytes:
+def sealed(message: Message) -> bytes:
     """Bytes of an object of the log, its seal last."""
     content = message.SerializeToString(deterministic=True)
     return content + _SEAL_HEAD + sha256(content)
@@ -192,7 +253,7 @@ def open_entry(data: bytes) -> manifest_pb2.Entry:
     """What the bytes hold, its seal checked. Raises CorruptManifest, and IncompatibleError for another schema
     version.
     """
-    message = _unsealed(data)
+    message = _parsed(data)
     if message.schema_version != SCHEMA_VERSION:
         raise IncompatibleError(
             f"log entry has schema version {message.schema_version}, this release reads {SCHEMA_VERSION}; "
@@ -201,24 +262,29 @@ def open_entry(data: bytes) -> manifest_pb2.Entry:
     return message
 
 
-def _unsealed(data: bytes) -> manifest_pb2.Entry:
+def unsealed(data: bytes) -> bytes:
+    """Return `data` when its seal belongs to it. Raises CorruptManifest."""
     content, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if seal != _SEAL_HEAD + sha256(content):
-        raise CorruptManifest(f"a log entry of {len(data)} bytes is damaged: its seal does not match")
+        raise CorruptManifest(f"an object of {len(data)} bytes is damaged: its seal does not match")
+    return data
+
+
+def _parsed(data: bytes) -> manifest_pb2.Entry:
     try:
-        return manifest_pb2.Entry.FromString(data)
+        return manifest_pb2.Entry.FromString(unsealed(data))
     except DecodeError as error:
         raise CorruptManifest(f"a log entry of {len(data)} bytes cannot be read: {error}") from error
 
 
-def _manifest_message(manifest: Manifest) -> manifest_pb2.Manifest:
+def _manifest_message(manifest: ManifestEntry) -> manifest_pb2.Manifest:
     message = manifest_pb2.Manifest(
         **_to_fields(manifest, manifest_pb2.Manifest),
         deltas=[
             manifest_pb2.Delta(base_version=delta.base_version, parts=map(_ref_message, delta.parts))
             for delta in manifest.deltas
         ],
-        tensors=map(_tensor_message, manifest.tensors),
+        digests=table_message(manifest.table),
         assets=[
             manifest_pb2.Asset(file_name=asset.file_name, blob=_ref_message(asset.blob))
             for asset in manifest.assets
@@ -257,11 +323,6 @@ def _from_fields(
     return fields | {"created_time_s": message.created_time.ToMicroseconds() / 1e6}
 
 
-def _tensor_message(tensor: TensorDigest) -> manifest_pb2.Tensor:
-    spec = tensor.spec
-    return manifest_pb2.Tensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, digest=tensor.digest)
-
-
 def _ref_message(ref: PartRef) -> manifest_pb2.PartRef:
     return manifest_pb2.PartRef(key=ref.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
 
@@ -273,16 +334,16 @@ def timestamp(seconds: float) -> Timestamp:
     return stamp
 
 
-def _manifest(message: manifest_pb2.Manifest) -> Manifest:
-    fields = _from_fields(message)
-    del fields["density"]  # follows from the counts
-    return Manifest(
-        **fields,
+def _manifest(message: manifest_pb2.Manifest) -> ManifestEntry:
+    plain = _from_fields(message)
+    del plain["density"]  # follows from the counts
+    return ManifestEntry(
+        **plain,
         snapshot=_refs(message.snapshot.parts) if message.HasField("snapshot") else None,
         deltas=tuple(
             DeltaRef(base_version=delta.base_version, parts=_refs(delta.parts)) for delta in message.deltas
         ),
-        tensors=tuple(_tensor(tensor) for tensor in message.tensors),
+        table=read_table(message.digests),
         assets=tuple(
             Asset(file_name=check_file_name(asset.file_name), blob=_ref(asset.blob))
             for asset in message.assets
@@ -295,11 +356,6 @@ def _checked_path(path: AddedPath) -> AddedPath:
     if path.base_version is not None and path.base_version >= path.version:
         raise ValueError(f"a path to version {path.version} starts from version {path.base_version}")
     return path
-
-
-def _tensor(message: manifest_pb2.Tensor) -> TensorDigest:
-    spec = check_spec(TensorSpec(name=message.name, dtype=message.dtype, shape=tuple(message.shape)))
-    return TensorDigest(spec=spec, digest=sized(message.digest, TENSOR_DIGEST_BYTES, what="tensor digest"))
 
 
 def _refs(messages: Sequence[manifest_pb2.PartRef]) -> tuple[PartRef, ...]:
@@ -326,31 +382,48 @@ def sized(value: bytes, size: int, *, what: str) -> bytes:
     return value
 
 
-def _checked(manifest: Manifest) -> Manifest:
-    names = [tensor.spec.name for tensor in manifest.tensors]
+def _checked_head(manifest: ManifestEntry) -> ManifestEntry:
     files = [asset.file_name for asset in manifest.assets]
     bases = [delta.base_version for delta in manifest.deltas]
-    elements = sum(tensor.spec.num_elements for tensor in manifest.tensors)
     parent = manifest.version - 1 if manifest.version else None
-    complaints = {
-        "tensors are not sorted by name, or repeat": names != sorted(set(names)) or not names,
-        "the model root does not belong to the tensors": model_root(manifest.tensors) != manifest.model_root,
-        "asset names repeat": len(files) != len(set(files)),
-        "a delta starts from the version itself or later, or repeats": (
-            len(bases) > MAX_DELTAS
-            or len(bases) != len(set(bases))
-            or any(base >= manifest.version for base in bases)
-        ),
-        "there is neither a snapshot nor a delta": manifest.snapshot is None and not bases,
-        f"it follows version {manifest.parent_version}, not {parent}": manifest.parent_version != parent,
-        f"it counts {manifest.num_elements} elements of {elements}": manifest.num_elements != elements,
-        f"it counts {manifest.num_changed} changes": manifest.num_changed > elements,
-        f"it goes back to version {manifest.rollback_of}": (
-            manifest.rollback_of is not None and manifest.rollback_of >= manifest.version
-        ),
-        "its learning rate is not a number": math.isnan(manifest.learning_rate or 0.0),
-    }
+    key = manifest.table.key
+    _require_none(
+        manifest,
+        {
+            "asset names repeat": len(files) != len(set(files)),
+            "a delta starts from the version itself or later, or repeats": (
+                len(bases) > MAX_DELTAS
+                or len(bases) != len(set(bases))
+                or any(base >= manifest.version for base in bases)
+            ),
+            "there is neither a snapshot nor a delta": manifest.snapshot is None and not bases,
+            f"it follows version {manifest.parent_version}, not {parent}": manifest.parent_version != parent,
+            f"it counts {manifest.num_changed} changes": manifest.num_changed > manifest.num_elements,
+            f"it goes back to version {manifest.rollback_of}": (
+                manifest.rollback_of is not None and manifest.rollback_of >= manifest.version
+            ),
+            "its learning rate is not a number": math.isnan(manifest.learning_rate or 0.0),
+            "its key manifest is not before it": key is not None and key.sequence >= manifest.sequence,
+        },
+    )
+    return manifest
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    elements = sum(tensor.spec.num_elements for tensor in manifest.tensors)
+    _require_none(
+        manifest,
+        {
+            "the model root does not belong to the tensors": (
+                model_root(manifest.tensors) != manifest.model_root
+            ),
+            f"it counts {manifest.num_elements} elements of {elements}": manifest.num_elements != elements,
+        },
+    )
+    return manifest
+
+
+def _require_none(manifest: ManifestHead, complaints: Mapping[str, bool]) -> None:
     for complaint, applies in complaints.items():
         if applies:
             raise ValueError(f"version {manifest.version}: {complaint}")
-    return manifest

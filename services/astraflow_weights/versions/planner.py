@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import Edge, NoPath
-from astraflow_weights.versions.log import VersionLog, VersionRecord
+from astraflow_weights.versions.history import VersionRecord
+from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.manifest import PartRef
 from astraflow_weights.versions.rates import PullCosts
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 from astraflow_weights.codec import apply_delta, decode_snapshot
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.tensor_hash import tensor_digests
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.errors import CorruptPart, Edge, VerificationFailed
@@ -65,7 +66,7 @@ def pull(
     parts = _fetch(store, plan, threads=threads)
     model = load_base() if plan.held is not None else {}
     for step, step_parts in zip(plan.steps, parts, strict=True):
-        model = _apply(step, step_parts, model, max_bytes=manifest.size_bytes)
+        model = _apply(step, step_parts, model, schema=manifest.schema, max_bytes=manifest.size_bytes)
     _verify(model, manifest, plan)
     return model
 
@@ -125,11 +126,11 @@ def _collect(step: PullStep, futures: Sequence[Future[bytes]]) -> list[bytes]:
 
 
 def _apply(
-    step: PullStep, parts: list[bytes], model: dict[str, Array], *, max_bytes: int
+    step: PullStep, parts: list[bytes], model: dict[str, Array], *, schema: Schema, max_bytes: int
 ) -> dict[str, Array]:
     try:
         if step.edge.base_version is None:
-            return decode_snapshot(parts, max_bytes=max_bytes)
+            return decode_snapshot(parts, schema=schema, max_bytes=max_bytes)
         apply_delta(model, parts)
     except CorruptPart as error:
         raise unusable(step.edge, error) from error

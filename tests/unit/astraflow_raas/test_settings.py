@@ -11,7 +11,7 @@ from astraflow_raas.settings import NodeSettings, child_environment
 
 def test_an_address_is_all_it_takes() -> None:
     settings = load(NodeSettings, {"join": "127.0.0.1:7070"})
-    assert settings.engine == "astraflow_engine"
+    assert settings.engine == "cpu"
     assert settings.work_dir == Path.home() / ".cache/astraflow/raas"
 
 
@@ -20,7 +20,7 @@ def test_an_address_is_all_it_takes() -> None:
     [
         ({}, "JOIN"),
         ({"join": "nowhere"}, "join"),
-        ({"join": "h:1", "engine": "vllm"}, "astraflow_engine"),
+        ({"join": "h:1", "engine": "vllm"}, "`cpu`"),
         ({"join": "h:1", "node_id": "a b"}, "node_id"),
         ({"join": "h:1", "serve": "solver"}, "serve"),
         ({"join": "h:1", "serve": "solver=0"}, "1 to 64 engines"),

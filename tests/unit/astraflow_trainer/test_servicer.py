@@ -5,7 +5,8 @@ import math
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from astraflow_kit import metrics, serve
 from astraflow_kit.settings import DaemonSettings
 from astraflow_trainer import controls, progress
 from astraflow_trainer.servicer import TrainerServicer
+from astraflow_trainer.trackers.feed import TrackerFeed
 from support.scripted_dataflow import eventually
 
 METRICS = {"reward_mean": 0.5}
@@ -37,7 +39,10 @@ class Trainer:
 
     def __init__(self) -> None:
         self.progress, self.controls = progress.Progress(), controls.Controls()
-        self.servicer = TrainerServicer(self.progress, self.controls, run_id="run-1", policy_id="solver")
+        self.trackers: list[TrackerFeed] = []
+        self.servicer = TrainerServicer(
+            self.progress, self.controls, run_id="run-1", policy_id="solver", trackers=self.trackers
+        )
 
 
 @pytest.fixture
@@ -70,6 +75,21 @@ async def test_status_is_the_snapshot_of_the_trainer(trainer: Trainer, stub: Stu
     assert (status.step, status.version, status.trainer_epoch) == (7, 6, 3)
     assert status.wait_fraction == pytest.approx(1.0)
     assert (status.durable_step, status.learning_rate) == (5, 0.25)
+
+
+async def test_status_names_the_trackers_that_lack_steps(
+    trainer: Trainer, stub: Stub, tmp_path: Path
+) -> None:
+    def unreachable(run_id: str, next_step: int) -> NoReturn:
+        raise ConnectionError("no route")
+
+    feed = TrackerFeed("wandb", unreachable, folder=tmp_path, metrics=metrics.Metrics())
+    trainer.trackers.append(feed)
+    assert not (await _status(stub)).tracker_faults
+    feed.put(RECORD)
+    await asyncio.to_thread(feed.close)
+    (fault,) = (await _status(stub)).tracker_faults
+    assert (fault.tracker, fault.steps_missed, fault.error) == ("wandb", 1, "ConnectionError: no route")
 
 
 async def test_status_has_no_version_before_the_first_is_published(stub: Stub) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from astraflow_weights.codec import apply_delta, decode_snapshot, encode_delta, encode_snapshot, kernel
+from astraflow_weights.codec import (
+    Schema,
+    apply_delta,
+    decode_snapshot,
+    encode_delta,
+    encode_snapshot,
+    kernel,
+)
 from astraflow_weights.codec.kernel import Isa
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS, Array
@@ -31,8 +38,8 @@ def there_and_back(base: MODEL, target: MODEL, *, context: bool) -> set[TileCode
     parts = encode_delta(base, target, context=context)
     assert same_model(applied(base, parts), target)
     assert same_model(applied(target, encode_delta(target, base, context=context)), base)
-    assert same_model(decode_snapshot(encode_snapshot(target)), target)
-    return {tile.codec for part in parts for tile in open_part(part).tiles}
+    assert same_model(decode_snapshot(encode_snapshot(target), schema=Schema.of_model(target)), target)
+    return {codec for part in parts for codec in open_part(part).codecs}
 
 
 # Zeros, denormals, ones, the largest, infinities, quiet and signalling NaNs with payloads: each with both signs.

@@ -17,6 +17,12 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 __all__ = ["Bound", "Verdict", "find_bottleneck", "find_failure"]
 
 _BLOCKING = {
+    "server_unreachable": "the dataflow server cannot be reached",
+    "server_silent": "the dataflow server does not answer",
+    "redis_silent": "the server's Redis does not answer",
+    "redis_read_only": "the server's Redis may not be written",
+    "redis_disk_full": "the server's Redis cannot write its files",
+    "redis_full": "the server's Redis is full",
     "state_in_doubt": "the server lost what its trainer knows",
     "store_missing": "the weight store is not there",
     "store_read_only": "the weight store may not be written",

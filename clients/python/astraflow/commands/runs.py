@@ -1,4 +1,4 @@
-"""`astraflow runs`: the life of a run without the launcher: created, followed, finished, resumed, deleted."""
+"""`astraflow runs`: the life of a run without the launcher: created, followed, stopped, resumed, forked, deleted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
+from astraflow.commands.forking import fork_run, origins_of
 from astraflow.commands.options import grouped_options
 from astraflow.commands.run_creation import StoreOption, create_run, prepare_store, run_of
 from astraflow.commands.server import ServerOptions
@@ -18,6 +19,7 @@ from astraflow.commands.wording import as_json, console, count_text, enum_text, 
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import PreconditionError
+from astraflow.recipe import StoredVersionSettings
 from astraflow.recipe.command import SetOption
 from astraflow.recipe.file import load_recipe
 
@@ -69,7 +71,8 @@ def show(options: ServerOptions, run_id: RunArgument) -> None:
     with options.client() as client:
         run = client.call(client.runs.GetRun, pb.GetRunRequest(run_id=run_id)).run
     code = f"code: {len(run.code.files)} files, sha256 {run.code.sha256.hex()[:16]}…"
-    facts = f"{_state_text(run)}, created {_created_text(run)}\nstore: {run.store_uri}\n{code}\n"
+    origins = "".join(f"{_origin_text(name, start)}\n" for name, start in origins_of(run).items())
+    facts = f"{_state_text(run)}, created {_created_text(run)}\n{origins}store: {run.store_uri}\n{code}\n"
     options.show(run, lambda _: f"{facts}\n{run.recipe_yaml}")
 
 
@@ -83,9 +86,11 @@ def wait(options: ServerOptions, run_id: RunArgument) -> None:
 
 @app.command()
 @grouped_options
-def finish(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False) -> None:
-    """End the training of RUN after the steps in hand: trainers publish and end, the newest versions are evaluated, and
-    nodes leave.
+def stop(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False) -> None:
+    """Stop RUN after the steps in hand: trainers publish, write a checkpoint and end, the newest versions are
+    evaluated, nodes leave. Everything is kept: `astraflow runs resume` goes on.
+
+    Example: astraflow runs stop my-run --wait
     """
     _update(options, run_id, run_pb2.RUN_STATE_FINISHING, wait=wait)
 
@@ -93,8 +98,60 @@ def finish(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False
 @app.command()
 @grouped_options
 def resume(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False) -> None:
-    """Continue RUN, which is finishing or finished: start its trainers again, with --steps to go beyond the recipe."""
+    """Continue RUN, which was stopped or has finished: start its trainers again, with --steps to go beyond the recipe.
+
+    Example: astraflow runs resume my-run
+    """
     _update(options, run_id, run_pb2.RUN_STATE_ACTIVE, wait=wait)
+
+
+@app.command()
+@grouped_options
+def fork(
+    options: ServerOptions,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The run to begin from.")],
+    run_id: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new run.")],
+    step: Annotated[
+        int, typer.Option("--from-step", metavar="N", min=0, help="Step of SOURCE after which it begins.")
+    ],
+    overrides: SetOption = None,
+    store: Annotated[
+        str, typer.Option("--store", metavar="URI", help="Weight store of NEW. Default: that of SOURCE.")
+    ] = "",
+    probe: Annotated[
+        bool, typer.Option(help="Look into the stores from here; else trainers find out what is missing.")
+    ] = True,
+) -> None:
+    """Create the run NEW, whose policies start with the weights that they had in SOURCE after step N.
+
+    It has SOURCE's recipe, with the --set values, and counts its steps from 0. SOURCE goes on as before; the versions
+    that NEW needs are pinned there. Example: astraflow runs fork base colder --from-step 40 --set
+    trainer.optimizer.learning_rate=1e-5
+    """
+    with options.client() as client:
+        if store and probe:
+            typer.echo(prepare_store(store), err=True)
+        created = fork_run(
+            *(client, source),
+            run_id=run_id,
+            step=step,
+            overrides=overrides or (),
+            store_uri=store,
+            check_store=probe,
+        )
+        origins = origins_of(created)
+    if options.json_:
+        starts = {name: start.model_dump(mode="json") for name, start in origins.items()}
+        print_json({**_without_content(created), "starts": starts})
+        return
+    typer.echo(_state_text(created))
+    for name, start in origins.items():
+        typer.echo(_origin_text(name, start))
+    typer.echo(
+        "optimizers start fresh; a trainer that is started with --source-work-dir FOLDER goes on with that of SOURCE's "
+        "checkpoint of this step",
+        err=True,
+    )
 
 
 @app.command("list")
@@ -134,6 +191,13 @@ def delete(
             timeout_s=_DELETE_TIMEOUT_S,
         )
     options.show(answer, lambda deleted: _deleted_text(run_id, deleted))
+
+
+def _origin_text(policy_id: str, start: StoredVersionSettings) -> str:
+    return (
+        f"{policy_id} starts with version {start.version} of policy {start.policy} of run {start.run}, "
+        f"after step {start.step}"
+    )
 
 
 def _deleted_text(run_id: str, answer: pb.DeleteRunResponse) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -23,6 +24,7 @@ from grpc import RpcError
 from astraflow.client import Client, RetryPolicy
 from astraflow.commands.wording import as_json, console, print_json
 from astraflow.connecting.connection import Connection, DialFiles, dial
+from astraflow.dataflow.v1.admin_service_pb2 import GetServerInfoRequest
 from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from astraflow.join import is_join_string
 
@@ -49,6 +51,7 @@ OPERATOR_TOKEN = Path("secrets") / "operator.token"
 JOIN_VARIABLE = "ASTRAFLOW_JOIN"
 _PANEL = "How to reach it"
 _PATIENCE = RetryPolicy(total_s=3.0)
+_PAUSE_S = 0.1
 
 M = TypeVar("M", bound=Message)
 
@@ -62,6 +65,14 @@ class Server:
     join_file: Path | None = None
     token_file: Path | None = None
     """The token that its folder has for it."""
+    log: Path | None = field(default=None, compare=False)
+    """The log that it writes, of one in a run folder."""
+
+    def unheard_s(self) -> float:
+        """Seconds since it last wrote to its log; 0 where that is not known."""
+        with suppress(OSError):
+            return max(0.0, time.time() - self.log.stat().st_mtime) if self.log is not None else 0.0
+        return 0.0
 
     @property
     def address(self) -> str:
@@ -181,18 +192,21 @@ class ServerOptions(DialOptions):
     json_: JsonOption = False
 
     @contextmanager
-    def client(self) -> Iterator[Client]:
-        """A client of the server to ask.
+    def client(self, *, patience_s: float = 0.0, server: Server | None = None) -> Iterator[Client]:
+        """A client of the server to ask; with `patience_s` whether there is one is known after that time.
 
         The error for an unreachable server names its address and how it was found; IncompatibleError says that it
         speaks other contracts, UntrustedServerError that one side does not prove who it is.
         """
-        server = self.server()
+        server = server or self.server()
         if not server.found_by.startswith("--"):
             typer.echo(f"asking {server.address} ({server.found_by})", err=True)
         with Client(self.connection(server), retry=_PATIENCE) as client:
             try:
-                client.server_info()
+                if patience_s:
+                    _require_alive(client, patience_s)
+                else:
+                    client.server_info()
                 yield client
             except UnavailableError as error:
                 if not isinstance(
@@ -262,12 +276,25 @@ def server_of_folder(folder: Path) -> Server:
     return _server(published)
 
 
+def _require_alive(client: Client, patience_s: float) -> None:
+    """Raise DeadlineError for a server that does not answer in time, else as `Client.server_info` does."""
+    once, give_up_s = RetryPolicy(total_s=0.0), time.monotonic() + patience_s - _PAUSE_S
+    while time.monotonic() < give_up_s:
+        try:
+            client.call(client.admin.GetServerInfo, GetServerInfoRequest(), timeout_s=patience_s, retry=once)
+            break
+        except UnavailableError:
+            time.sleep(_PAUSE_S)
+    client.server_info(timeout_s=patience_s, retry=once)
+
+
 def _server(published: _Published) -> Server:
     token = published.folder / OPERATOR_TOKEN
     return Server(
         published.address,
         f"run folder {published.folder}",
         token_file=token if token.exists() else None,
+        log=published.folder / "logs" / "dataflow.log",
     )
 
 

@@ -34,7 +34,7 @@ from astraflow.errors import RetryableError
 
 app = typer.Typer(add_completion=False)
 
-_PLACES = (
+PLACES = (
     ("trained", "trained"),
     ("in_batch", "in a batch"),
     ("ready", "ready"),
@@ -179,7 +179,7 @@ def trajectory_parts(status: pb.StatusResponse) -> list[RenderableType]:
     if not account.ingested:
         return []
     terms = [
-        f"{count_text(getattr(account, name))} {word}" for name, word in _PLACES if getattr(account, name)
+        f"{count_text(getattr(account, name))} {word}" for name, word in PLACES if getattr(account, name)
     ]
     dropped = sum(account.dropped.values())
     if dropped:

@@ -1,23 +1,29 @@
 """Every wait there is, in the order in which a person must see to them.
 
-Pure. What lies under the others comes first: while the store is missing nothing that needs it can end. Within one rank
-the longest wait is first. docs/debugging.md explains each; tests compare both with the rules that name them. Used by
-`why`, `status`, and both views of the launcher.
+Pure. What lies under the others comes first: while no server answers nothing else can be known, while its Redis is full
+little else can end. Within one rank the longest wait is first. docs/debugging.md explains each; tests compare both with
+the rules that name them. Used by `why`, `status`, and both views of the launcher.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow.errors import AstraflowError, DeadlineError
 
-__all__ = ["RANKS", "Rank", "in_order", "is_alarm", "rank_of"]
+__all__ = ["RANKS", "Rank", "in_order", "is_alarm", "rank_of", "server_wait"]
 
 
 class Rank(IntEnum):
     """What kind of a wait it is; a lower number is seen to first."""
 
+    SERVER = 1
+    """No server answers."""
+    DATA = 2
+    """The server's Redis cannot be used as it must be."""
     DOUBT = 3
     """The parts disagree about the past: a person decides."""
     STORE = 4
@@ -35,6 +41,8 @@ class Rank(IntEnum):
 
 
 _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
+    Rank.SERVER: ("server_unreachable", "server_silent"),
+    Rank.DATA: ("redis_silent", "redis_read_only", "redis_disk_full", "redis_full", "redis_slow"),
     Rank.DOUBT: ("state_in_doubt",),
     Rank.STORE: ("store_missing", "store_read_only", "store_full", "store_unreachable"),
     Rank.SILENT: ("engine_hung", "trainer_silent"),
@@ -69,3 +77,21 @@ def is_alarm(wait: pb.Wait) -> bool:
 def in_order(waits: Iterable[pb.Wait]) -> list[pb.Wait]:
     """Return the waits as a person must see to them."""
     return sorted(waits, key=lambda wait: (rank_of(wait), -wait.waited_duration.ToNanoseconds()))
+
+
+def server_wait(address: str, error: AstraflowError, *, silent_s: float) -> pb.Wait:
+    """Return the wait for a dataflow server that did not answer a call: a silent one when nothing refused it."""
+    silent = isinstance(error, DeadlineError)
+    what = "takes calls and answers none" if silent else f"cannot be reached ({error.message})"
+    wait = pb.Wait(
+        stage="server",
+        reason="server_silent" if silent else "server_unreachable",
+        detail=f"the dataflow server at {address} {what}; meanwhile nodes keep what they finish, trainers wait, and "
+        "nothing is lost",
+        released_by="end its process and start it again: it hangs, or its machine does"
+        if silent
+        else "start it again, or bring the network to it back; everybody goes on by himself",
+    )
+    wait.waited_duration.FromMilliseconds(int(silent_s * 1000))
+    wait.since_time.FromMilliseconds(int((time.time() - silent_s) * 1000))
+    return wait

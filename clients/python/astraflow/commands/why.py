@@ -11,12 +11,12 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from astraflow.client import Client
+from astraflow.client import Client, RetryPolicy
 from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck, find_failure
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
 from astraflow.commands.status import failure_parts
-from astraflow.commands.waits import in_order
+from astraflow.commands.waits import in_order, server_wait
 from astraflow.commands.wording import (
     as_json,
     console,
@@ -27,11 +27,19 @@ from astraflow.commands.wording import (
 )
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
+from astraflow.errors import AstraflowError, DeadlineError, UnavailableError
 
 app = typer.Typer(add_completion=False)
 
+NO_SERVER = 75
+"""Exit status when no server answered."""
+
 _LOOKS_PER_S = 4.0
+_PATIENCE_S, _ANSWER_S = 2.0, 3.0
+"""A server that answers at all tells within three seconds, whatever its Redis does."""
 _STAGES = {
+    "server": "everything",
+    "data": "everything that must be written",
     "lease": "handing out tasks",
     "assemble": "completing groups",
     "batch": "training",
@@ -56,14 +64,27 @@ def why(
     seconds: SecondsOption = 3.0,
 ) -> None:
     """Say what each stage waits for, for how long, what would end the wait, and what limits the run."""
-    with options.client() as client:
-        looks = list(look(client, run_id=options.run_id, for_s=seconds))
-    last = looks[-1]
-    verdict = judge(looks, over_s=seconds)
+    server, asked_s = options.server(), time.monotonic()
+    try:
+        with options.client(patience_s=_PATIENCE_S, server=server) as client:
+            looks = list(look(client, run_id=options.run_id, for_s=seconds))
+    except (UnavailableError, DeadlineError) as error:
+        if error.retry_after_s is not None:  # a server said so
+            raise
+        silent_s = max(time.monotonic() - asked_s, server.unheard_s())
+        said = error.__cause__ if isinstance(error.__cause__, AstraflowError) else error
+        wait = server_wait(server.address, said, silent_s=silent_s)
+        answer = pb.WhyResponse(run_id=options.run_id, waits=[wait])
+        _show(options, answer, judge([answer], over_s=0.0))
+        raise typer.Exit(NO_SERVER) from error
+    _show(options, looks[-1], judge(looks, over_s=seconds))
+
+
+def _show(options: RunOptions, answer: pb.WhyResponse, verdict: Verdict) -> None:
     if options.json_:
-        print_json({"verdict": asdict(verdict), **as_json(last)})
+        print_json({"verdict": asdict(verdict), **as_json(answer)})
     else:
-        console().print(why_page(last, verdict))
+        console().print(why_page(answer, verdict))
 
 
 def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyResponse]:
@@ -71,7 +92,7 @@ def look(client: Client, *, run_id: str, for_s: float) -> Iterator[pb.WhyRespons
     request = pb.WhyRequest(run_id=run_id)
     until_s = time.monotonic() + for_s
     while True:
-        answer = client.call(client.admin.Why, request)
+        answer = client.call(client.admin.Why, request, timeout_s=_ANSWER_S, retry=RetryPolicy(total_s=0.0))
         yield answer
         certain = judge([answer], over_s=0.0).bound in (Bound.FAILING, Bound.BLOCKED, Bound.FINISHED)
         if certain or time.monotonic() + 1 / _LOOKS_PER_S > until_s:
@@ -92,7 +113,7 @@ def judge(looks: list[pb.WhyResponse], *, over_s: float) -> Verdict:
 def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
     """Return the verdict, what failed, and one block per wait, in the order in which a person must see to them."""
     state = enum_text(run_pb2.RunState.DESCRIPTOR, answer.state)
-    title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n")
+    title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n" if answer.state else "\n")
     line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
     waits = in_order(answer.waits)
     failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)

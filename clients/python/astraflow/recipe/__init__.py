@@ -1,14 +1,19 @@
 """The recipe: what it may say (`settings`, `roles`, `algorithm`), how it is read (`file`) and checked (`command`)."""
 
+from astraflow.recipe.model import (
+    ArchitectureSettings,
+    ExternalSettings,
+    LoraSettings,
+    ModelSettings,
+    TokenizerSettings,
+    WarmStartSettings,
+)
 from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
-    ArchitectureSettings,
     BatchSettings,
     DataflowSettings,
     EvaluationSettings,
-    ExternalSettings,
-    ModelSettings,
     OptimizerSettings,
     PolicySettings,
     PublishSettings,
@@ -17,11 +22,10 @@ from astraflow.recipe.settings import (
     ResolvedPolicy,
     RunSettings,
     SamplingSettings,
-    TokenizerSettings,
     TrainerSettings,
-    WarmStartSettings,
     json_schema,
 )
+from astraflow.recipe.stored_version import StoredVersionSettings
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -30,6 +34,7 @@ __all__ = [
     "DataflowSettings",
     "EvaluationSettings",
     "ExternalSettings",
+    "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
     "PolicySettings",
@@ -41,6 +46,7 @@ __all__ = [
     "RoleSettings",
     "RunSettings",
     "SamplingSettings",
+    "StoredVersionSettings",
     "TokenizerSettings",
     "TrainerSettings",
     "WarmStartSettings",

@@ -81,13 +81,16 @@ class ResolvedRole:
 
 
 def resolve_roles(
-    roles: Mapping[str, RoleSettings], *, trained: Mapping[str, bool]
+    roles: Mapping[str, RoleSettings], *, trained: Mapping[str, bool], unasked: Collection[str] = ()
 ) -> Mapping[str, ResolvedRole]:
-    """Return the roles of a recipe; `trained` says of each of its policies whether it is trained.
+    """Return the roles of a recipe; `trained` says of each of its policies whether it is trained, and `unasked` are
+    those that need no role.
 
     Raises ValueError, naming the role or policy, its nearest name and the remedy.
     """
-    given = roles or {policy_id: RoleSettings(policy=policy_id) for policy_id in trained}
+    given = roles or {
+        policy_id: RoleSettings(policy=policy_id) for policy_id in trained if policy_id not in unasked
+    }
     for name, role in given.items():
         require_policy(role.policy, trained, place=f"roles.{name}")
     resolved = {
@@ -101,6 +104,8 @@ def resolve_roles(
             )
     for policy_id, is_trained in trained.items():
         own = [role for role in resolved.values() if role.policy_id == policy_id]
+        if not own and policy_id in unasked:
+            continue
         if not own:
             raise ValueError(
                 f"no role is played by policy {policy_id!r}; name it in `roles`, or take it out of `policies`"

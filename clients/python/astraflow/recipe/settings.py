@@ -17,6 +17,11 @@ from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.model import (
+    LoraSettings,
+    ModelSettings,
+    SnapshotSettings,
+)
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.roles import (
     PolicyName,
@@ -27,6 +32,7 @@ from astraflow.recipe.roles import (
     resolve_roles,
 )
 from astraflow.recipe.section import Section, merged
+from astraflow.recipe.trackers import AnyTracker
 
 SCHEMA_VERSION = 1
 
@@ -42,163 +48,6 @@ class RunSettings(Section):
     """Seeds the data set, the initial weights, the warm start and the sampling."""
     steps: int = Field(default=100, ge=1, le=10_000_000)
     """Optimizer steps of each policy that does not say otherwise."""
-
-
-class ArchitectureSettings(Section):
-    """A model built from numbers instead of downloaded."""
-
-    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
-    """Architecture family: dense models that trainer, CPU engine and SGLang compute alike."""
-    hidden_size: int = Field(ge=8, le=65_536)
-    """Width of the residual stream."""
-    num_hidden_layers: int = Field(ge=1, le=512)
-    """Number of transformer blocks."""
-    num_attention_heads: int = Field(ge=1, le=1024)
-    """Query heads per block."""
-    num_key_value_heads: int = Field(ge=1, le=1024)
-    """Key/value heads per block; divides num_attention_heads."""
-    head_dim: int = Field(ge=2, le=1024)
-    """Width of one head; even."""
-    intermediate_size: int = Field(ge=8, le=1_048_576)
-    """Width of the feed-forward block."""
-    max_position_embeddings: int = Field(default=512, ge=16, le=10_485_760)
-    """Longest sequence, prompt included."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    """Base of the rotary embedding."""
-    tie_word_embeddings: bool = True
-    """Whether the output layer shares the embedding's weights."""
-    initializer_range: float = Field(default=0.02, gt=0, le=1)
-    """Standard deviation of the initial weights."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ArchitectureSettings:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads % groups:
-            raise ValueError(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups} "
-                f"(remainder {heads % groups}); choose num_key_value_heads among the divisors of {heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even width")
-        if self.model_type == "llama" and self.hidden_size % heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} of a llama model is not a multiple of num_attention_heads {heads} "
-                f"(remainder {self.hidden_size % heads}); choose num_attention_heads among the divisors of "
-                f"{self.hidden_size}"
-            )
-        return self
-
-
-class TokenizerSettings(Section):
-    """A byte-level BPE tokenizer trained on the demonstrations."""
-
-    from_policy: PolicyName | None = None
-    """Take the tokenizer that this policy trains on its demonstrations; the other keys are then those of that policy.
-    """
-    vocab_size: int = Field(default=512, ge=260, le=1_000_000)
-    """Upper bound of the vocabulary, special tokens included."""
-    num_texts: int = Field(default=2000, ge=1, le=10_000_000)
-    """Demonstrations read to train it."""
-
-
-class WarmStartSettings(Section):
-    """Supervised steps that give reinforcement learning something to select from. Cached in the data dir."""
-
-    demonstrations: PluginSettings
-    """`Demonstrations` plug-in: called with a seed, yields examples."""
-    steps: int = Field(ge=1, le=10_000_000)
-    """Supervised optimizer steps."""
-    batch_size: int = Field(default=32, ge=1, le=65_536)
-    """Examples per step."""
-    learning_rate: float = Field(default=3e-3, gt=0, le=1)
-    """Peak learning rate; 20 warm-up steps, then linear to a hundredth."""
-
-
-class ExternalSettings(Section):
-    """A model behind an OpenAI-compatible endpoint, for a policy that is only asked, and for its text only. Where the
-    endpoint is, and its key, are settings of nodes.
-    """
-
-    model: str = Field(min_length=1, max_length=256)
-    """Name of the model at the endpoint."""
-    max_concurrent_calls: int = Field(default=16, ge=1, le=4096)
-    """Calls that one node makes at once; others wait."""
-    timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """Time one attempt of a call may take."""
-    max_attempts: int = Field(default=4, ge=1, le=100)
-    """Attempts of a call while the endpoint is busy, failing or out of reach."""
-
-
-class SnapshotSettings(Section):
-    """A past version of a trained policy, for a policy that is only asked: give `version` or `every_versions`."""
-
-    of: PolicyName
-    """The trained policy."""
-    version: int | None = Field(default=None, ge=0, le=2_097_151)
-    """Always this version; version 0 until there is it."""
-    every_versions: int = Field(default=0, ge=0, le=2_097_151)
-    """Each multiple of this joins the pool, and another member of the pool is drawn then."""
-    keep: int = Field(default=1, ge=1, le=256)
-    """Size of the pool: its newest members. 1: always the newest."""
-    draw: Literal["uniform", "rating"] = "uniform"
-    """Each member alike, or by rating: p · (1 − p), with p what the trained policy is expected to score against it."""
-    result: str = Field(default="win", min_length=1, max_length=128)
-    """Metric of episodes that ratings are by: what the trained policy scored, 1 won, 0.5 drawn, 0 lost."""
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> SnapshotSettings:
-        if (self.version is None) == (self.every_versions == 0):
-            raise ValueError(
-                f"a snapshot has version {self.version} and every_versions {self.every_versions}; give `version`, "
-                "which stays, or `every_versions` of at least 1"
-            )
-        if self.version is not None and self.keep > 1:
-            raise ValueError(f"keep {self.keep} is for a pool; give `every_versions` instead of `version`")
-        return self
-
-
-class ModelSettings(Section):
-    """Where the initial weights come from: exactly one of `path`, `architecture`, `from_policy`, `snapshot` and
-    `external`.
-    """
-
-    path: str | None = None
-    """A Hugging Face model directory or hub name."""
-    from_policy: PolicyName | None = None
-    """Start with the weights and the tokenizer that this policy starts with."""
-    snapshot: SnapshotSettings | None = None
-    """Past versions of a policy that is trained. Needs `train: false`."""
-    external: ExternalSettings | None = None
-    """No weights: ask an endpoint. Needs `train: false`."""
-    architecture: ArchitectureSettings | None = None
-    """Build the model from numbers."""
-    tokenizer: TokenizerSettings | None = None
-    """Train a tokenizer; needed with `architecture`."""
-    warm_start: WarmStartSettings | None = None
-    """Supervised steps before reinforcement learning; needed with `architecture`."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSettings:
-        sources = self.path, self.architecture, self.from_policy, self.snapshot, self.external
-        if sources.count(None) != len(sources) - 1:
-            raise ValueError(
-                "give exactly one of `path` (a model to load), `architecture` (a model to build), `from_policy` "
-                "(another policy's), `snapshot` (another policy's past versions) and `external` (an endpoint)"
-            )
-        missing = [name for name in ("tokenizer", "warm_start") if getattr(self, name) is None]
-        if self.architecture is not None and missing:
-            raise ValueError(
-                f"a model built from `architecture` also needs "
-                f"{' and '.join(f'`{name}`' for name in missing)}"
-            )
-        if self.path is not None and self.tokenizer is not None:
-            raise ValueError("`tokenizer` trains a new one and cannot be combined with `path`; remove it")
-        elsewhere = next(
-            (name for name in ("from_policy", "snapshot", "external") if getattr(self, name) is not None), ""
-        )
-        if elsewhere and (self.tokenizer or self.warm_start):
-            raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
-        return self
 
 
 class SamplingSettings(Section):
@@ -358,6 +207,8 @@ class PublishSettings(Section):
     """Seconds between marking old parts and deleting them."""
     probe: bool = True
     """Publish with each version what it answers to fixed prompts; nodes compare what their engines answer."""
+    encode_threads: int = Field(default=2, ge=1, le=64)
+    """Tiles of a version encoded at a time, while finished parts are sent; a device trainer has cores to spare."""
     codec: Literal["rice", "rice_ctx"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
     billed links. How to choose: docs/weights.md.
@@ -381,6 +232,15 @@ class TrainerSettings(Section):
     """AdamW."""
     publish: PublishSettings = PublishSettings()
     """How steps become weight versions."""
+    trackers: list[AnyTracker] = Field(default=[], max_length=3)
+    """Experiment trackers that get the metrics of every step: `tensorboard`, `wandb`, `mlflow`."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> TrainerSettings:
+        kinds = [tracker.kind for tracker in self.trackers]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"trackers has one kind twice: {', '.join(kinds)}; name each once")
+        return self
 
 
 class PolicySettings(Section):
@@ -423,6 +283,8 @@ class ResolvedPolicy:
     trainer: TrainerSettings
     advantages: Mapping[str, AnyAdvantage | PluginSettings]
     """Of its roles that have one of their own."""
+    lora: LoraSettings | None = None
+    """The adapter of `model` that it is; None when it is the model itself."""
 
 
 class Recipe(Section):
@@ -447,7 +309,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sequences_fit(self) -> Recipe:
-        for name, policy in self.resolved_policies.items():
+        for name in {role.policy_id: None for role in self.resolved_roles.values()}:
+            policy = self.policy(name)
             architecture = policy.model.architecture
             if architecture and policy.sampling.max_new_tokens >= architecture.max_position_embeddings:
                 raise ValueError(
@@ -461,6 +324,8 @@ class Recipe(Section):
     def _policies_fit(self) -> Recipe:
         for name, snapshot in self.snapshots.items():
             _check_snapshot(name, snapshot, policies=self.policies)
+        for name, lora in self.adapters.items():
+            _check_lora(name, lora, policies=self.policies)
         for name in self.raas.swap_seats or ():
             require_policy(name, self.resolved_roles, place="raas.swap_seats", kind="role")
         num_trained = sum(policy.train for policy in self.policies.values())
@@ -498,7 +363,9 @@ class Recipe(Section):
     def resolved_roles(self) -> Mapping[str, ResolvedRole]:
         """Every role with the policy that plays it, in recipe order."""
         trained = {policy_id: policy.train for policy_id, policy in self.policies.items()}
-        return resolve_roles(self.roles, trained=trained)
+        return resolve_roles(
+            self.roles, trained=trained, unasked={lora.of for lora in self.adapters.values()}
+        )
 
     @property
     def advantages(self) -> Mapping[str, AnyAdvantage | PluginSettings]:
@@ -519,8 +386,23 @@ class Recipe(Section):
         }
 
     @property
+    def adapters(self) -> Mapping[str, LoraSettings]:
+        """The policies that are adapters of another one's model, and past versions of such."""
+        models = {name: policy.model for name, policy in self.policies.items()}
+        own = {
+            name: models.get(model.snapshot.of, model) if model.snapshot else model
+            for name, model in models.items()
+        }
+        return {name: model.lora for name, model in own.items() if model.lora}
+
+    @property
+    def engine_policies(self) -> tuple[str, ...]:
+        """The policies that have engines of their own."""
+        return tuple(name for name in self.served_policies if name not in self.adapters)
+
+    @property
     def served_policies(self) -> tuple[str, ...]:
-        """The policies that have weights, and so versions and engines."""
+        """The policies that have weights, and so versions."""
         return tuple(name for name, policy in self.resolved_policies.items() if policy.model.external is None)
 
     def policy(self, policy_id: str) -> ResolvedPolicy:
@@ -560,6 +442,7 @@ class Recipe(Section):
                 for name, role in self.roles.items()
                 if role.policy == policy_id and role.advantage is not None
             },
+            lora=policy.model.lora,
         )
 
     def _source(self, policy_id: str, key: str) -> str:
@@ -568,7 +451,8 @@ class Recipe(Section):
         while True:
             model = self.policies[path[-1]].model
             tokenizer = model.tokenizer if key == "tokenizer.from_policy" else None
-            of = model.snapshot and model.snapshot.of
+            adapted = model.snapshot or model.lora
+            of = adapted and adapted.of
             following = model.from_policy or of or (tokenizer and tokenizer.from_policy)
             if not following:
                 return path[-1]
@@ -576,10 +460,30 @@ class Recipe(Section):
             if following in path:
                 circle = " → ".join([*path, following])
                 raise ValueError(
-                    f"policies.{policy_id}.model: `{'snapshot' if of else 'from_policy'}` leads in a circle, {circle}; "
+                    f"policies.{policy_id}.model: `{_source_key(model)}` leads in a circle, {circle}; "
                     "break it"
                 )
             path.append(following)
+
+
+def _source_key(model: ModelSettings) -> str:
+    return next(
+        key for key in ("snapshot", "lora", "from_policy", "tokenizer") if getattr(model, key) is not None
+    )
+
+
+def _check_lora(name: str, lora: LoraSettings, *, policies: Mapping[str, PolicySettings]) -> None:
+    """Raise ValueError unless the policy that is adapted has a model of its own that stays as it is."""
+    place = f"policies.{name}.model.lora.of"
+    require_policy(lora.of, policies, place=place)
+    base = policies[lora.of]
+    if base.train:
+        raise ValueError(
+            f"{place}: policy {lora.of!r} is trained, and an adapter is of weights that stay; set `train: false` on "
+            f"it, or train {name!r} whole with `from_policy`"
+        )
+    if base.model.lora or base.model.snapshot or base.model.external:
+        raise ValueError(f"{place}: policy {lora.of!r} has no model of its own; name the policy whose it is")
 
 
 def _check_snapshot(name: str, snapshot: SnapshotSettings, *, policies: Mapping[str, PolicySettings]) -> None:

@@ -30,8 +30,9 @@ local function from_the_future(step, writer, epoch)
   return refuse('INVALID', 'step ' .. step .. ' was written under epoch ' .. writer .. ', newer than the caller (' .. epoch .. '); claim the policy again')
 end
 
--- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, '1' for a rollback, which belongs to no step, body. Returns { ms, body } of the announced version.
-SIGNATURE.publish = { 'policy', 'version', 'sha', 'step', 'epoch', 'writer', 'rollback', 'body' }
+-- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, '1' for a rollback, which belongs to no step, how
+-- many numbers below it nobody can read, body. Returns { ms, body } of the announced version.
+SIGNATURE.publish = { 'policy', 'version', 'sha', 'step', 'epoch', 'writer', 'rollback', 'unreadable', 'body' }
 local function publish(keys, a)
   local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
   local number, step, epoch, writer = tonumber(a.version), tonumber(a.step), tonumber(a.epoch), tonumber(a.writer)
@@ -45,7 +46,7 @@ local function publish(keys, a)
       '; publish other bytes under the next free number')
   end
   local next_number = tonumber(call('HGET', Q, 'version') or -1) + 1
-  if number ~= next_number then
+  if number < next_number or number - tonumber(a.unreadable) > next_number then
     return refuse('GAP', 'version ' .. a.version .. ' of ' .. policy .. ' leaves a gap: the next number is ' .. next_number ..
       '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end

@@ -234,11 +234,11 @@ def _statistics(
     away = away_from_anchor(log_ratio, advantage_N=inputs.advantage_N)
     squared = log_ratio.double().square()
     zero = torch.zeros(())
-    k3 = kl_estimate(inputs.behavior_N, reference_N=logprob_N, estimator=KlEstimator.K3)
+    mismatch_kl = kl_estimate(inputs.behavior_N, reference_N=logprob_N, estimator=KlEstimator.K3)
     sums = {
         "num_tokens": torch.tensor(float(logprob_N.numel())), "loss": loss.detach(),
         "ratio": ratio.double().sum(), "squared_ratio": ratio.double().square().sum(),
-        "squared_log_ratio": squared.sum(), "k3": k3.double().sum(),
+        "squared_log_ratio": squared.sum(), "mismatch_kl": mismatch_kl.double().sum(),
         "entropy": zero if inputs.entropy_N is None else inputs.entropy_N.double().sum(),
         "kl": zero if kl_N is None else kl_N.double().sum(),
         "clipped_up": up.sum(), "clipped_down": down.sum(), "masked": masked.sum(),

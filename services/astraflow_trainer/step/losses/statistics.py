@@ -13,7 +13,7 @@ import torch
 from astraflow_trainer.ranks.reductions import Ranks
 
 _SUMS = (
-    "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "k3", "entropy", "kl",
+    "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "mismatch_kl", "entropy", "kl",
     "clipped_up", "clipped_down", "masked", "num_away", "squared_log_ratio_away",
 )  # fmt: skip
 _MAXIMA = ("ratio", "negative_ratio", "abs_log_ratio")
@@ -40,8 +40,10 @@ class LossMetrics:
     """Share of tokens left out by m2po_mask."""
     effective_sample_size: float
     """(Σr)² / (n·Σr²), within 0 and 1."""
-    k3: float
-    """Mean estimate of KL(behaviour ‖ policy): r − 1 − log r, r to the behaviour log-probs."""
+    mismatch_kl: float
+    """KL(behaviour ‖ policy) by the estimate r − 1 − log r, r to the engine's log-probs: what staleness and engine add
+    up to.
+    """
     entropy: float
     """Mean entropy of the next-token distribution, nats, at the row's temperature."""
     max_abs_log_ratio: float
@@ -101,7 +103,7 @@ class LossStatistics:
             clip_fraction_down=sums["clipped_down"] / num_tokens,
             masked_fraction=sums["masked"] / num_tokens,
             effective_sample_size=_ratio(sums["ratio"] ** 2, num_tokens * sums["squared_ratio"]),
-            k3=sums["k3"] / num_tokens,
+            mismatch_kl=sums["mismatch_kl"] / num_tokens,
             entropy=sums["entropy"] / num_tokens,
             max_abs_log_ratio=maxima["abs_log_ratio"],
             second_moment=sums["squared_log_ratio"] / num_tokens,

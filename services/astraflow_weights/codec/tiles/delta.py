@@ -24,8 +24,9 @@ BF16 = np.dtype("<u2")
 
 def encode_tile(
     base: UInts, target: UInts, *, start: int, context: bool, changes: tuple[U32, U16] | None = None
-) -> EncodedTile:
-    """Smallest encoding of the path from `base` to `target` (equal-length unsigned tiles at element `start`).
+) -> EncodedTile | None:
+    """Smallest encoding of the path from `base` to `target` (equal-length unsigned tiles at element `start`); None
+    when they are equal.
 
     `context` allows RICE_CTX, which is smaller and whose decoder needs the base's values. `changes` are what
     `scan` would find in a bfloat16 tile.
@@ -34,7 +35,7 @@ def encode_tile(
         return _encode_bits(base ^ target, start=start)
     positions, steps = changes or scan(base, target)
     plain = encode_steps(positions, steps, start=start, num_elements=len(base))
-    if not context or plain.codec is TileCodec.ZERO:
+    if not context or plain is None:
         return plain
     first = exponents.first_exponent(base)
     body = rice.encode(exponents.rank(base, target, first=first))
@@ -46,14 +47,14 @@ def encode_tile(
         codec=TileCodec.RICE_CTX,
         num_changed=len(positions),
         body=body,
-        params=(first, 0, 0),
+        first_exponent=first,
     )
 
 
-def encode_steps(positions: U32, steps: U16, *, start: int, num_elements: int) -> EncodedTile:
+def encode_steps(positions: U32, steps: U16, *, start: int, num_elements: int) -> EncodedTile | None:
     """Smallest encoding of a bfloat16 tile whose changes are known; no base is needed to read it."""
     if not len(positions):
-        return EncodedTile(start=start, num_elements=num_elements, codec=TileCodec.ZERO)
+        return None
     body = rice.encode(
         Changes(
             ranks=positions,
@@ -107,11 +108,11 @@ def _different(base: U16, target: U16) -> npt.NDArray[np.int64]:
     return np.concatenate([words[inside >> 2] * 4 + (inside & 3), tail])
 
 
-def _encode_bits(bits: UInts, *, start: int) -> EncodedTile:
+def _encode_bits(bits: UInts, *, start: int) -> EncodedTile | None:
     """A tile of a dtype other than bfloat16, from the exclusive or of both sides."""
     count = int(np.count_nonzero(bits))
     if not count:
-        return EncodedTile(start=start, num_elements=len(bits), codec=TileCodec.ZERO)
+        return None
     packed = pack(split_planes(bits))
     codec, body = TileCodec.XOR_ZSTD, packed
     if len(packed) >= bits.nbytes:
@@ -120,13 +121,10 @@ def _encode_bits(bits: UInts, *, start: int) -> EncodedTile:
 
 
 def _decode(tile: StoredTile, base: UInts | None) -> Steps:
-    _check_parameters(tile)
     width = tile.dtype.itemsize
-    if tile.codec is TileCodec.ZERO:
-        _check_length(tile, 0)
-        return Steps(values=np.empty(0, tile.dtype), positions=np.empty(0, np.uint32))
     if tile.codec is TileCodec.RAW:
-        _check_length(tile, tile.num_elements * width)
+        if len(tile.body) != tile.num_elements * width:
+            raise CorruptPart(f"body has {len(tile.body)} bytes where {tile.num_elements * width} are needed")
         return Steps(values=np.frombuffer(tile.body, tile.dtype))
     if tile.codec is TileCodec.XOR_ZSTD and tile.dtype != BF16:
         planes = unpack(tile.body, lengths=[tile.num_elements] * width)
@@ -136,18 +134,6 @@ def _decode(tile: StoredTile, base: UInts | None) -> Steps:
     if tile.codec is TileCodec.RICE_CTX and tile.dtype == BF16 and base is not None:
         return _decode_context(tile, base)
     raise CorruptPart(f"a {tile.codec.name} tile of {tile.spec.dtype} cannot stand in a delta")
-
-
-def _check_parameters(tile: StoredTile) -> None:
-    """Parameters that mean nothing must be zero: one tile has one spelling."""
-    first = tile.params[0] if tile.codec is TileCodec.RICE_CTX else 0
-    if tile.params != (first, 0, 0) or tile.aux:
-        raise CorruptPart(f"parameters {tile.params} and {tile.aux} mean nothing here")
-
-
-def _check_length(tile: StoredTile, expected: int) -> None:
-    if len(tile.body) != expected:
-        raise CorruptPart(f"body has {len(tile.body)} bytes where {expected} are needed")
 
 
 def _decode_rice(tile: StoredTile) -> Steps:
@@ -161,5 +147,5 @@ def _decode_context(tile: StoredTile, base: U16) -> Steps:
     changes = rice.decode(tile.body, populations=populations, num_elements=tile.num_elements)
     if len(changes.ranks) != tile.num_changed:
         raise CorruptPart(f"holds {len(changes.ranks)} changes where {tile.num_changed} are announced")
-    positions, steps = exponents.locate(np.ascontiguousarray(base), changes, first=tile.params[0])
+    positions, steps = exponents.locate(np.ascontiguousarray(base), changes, first=tile.first_exponent)
     return Steps(values=steps, positions=positions)

@@ -24,12 +24,12 @@ class PartKind(IntEnum):
 
 
 class TileCodec(IntEnum):
-    """Encodings of a tile. Numbers are part of the format (docs/weight-format.md)."""
+    """Encodings of a tile. Numbers are part of the format (docs/weight-format.md); a tile that did not change (delta)
+    or is zero (snapshot) is not written.
+    """
 
     RAW = 0
     """Elements (snapshot) or differences (delta), little endian."""
-    ZERO = 1
-    """All elements zero (snapshot) or nothing changed (delta); no body."""
     RICE = 2
     """Rice-coded gaps between changed elements, and their steps; bfloat16, delta only."""
     RICE_CTX = 3
@@ -44,30 +44,29 @@ class TileCodec(IntEnum):
 class EncodedTile:
     """A tile ready to be put into a part. `start` and `num_elements` are in elements of the flat tensor.
 
-    `params` and `aux` belong to the codec. `num_changed` is 0 in snapshots.
+    `first_exponent` belongs to RICE_CTX. `num_changed` is 0 in snapshots.
     """
 
     start: int
     num_elements: int
     codec: TileCodec
-    body: bytes = b""
+    body: bytes
     num_changed: int = 0
-    params: tuple[int, int, int] = (0, 0, 0)
-    aux: int = 0
+    first_exponent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTile:
-    """A tile inside an opened part; `body` is a view of the part's bytes."""
+    """A tile inside an opened part; `body` is a view of the part's bytes, `cell` counts over all tensors."""
 
     spec: TensorSpec
+    cell: int
     start: int
     num_elements: int
     codec: TileCodec
     body: memoryview
     num_changed: int
-    params: tuple[int, int, int]
-    aux: int
+    first_exponent: int
 
     @property
     def dtype(self) -> np.dtype[Any]:

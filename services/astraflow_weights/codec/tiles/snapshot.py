@@ -17,10 +17,10 @@ UInts = npt.NDArray[Any]
 _BF16 = np.dtype("<u2")
 
 
-def encode_tile(values: UInts, *, start: int) -> EncodedTile:
-    """Smallest encoding of an unsigned tile at element `start`."""
+def encode_tile(values: UInts, *, start: int) -> EncodedTile | None:
+    """Smallest encoding of an unsigned tile at element `start`; None when all of it is zero."""
     if not values.any():
-        return EncodedTile(start=start, num_elements=len(values), codec=TileCodec.ZERO)
+        return None
     codec = TileCodec.EXP_PLANE if values.dtype == _BF16 else TileCodec.XOR_ZSTD
     planes = _split_bf16(values) if values.dtype == _BF16 else split_planes(values)
     packed = pack(planes)
@@ -38,13 +38,7 @@ def decode_tile(tile: StoredTile, *, out: UInts) -> None:
 
 
 def _values(tile: StoredTile) -> UInts:
-    if tile.params != (0, 0, 0) or tile.aux or tile.num_changed:
-        raise CorruptPart(
-            f"parameters {tile.params}, {tile.aux}, {tile.num_changed} mean nothing in a snapshot"
-        )
     size_bytes = tile.num_elements * tile.dtype.itemsize
-    if tile.codec is TileCodec.ZERO and not len(tile.body):
-        return np.zeros(tile.num_elements, dtype=tile.dtype)
     if tile.codec is TileCodec.RAW and len(tile.body) == size_bytes:
         return np.frombuffer(tile.body, dtype=tile.dtype)
     if tile.codec is TileCodec.EXP_PLANE and tile.dtype == _BF16:

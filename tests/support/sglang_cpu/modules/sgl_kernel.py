@@ -1,14 +1,15 @@
 """Stands in for SGLang's CUDA kernels, of which there is no CPU build to install: one of them in torch, the others
-raise when they are called.
+raise when they are called. Memory is not pinned.
 
 A module that is imported below this one holds such kernels too; `scalar_type` is missing, which SGLang can deal with.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,4 +81,21 @@ def _public(name: str) -> str:
     return name
 
 
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return make(*arguments, **settings)
+
+    return made
+
+
+def _pin_nothing() -> None:
+    """SGLang's LoRA layers ask for pinned memory on any device; a torch without CUDA refuses it."""
+    for name in ("empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
 sys.meta_path.append(_Modules())
+if not torch.cuda.is_available():
+    _pin_nothing()

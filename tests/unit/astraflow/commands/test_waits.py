@@ -25,15 +25,25 @@ def test_what_lies_under_the_others_comes_first_and_of_one_rank_the_longest() ->
         wait("no_trainer", seconds=5),
         wait("store_missing"),
         wait("state_in_doubt"),
+        wait("redis_full"),
+        wait("server_silent"),
     ]
     assert [item.reason for item in in_order(waits)] == [
-        *("state_in_doubt", "store_missing", "no_trainer", "no_node", "warm_start"),
+        *(
+            "server_silent",
+            "redis_full",
+            "state_in_doubt",
+            "store_missing",
+            "no_trainer",
+            "no_node",
+            "warm_start",
+        ),
         *("of_a_later_release", "ready_groups"),
     ]
 
 
 def test_only_what_is_wrong_and_does_not_pass_is_an_alarm() -> None:
-    alarms = {Rank[name] for name in ("DOUBT", "STORE", "SILENT")}
+    alarms = {Rank[name] for name in ("SERVER", "DATA", "DOUBT", "STORE", "SILENT")}
     assert {RANKS[reason] for reason in RANKS if is_alarm(wait(reason))} == alarms
 
 

@@ -9,8 +9,8 @@ from astraflow.errors import RecipeError
 from astraflow.recipe import Recipe, declared_roles, workflow_roles
 from astraflow.recipe.advantage import Rae
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.model import LoraSettings, SnapshotSettings
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow.recipe.settings import SnapshotSettings
 
 POLICIES = "solver: {model: {path: p}}, verifier: {model: {path: q}}"
 
@@ -237,6 +237,60 @@ def test_a_snapshot_has_the_model_of_the_policy_that_it_is_of() -> None:
 def test_a_snapshot_that_cannot_be_played_is_refused(rival: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(problem)):
         _with_rival(rival)
+
+
+def _with_adapter(solver: str, *, base: str = "{train: false, model: {path: b}}", more: str = "") -> Recipe:
+    return parse_recipe(
+        "run: {name: r, dataset: 'recipe:D'}\n"
+        f"policies: {{base: {base}, solver: {solver}, verifier: {{model: {{lora: {{of: base, rank: 8}}}}}}{more}}}\n"
+        "raas: {reward: 'recipe:R'}"
+    ).recipe
+
+
+def test_an_adapter_has_the_model_of_its_base_which_needs_no_role() -> None:
+    recipe = _with_adapter("{model: {lora: {of: base}}}")
+    assert recipe.policy("solver").model.path == "b"
+    assert recipe.policy("solver").lora == LoraSettings(of="base")
+    assert recipe.policy("base").lora is None
+    assert list(recipe.resolved_roles) == ["solver", "verifier"]
+    assert recipe.served_policies == ("base", "solver", "verifier")
+    assert recipe.engine_policies == ("base",)
+
+
+def test_past_versions_of_an_adapter_are_adapters() -> None:
+    rival = ", rival: {train: false, model: {snapshot: {of: solver, version: 0}}}"
+    recipe = _with_adapter("{model: {lora: {of: base}}}", more=rival)
+    assert recipe.adapters["rival"] == LoraSettings(of="base")
+    assert recipe.policy("rival").model.path == "b"
+
+
+@pytest.mark.parametrize(
+    ("solver", "base", "problem"),
+    [
+        ("{model: {lora: {of: bass}}}", "{train: false, model: {path: b}}", "did you mean 'base'"),
+        (
+            "{model: {lora: {of: base}}}",
+            "{model: {path: b}}",
+            "'base' is trained, and an adapter is of weights that",
+        ),
+        ("{model: {lora: {of: verifier}}}", "{train: false, model: {path: b}}", "'verifier' is trained"),
+        ("{model: {lora: {of: solver}}}", "{train: false, model: {path: b}}", "`lora` leads in a circle"),
+        (
+            "{model: {path: m}}",
+            "{train: false, model: {snapshot: {of: solver, version: 0}}}",
+            "policy 'base' has no model of its own",
+        ),
+        ("{model: {path: m, lora: {of: base}}}", "{train: false, model: {path: b}}", "exactly one of"),
+        (
+            "{model: {lora: {of: base, rank: 0}}}",
+            "{train: false, model: {path: b}}",
+            "greater than or equal to 1",
+        ),
+    ],
+)
+def test_an_adapter_of_nothing_is_refused(solver: str, base: str, problem: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(problem)):
+        _with_adapter(solver, base=base)
 
 
 @pytest.mark.parametrize(

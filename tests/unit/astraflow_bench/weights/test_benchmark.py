@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from astraflow_bench.commands.bench import app
 from astraflow_bench.weights.benchmark import WeightsReport, delta_bytes
+from astraflow_bench.weights.experts import expert_bytes, expert_step
 from astraflow_bench.weights.model_pairs import learning_rate_of, simulated, to_bf16, trained
 from astraflow_bench.weights.peer_encodings import PEERS, PeerEncoding
 from astraflow_bench.weights.targets import targets
@@ -58,7 +59,9 @@ def test_a_model_that_is_trained_moves_too() -> None:
 def test_the_command_prints_every_documented_field() -> None:
     result = CliRunner().invoke(app, [*QUICK, "--json"])
     report = json.loads(result.stdout)
-    documented = "kernel num_elements memcpy_bytes_per_s deltas cpu two_threads merge snapshot targets"
+    documented = (
+        "kernel num_elements memcpy_bytes_per_s deltas cpu two_threads merge snapshot experts targets"
+    )
     assert set(report) == set(documented.split())
     assert report["merge"]["span"] == 8
     assert {figures["path"] for figures in report["cpu"]} >= {"numpy", "peer"}
@@ -104,3 +107,14 @@ def test_a_small_trained_model_is_judged_without_framing_and_a_large_one_by_its_
     assert not found["framing and digests / RICE_CTX delta, simulated, 1.00 %"].met
     assert "framing and digests / RICE_CTX delta, trained, 1.00 %" not in found
     assert not found["snapshot / safetensors"].met
+
+
+def test_experts_that_are_touched_little_cost_less_than_those_of_a_peer_with_all_framing() -> None:
+    step = expert_step(density=1e-4, matrix=(128, 256), seed=0)
+    figures = expert_bytes(step, density=1e-4, seed=0)
+    assert figures["tensors"] == 4 * figures["touched_tensors"] == 3 * 128
+    framed, bodies = figures["bytes_per_change"], figures["body_bytes_per_change"]
+    assert all(framed[name] > bodies[name] for name in framed)
+    assert framed["rice"] < framed["u16 gaps + XOR + zstd-1"]
+    together = figures["parts_bytes_per_change"] + figures["manifest_bytes_per_change"]
+    assert framed["rice"] == pytest.approx(together)

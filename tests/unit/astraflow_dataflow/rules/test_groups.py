@@ -48,6 +48,11 @@ def test_a_good_group_is_ready_with_the_items_of_its_trajectories() -> None:
     ] == [("a", "t", "t/p", 2, 0.5), ("b", "t", "t/p", 3, 1.0)]
 
 
+def test_an_item_says_whether_a_limit_of_tokens_cut_its_answer_off() -> None:
+    (batch,) = complete(header("a", finish_reason="length"), header("b", finish_reason="stop")).items
+    assert [item.truncated for item in batch.items] == [True, False]
+
+
 def test_groups_are_per_policy_and_role() -> None:
     headers = header("a", role="x"), header("b", role="y"), header("c", policy_id="q")
     task = complete(*headers, credited=frozenset({"x", "y", "q"}))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from astraflow.recipe.settings import SnapshotSettings
+from astraflow.recipe.model import SnapshotSettings
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.rules.snapshots import drawn, kept, newest_draw, pool, results
 

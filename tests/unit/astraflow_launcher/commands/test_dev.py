@@ -18,7 +18,8 @@ from support.cli import Ended
 from support.recipes import TINY
 
 DOCUMENTATION = Path(__file__).parents[4] / "docs" / "launcher.md"
-OPTIONS_OF_DAEMONS = {"--join", "--allow-recipe-code", "--token-file", "--work-dir"}
+OPTIONS_OF_OTHERS = {"--join", "--allow-recipe-code", "--token-file", "--work-dir", "--from"}
+"""Of daemons, and of `recipe init`."""
 
 Run = Callable[..., Ended]
 
@@ -63,7 +64,7 @@ def _close(role: str, *, log_format: str, stream: TextIO) -> None:
 def test_help_lists_every_option_of_the_documentation(run: Run) -> None:
     # One section is about other commands.
     text = re.sub(r"(?ms)^## Without the launcher$.*?(?=^## )", "", DOCUMENTATION.read_text())
-    documented = set(re.findall(r"--[a-z][a-z-]*", text)) - OPTIONS_OF_DAEMONS
+    documented = set(re.findall(r"--[a-z][a-z-]*", text)) - OPTIONS_OF_OTHERS
     assert len(documented) > 5
     shown = set(re.findall(r"--[a-z][a-z-]*", run("--help").output))
     assert documented - shown == set()
@@ -101,7 +102,7 @@ def test_a_dry_run_tells_what_would_be_started_and_starts_and_writes_nothing(
     daemons = {daemon["name"]: daemon for daemon in plan["daemons"]}
     assert list(daemons) == ["redis", "dataflow", "node-1", "node-2"]
     assert daemons["dataflow"]["address"] == "127.0.0.1:7070, pages a free port"
-    assert daemons["node-2"]["does"].startswith("astraflow_engine engines: 1 of ")
+    assert daemons["node-2"]["does"].startswith("cpu engines: 1 of ")
     assert daemons["node-2"]["folder"] == f"{plan['folder']}/work/node-2"
     assert [policy["steps"] for policy in plan["policies"]] == [9]
     assert (plan["continues"], plan["ends"]) == (False, "after the last step of every policy")

@@ -28,6 +28,11 @@ def test_a_server_that_never_answers_is_reported() -> None:
         wait_until_answering(free_port(), timeout_s=0.1)
 
 
+def test_a_server_that_ends_again_and_again_is_reported_at_once() -> None:
+    with pytest.raises(UnavailableError, match="ended 3 times as it started"):
+        wait_until_answering(free_port(), timeout_s=100, ends=lambda: 3)
+
+
 def test_the_command_keeps_data_and_never_evicts() -> None:
     command = " ".join(server_command(Path("valkey-server"), port=1, folder=Path("/data")))
     assert "--appendonly yes" in command

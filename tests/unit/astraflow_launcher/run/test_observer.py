@@ -116,7 +116,7 @@ async def test_a_version_announced_between_status_and_list_displaces_none(scene:
 async def test_two_rounds_at_once_take_a_version_in_once(scene: Scene) -> None:
     scene.server.announce(0, 1)
     await asyncio.gather(scene.observer.round(), scene.observer.round())
-    assert scene.server.num_listings == 2
+    assert scene.server.num_listings <= 2
     assert scene.version_numbers() == [0, 1]
 
 

@@ -27,7 +27,7 @@ def test_every_observation_becomes_a_picture(observation: Observation, tmp_path:
     draw_curves(observation, tmp_path / "curves.png", title="run-1")
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", content[16:24]) == (1080, 840)
+    assert struct.unpack(">II", content[16:24]) == (1200, 1080)
 
 
 def test_other_rewards_are_another_picture(tmp_path: Path) -> None:

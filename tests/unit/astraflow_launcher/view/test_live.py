@@ -153,6 +153,17 @@ def test_a_long_start_is_told_again_as_it_goes_on() -> None:
     assert said == ["10% done", "40% done", "90% done"]
 
 
+def test_a_tracker_that_lacks_steps_is_told_once() -> None:
+    view, output, observation = _lines()
+    for missed in (1, 2):
+        observation.trainers["solver"] = trainers.StatusResponse()
+        fault = observation.trainers["solver"].tracker_faults.add(tracker="wandb", error="no route")
+        fault.steps_missed = missed
+        view.show(observation, doing="running")
+    assert output.getvalue().count("solver tracker wandb lacks") == 1
+    assert "wandb lacks 2 steps: no route" in _text(observation)
+
+
 def test_lines_leave_out_steps_of_before_a_resume() -> None:
     view, output, observation = _lines()
     observation.num_earlier_steps = len(observation.steps)

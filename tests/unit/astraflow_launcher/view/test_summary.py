@@ -16,7 +16,7 @@ FIELDS = """
 steps steps_by_policy policies heldout_metrics reward_first reward_last heldout_first heldout_last heldout_n wall_s
 trajectories conservation_error staleness trainer_wait_fraction versions
 snapshot_bytes delta_bytes_mean density_mean snapshots_fetched nodes peak_pss_bytes
-steps_skipped learned_nothing failures dead_letters stopped_for
+steps_skipped learned_nothing failures dead_letters stopped_for tracker_faults
 """
 
 
@@ -63,6 +63,44 @@ def test_the_figures_come_from_what_was_observed() -> None:
     assert (summary.nodes[0].tokens, summary.nodes[0].restarts) == (99, 2)
     assert summary.trajectories["dropped"] == {"stale": 1}
     assert summary.first_reward_s == 4.32
+
+
+def test_where_trajectories_ended_adds_up_to_those_that_arrived() -> None:
+    observation = _observation()
+    assert observation.status is not None
+    places = {"trained": 60, "in_batch": 8, "ready": 7, "assembling": 5, "evaluated": 16}
+    account = account_pb2.TrajectoryAccount(ingested=100, dropped={"stale": 3, "filtered": 1}, **places)
+    observation.status.trajectories.CopyFrom(account)
+    shown = printed(as_table(_summary(observation)))
+    said = "100 arrived = 60 trained + 8 in a batch + 7 ready + 5 in unfinished groups + 16 evaluated + 4 dropped"
+    assert said in " ".join(shown.split())
+
+
+def test_the_last_step_that_was_trained_says_what_it_was_trained_on() -> None:
+    observation = _observation()
+    figures = {
+        "completion_tokens_mean": 12.5,
+        "truncated_fraction": 0.25,
+        "entropy": 1.5,
+        "mismatch_kl": 0.002,
+    }
+    observation.steps.append(StepPoint("solver", 3, 2.0, figures))
+    observation.steps.append(StepPoint("solver", 4, 3.0, {"skipped": 1.0, "completion_tokens_mean": 99.0}))
+    summary = _summary(observation)
+    solver = summary.policies["solver"]
+    assert (solver.completion_tokens_mean, solver.truncated_fraction) == (12.5, 0.25)
+    assert (solver.entropy, solver.mismatch_kl) == (1.5, 0.002)
+    assert "12.5 tokens, 25.0% truncated; entropy 1.5, KL of engine and trainer 0.002 nats" in printed(
+        as_table(summary)
+    )
+
+
+def test_a_tracker_that_lacks_steps_is_named() -> None:
+    observation = _observation()
+    observation.trainers["solver"].tracker_faults.add(tracker="wandb", steps_missed=3, error="no route")
+    summary = _summary(observation)
+    assert summary.tracker_faults == [{"tracker": "wandb", "error": "no route", "steps_missed": 3}]
+    assert "lacks 3 steps: no route" in printed(as_table(summary))
 
 
 def test_policies_that_took_different_numbers_of_steps_are_named() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import LoraSettings
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 
 
@@ -19,7 +20,7 @@ def command(
 
 
 KEY = Path("/node/engine.key")
-MODULES = {"astraflow_engine": "astraflow_engine", "sglang": "sglang.launch_server"}
+MODULES = {"cpu": "astraflow_engine", "sglang": "sglang.launch_server"}
 
 
 @pytest.mark.parametrize(("kind", "module"), MODULES.items())
@@ -33,18 +34,18 @@ def test_every_engine_listens_on_loopback_under_a_numbered_version(kind: str, mo
 
 
 def test_the_embedded_engine_gets_slots_threads_and_seed() -> None:
-    argv = command("astraflow_engine", threads=2).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    argv = command("cpu", threads=2).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     options = dict(itertools.pairwise(argv))
     asked = options["--max-running-requests"], options["--num-threads"], options["--seed"]
     assert asked == ("129", "2", "7"), "one place more for the node's own probes"
 
 
 def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
-    argv = command("astraflow_engine", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    argv = command("cpu", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--num-threads" not in argv
-    threadless = command("astraflow_engine", threads=0)
+    threadless = command("cpu", threads=0)
     assert threadless.environment({"A": "1"}) == {"A": "1"}
-    threaded = command("astraflow_engine", threads=3)
+    threaded = command("cpu", threads=3)
     assert threaded.environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
 
 
@@ -93,7 +94,7 @@ def test_engines_share_gpus_evenly_or_not_at_all() -> None:
 
 
 def test_the_key_travels_in_a_file_that_each_engine_can_read() -> None:
-    keys = {"astraflow_engine": ("--api-key-file", "k\n"), "sglang": ("--config", "api-key: k\n")}
+    keys = {"cpu": ("--api-key-file", "k\n"), "sglang": ("--config", "api-key: k\n")}
     for kind, (option, content) in keys.items():
         argv = command(kind).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
         assert argv[argv.index(option) + 1] == str(KEY)
@@ -104,3 +105,19 @@ def test_the_key_travels_in_a_file_that_each_engine_can_read() -> None:
 def test_an_own_key_of_sglang_is_left_alone(own: tuple[str, ...]) -> None:
     argv = command("sglang", extra=own).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert str(KEY) not in argv
+
+
+def test_sglang_is_started_for_the_adapters_of_its_model() -> None:
+    loras = (
+        LoraSettings(of="base", rank=8, target_modules="attention"),
+        LoraSettings(of="base", rank=32, target_modules="attention"),
+    )
+    argv = command("sglang", loras=loras).argv(model_dir=Path("/m"), version=0, port=1, key_file=KEY)
+    start = argv.index("--enable-lora")
+    assert argv[start : start + 6] == [
+        "--enable-lora", "--max-lora-rank", "32", "--max-loras-per-batch", "5", "--lora-target-modules",
+    ]  # fmt: skip
+    assert argv[start + 6 : start + 10] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert "--enable-lora" not in command("cpu", loras=loras).argv(
+        model_dir=Path("/m"), version=0, port=1, key_file=KEY
+    ), "the CPU engine takes adapters as it is"

@@ -14,10 +14,10 @@ from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineDoubtful, EngineUnavailable
 from astraflow_raas.engine.server_info import EngineUnsuitable
 from astraflow_raas.loops import LoopService
-from astraflow_raas.node.engine_host import ChildHost, HostSettings, RemoteHost
+from astraflow_raas.node.engine_host import AdapterHost, ChildHost, HostSettings, RemoteHost
 from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.policies.weight_sync import WeightSync
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeAdapterServer, FakeEngine
 from support.raas_node import BytelessWeights
 from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually
@@ -272,3 +272,44 @@ async def test_a_remote_engine_is_given_the_nodes_version_and_checked(tmp_path: 
         await eventually(lambda: len(engine.swaps) == 2 and policy.is_served, what="the engine is corrected")
         assert policy.version == 6
     assert engine.closed
+
+
+class Shared:
+    """A base policy with an engine, and a policy that is an adapter in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base, self.policy = ServedPolicy("base"), ServedPolicy("solver")
+        source = BytelessWeights(write_tokenizer(folder))
+        self.sync = WeightSync(self.policy, source=source, metrics=Metrics(), evaluation_hold_s=1.0)
+        parts: Any = (self.policy, self.sync, self.base.engines[0])
+        self.host = AdapterHost(*parts, replica=self.policy.engines[0], settings=FAST, metrics=Metrics())
+
+    def engine_is_ready(self) -> FakeAdapterServer:
+        server = FakeAdapterServer(version=0)
+        self.base.engines[0].ready(server, version=0)
+        return server
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
+    shared = Shared(tmp_path)
+    async with running(shared.host, shared.sync):
+        shared.sync.announce(version_pb2.Version(policy_id="solver", version=2))
+        yield shared
+    await shared.policy.close()
+    await shared.base.close()
+
+
+async def test_an_adapter_waits_for_the_engine_of_its_base_and_follows_it(shared: Shared) -> None:
+    await asyncio.sleep(0.05)
+    assert not shared.policy.is_served
+    first = shared.engine_is_ready()
+    await eventually(lambda: shared.policy.is_served, what="the adapter serves")
+    assert shared.policy.version == 2
+    shared.base.engines[0].lost()
+    first.up = False
+    await eventually(lambda: not shared.policy.is_served, what="the loss is noticed")
+    second = shared.engine_is_ready()
+    await eventually(lambda: shared.policy.is_served, what="the next engine has the adapter")
+    assert len(second.adapters) == 1
+    assert (await shared.policy.generate(CALL, key="task")).spans[0].version == 2

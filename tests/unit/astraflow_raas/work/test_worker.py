@@ -21,7 +21,7 @@ from astraflow_raas.work.worker import Worker
 from support.scripted_dataflow import RunningServer, ScriptedDataflow, eventually, lease, running
 
 ME = run_service_pb2.JoinRunRequest(
-    run_id="run-1", node_id="node-1", incarnation=5, engines=["astraflow_engine"], max_concurrent_tasks=12
+    run_id="run-1", node_id="node-1", incarnation=5, engines=["cpu"], max_concurrent_tasks=12
 )
 
 

@@ -112,9 +112,9 @@ def test_training_neither_opens_encodes_nor_uploads(tmp_path: Path, monkeypatch:
     seen: list[tuple[str, str]] = []
 
     def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: object) -> Any:
+        def noted(*args: object, **options: object) -> Any:
             seen.append((what, threading.current_thread().name))
-            return call(*args)
+            return call(*args, **options)
 
         return noted
 

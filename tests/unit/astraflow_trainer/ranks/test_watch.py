@@ -75,6 +75,22 @@ def test_a_rank_that_is_asked_to_stop_tells_the_one_that_decides(pair: Pair) -> 
     assert pair.first.failure(wait_s=0.0) is None
 
 
+def test_a_rank_that_stands_still_is_lost_though_its_connection_is_open() -> None:
+    left, right = socket.socketpair()
+    lost: list[AstraflowError] = []
+    first, second = RankWatch(0, 2, {1: left}, 1.0), RankWatch(1, 2, {0: right}, 1.0)
+    with left, right:
+        first.start(on_lost=lost.append, on_stop_wanted=lambda: None)
+        second.start(on_lost=lost.append, on_stop_wanted=lambda: None)
+        assert first.failure(wait_s=3.0) is None, "both beat"
+        # From here on the second one says nothing more, as when it is stopped.
+        second._known.set()
+        error = first.failure(wait_s=PATIENCE_S)
+        assert isinstance(error, RankLostError)
+        assert error.message == "rank 1 of 2 has stood still for 1 s"
+        eventually(lambda: error in lost, what="the listener to be told")
+
+
 def test_telling_a_rank_that_is_gone_does_no_harm(pair: Pair) -> None:
     pair.close()
     assert pair.first.failure(wait_s=PATIENCE_S) is not None

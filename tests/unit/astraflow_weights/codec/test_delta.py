@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from astraflow_weights.codec import delta, tensors
 from astraflow_weights.codec.parts.writer import PartSetHead, write_parts
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.codec.tiles.delta import encode_tile
 from astraflow_weights.codec.tiles.grid import PartKind
 from astraflow_weights.errors import CorruptPart, ModelMismatch
@@ -40,8 +41,8 @@ def test_applying_a_delta_gives_the_target_bit_by_bit(
 
 
 def test_parts_may_come_in_any_order() -> None:
-    parts = delta.encode_delta(BASE, TARGET, part_bytes=200)
-    assert len(parts) > 3
+    parts = delta.encode_delta(BASE, TARGET, part_bytes=50)
+    assert len(parts) > 2
     assert same_model(applied(BASE, parts[::-1]), TARGET)
 
 
@@ -49,22 +50,22 @@ def test_summary_counts_what_changed() -> None:
     parts = delta.encode_delta(BASE, TARGET)
     summary = delta.summarize_delta(parts)
     assert summary.num_changed == sum(np.count_nonzero(BASE[name] != TARGET[name]) for name in BASE)
-    assert summary.num_elements == sum(array.size for array in BASE.values())
     assert summary.size_bytes == sum(map(len, parts))
     assert delta.summarize_delta(delta.encode_delta(BASE, copied(BASE))).num_changed == 0
-    assert summary.density == summary.num_changed / summary.num_elements
 
 
 def test_a_delta_is_refused_whole_when_only_its_last_tile_cannot_be_decoded() -> None:
     """The part is sealed correctly, so nothing but decoding the tile itself can find the fault."""
     base = {"a": np.arange(500, dtype=np.uint16), "b": np.arange(500, dtype=np.uint16)}
-    specs = tensors.specs_of(base)
+    schema = Schema.of_model(base)
     step = np.zeros(500, dtype=np.uint16)
     step[[3, 99, 400]] = 1
     good = encode_tile(base["a"], base["a"] + step, start=0, context=False)
+    assert good is not None
     bad = replace(good, num_changed=2)
-    tiles = [(specs[0], good), (specs[1], bad)]
-    parts = write_parts(tiles, head=PartSetHead(kind=PartKind.DELTA), specs=specs, part_bytes=60)
+    tiles = [(schema.specs[0], good), (schema.specs[1], bad)]
+    head = PartSetHead(kind=PartKind.DELTA)
+    parts = list(write_parts(tiles, head=head, schema=schema, part_bytes=12))
     assert len(parts) == 2
     mirror = copied(base)
     with pytest.raises(CorruptPart, match="of 'b'"):

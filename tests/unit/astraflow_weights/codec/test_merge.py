@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from astraflow_weights import codec, errors
 from astraflow_weights.codec.delta import encode_delta_tiles
 from astraflow_weights.codec.parts import reader, writer
-from astraflow_weights.codec.tensors import Array, specs_of
+from astraflow_weights.codec.tensors import Array
 from astraflow_weights.codec.tiles.grid import PartKind, TileCodec
 from support.published_models import steps
 from support.weight_models import AWKWARD_BF16, applied, gaussian_bf16, same_model, split_model
@@ -62,15 +62,20 @@ def rank_split(
     before: dict[str, Array], after: dict[str, Array], *, ranks: int, number: int, context: bool
 ) -> list[bytes]:
     """The delta as so many ranks write it, each the tiles of its own rows."""
-    bases, targets = split_model(before, ranks), split_model(after, ranks)
-    tiles = [
-        tile
-        for base, target in zip(bases, targets, strict=True)
-        for tile in encode_delta_tiles(base, target, context=context)
-    ]
-    tiles.sort(key=lambda placed: placed[0].name)
     head = writer.PartSetHead(kind=PartKind.DELTA, base_version=number, target_version=number + 1)
-    return writer.write_parts(tiles, head=head, specs=specs_of(before), part_bytes=20_000)
+    held = zip(split_model(before, ranks), split_model(after, ranks), strict=True)
+    return [
+        part
+        for rank, (base, target) in enumerate(held)
+        for part in writer.write_parts(
+            encode_delta_tiles(base, target, context=context),
+            head=head,
+            schema=codec.Schema.of_model(before),
+            part_bytes=20_000,
+            writer=rank,
+            writers=ranks,
+        )
+    ]
 
 
 @settings(max_examples=20)
@@ -84,13 +89,16 @@ def test_deltas_of_any_codec_and_ranks_merge_and_invert(seed: int, written: list
         rank_split(models[number], models[number + 1], ranks=ranks, number=number, context=context)
         for number, (ranks, context) in enumerate(written)
     ]
-    merged = codec.merge_deltas(members, base=models[0])
+    schema = codec.Schema.of_model(models[0])
+    merged = codec.merge_deltas(members, schema=schema, base=models[0])
     one_by_one = functools.reduce(applied, members, models[0])
     assert same_model(one_by_one, models[-1])
     assert same_model(applied(models[0], merged), models[-1])
-    assert same_model(applied(models[-1], codec.invert_delta(merged, base=models[0])), models[0])
+    back = codec.invert_delta(merged, schema=schema, base=models[0])
+    assert same_model(applied(models[-1], back), models[0])
     for number in reversed(range(len(members))):
-        codec.apply_delta(one_by_one, codec.invert_delta(members[number], base=models[number]))
+        back = codec.invert_delta(members[number], schema=schema, base=models[number])
+        codec.apply_delta(one_by_one, back)
     assert same_model(one_by_one, models[0])
 
 
@@ -102,14 +110,16 @@ def test_the_mixed_chains_hold_what_they_are_for() -> None:
 
 
 def codecs(parts: list[bytes]) -> set[TileCodec]:
-    return {tile.codec for part in parts for tile in reader.open_part(part).tiles}
+    return {found for part in parts for found in reader.open_part(part).codecs}
 
 
 @settings(max_examples=20)
 @given(st.integers(2, 7), st.integers(0, 2**32), st.floats(0, 1), st.integers(300, 5000))
 def test_a_merge_is_its_members_one_by_one(length: int, seed: int, density: float, part_bytes: int) -> None:
     models = steps(length, seed=seed, density=density)
-    merged = codec.merge_deltas(deltas(models), part_bytes=part_bytes)
+    merged = codec.merge_deltas(
+        deltas(models), schema=codec.Schema.of_model(models[0]), part_bytes=part_bytes
+    )
     assert same_model(applied(models[0], merged), models[-1])
 
 
@@ -118,7 +128,7 @@ def test_a_merge_is_its_members_one_by_one(length: int, seed: int, density: floa
 def test_a_delta_and_its_inverse_are_nothing(seed: int, density: float) -> None:
     base, target = steps(2, seed=seed, density=density)
     parts = codec.encode_delta(base, target, base_version=3, target_version=4)
-    back = codec.invert_delta(parts)
+    back = codec.invert_delta(parts, schema=codec.Schema.of_model(base))
     assert same_model(applied(target, back), base)
     assert back == codec.encode_delta(target, base, base_version=4, target_version=3)
 
@@ -127,36 +137,43 @@ def test_changes_that_cancel_out_vanish() -> None:
     base, target = steps(2)
     there = codec.encode_delta(base, target, base_version=1, target_version=2)
     back = codec.encode_delta(target, base, base_version=2, target_version=3)
-    assert codecs(codec.merge_deltas([there, back])) == {TileCodec.ZERO}
+    circle = codec.merge_deltas([there, back], schema=codec.Schema.of_model(base))
+    assert codec.summarize_delta(circle).num_changed == 0
+    assert codecs(circle) == set()
 
 
 def test_merging_merges_is_merging_the_members() -> None:
-    members = deltas(steps(5))
-    halves = [codec.merge_deltas(members[:2]), codec.merge_deltas(members[2:])]
-    assert codec.merge_deltas(halves) == codec.merge_deltas(members)
+    models = steps(5)
+    members, schema = deltas(models), codec.Schema.of_model(models[0])
+    halves = [codec.merge_deltas(half, schema=schema) for half in (members[:2], members[2:])]
+    assert codec.merge_deltas(halves, schema=schema) == codec.merge_deltas(members, schema=schema)
 
 
 def test_tiles_with_context_need_the_base() -> None:
-    members = deltas(mixed_chain(1, seed=0), context=True)
+    models = mixed_chain(1, seed=0)
+    members, schema = deltas(models, context=True), codec.Schema.of_model(models[0])
     assert TileCodec.RICE_CTX in codecs(members[0])
     with pytest.raises(errors.NeedsBase, match="pass the model before the delta"):
-        codec.merge_deltas(members)
+        codec.merge_deltas(members, schema=schema)
     with pytest.raises(errors.NeedsBase):
-        codec.invert_delta(members[0])
+        codec.invert_delta(members[0], schema=schema)
 
 
 def test_a_chain_with_a_gap_is_refused() -> None:
-    members = deltas(steps(4))
+    models = steps(4)
+    members, schema = deltas(models), codec.Schema.of_model(models[0])
     with pytest.raises(ValueError, match="to version 1 is followed by one from version 2"):
-        codec.merge_deltas([members[0], members[2]])
+        codec.merge_deltas([members[0], members[2]], schema=schema)
     with pytest.raises(ValueError, match="no deltas"):
-        codec.merge_deltas([])
+        codec.merge_deltas([], schema=schema)
 
 
 def test_deltas_and_bases_of_other_models_are_refused() -> None:
     other = codec.encode_delta({"w": np.zeros(3, np.uint16)}, {"w": np.ones(3, np.uint16)}, base_version=1)
-    (first,) = deltas(steps(2))
+    models = steps(2)
+    schema = codec.Schema.of_model(models[0])
+    (first,) = deltas(models)
+    with pytest.raises(errors.CorruptPart, match="made for another model"):
+        codec.merge_deltas([first, other], schema=schema)
     with pytest.raises(errors.ModelMismatch):
-        codec.merge_deltas([first, other])
-    with pytest.raises(errors.ModelMismatch):
-        codec.merge_deltas([first], base={"w": np.zeros(3, np.uint16)})
+        codec.merge_deltas([first], schema=schema, base={"w": np.zeros(3, np.uint16)})

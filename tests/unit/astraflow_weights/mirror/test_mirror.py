@@ -122,6 +122,7 @@ def test_there_is_one_loadable_checkpoint_and_no_journal_between_versions(publis
         "checkpoint/model.safetensors",
         "lock",
         f"meta/{sha}.manifest",
+        f"meta/{sha}.schema",
         f"meta/{sha}.tiles",
         "puller",
         "state.json",

@@ -40,7 +40,7 @@ class World(PublishedModels):
         for step in (1, 2):
             after = stepped(model, step)
             parts = encode_delta(model, after, context=context, part_bytes=PART_BYTES)
-            codecs = {tile.codec for part in parts for tile in open_part(part).tiles}
+            codecs = {codec for part in parts for codec in open_part(part).codecs}
             assert (TileCodec.RICE_CTX in codecs) == context
             self.commit(after, delta=parts)
             model = after

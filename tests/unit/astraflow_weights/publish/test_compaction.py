@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from astraflow_weights.publish.compaction import due_merges, snapshot_due
 from astraflow_weights.settings import PublishSettings
-from astraflow_weights.versions.log import VersionRecord
+from astraflow_weights.versions.history import VersionRecord
 from support.log_records import added_path, version_record
 
 SETTINGS = PublishSettings(snapshot_every_versions=6, snapshot_chain_ratio=0.5)

@@ -131,7 +131,10 @@ def test_a_damaged_short_merge_does_not_spoil_the_long_one(world: World, mirror:
 def test_deltas_that_need_their_base_are_merged_on_it(world: World, mirror: Mirror) -> None:
     world.models = models = adamw_like(9)
     with pytest.raises(errors.NeedsBase):
-        codec.merge_deltas([codec.encode_delta(models[0], models[1], context=True)])
+        codec.merge_deltas(
+            [codec.encode_delta(models[0], models[1], context=True)],
+            schema=codec.Schema.of_model(models[0]),
+        )
     commit_parts(world.writer, models[0], snapshot=encode_snapshot(models[0]))
     for before, after in itertools.pairwise(models):
         commit_parts(world.writer, after, delta=codec.encode_delta(before, after, context=True))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from astraflow_weights.codec import digest, tensor_hash
+from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptPart, Fenced, Unavailable
 from astraflow_weights.publish.version_writer import CommittedVersion, VersionWriter
 from astraflow_weights.settings import PublishSettings
@@ -132,7 +133,8 @@ def test_one_writer_per_policy_and_policies_do_not_meet(store: FaultyStore, roun
 
 @pytest.fixture
 def commit_zero(writer: VersionWriter) -> Commit:
-    """Commits version 0, whose part is uploaded."""
+    """Commits version 0, whose part and schema are uploaded."""
+    writer.uploads.upload_schema(Schema.of(tensor.spec for tensor in tensors(0)))
     snapshot = writer.uploads.upload_parts([b"part"])
     return partial(writer.commit, step=0, tensors=tensors(0), snapshot=snapshot)
 

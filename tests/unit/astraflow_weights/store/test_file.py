@@ -22,6 +22,21 @@ def test_readers_do_not_make_the_folder(tmp_path: Path) -> None:
     assert file.FileStore(tmp_path / "later").get("a") == b"1"
 
 
+def test_a_store_that_another_thread_makes_meanwhile_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read_bytes = file.FileStore(tmp_path / "store"), Path.read_bytes
+
+    def find_none_and_be_overtaken(path: Path) -> bytes:
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        store.put("theirs", b"2")
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", find_none_and_be_overtaken)
+    assert store.put_if_absent("ours", b"1") is PutResult.CREATED
+    assert (store.get("ours"), store.get("theirs")) == (b"1", b"2")
+
+
 def test_a_folder_that_cannot_be_made_is_refused_at_the_first_put(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = file.FileStore(tmp_path / "file" / "store")

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from astraflow_weights.codec.digest import model_root
-from astraflow_weights.versions.manifest import Manifest, decode_entry, encode_entry
+from astraflow_weights.versions.log import VersionLog
+from astraflow_weights.versions.manifest import ManifestEntry, decode_entry, encode_entry
 from support import published_models, store_census
 from support.weight_models import KEYS, POLICY, RUN, FaultyStore, make_model, overwrite, trained
 
-Damage = Callable[[FaultyStore, Manifest], None]
+Damage = Callable[[FaultyStore, ManifestEntry], None]
 
 
 @pytest.fixture
@@ -27,10 +28,10 @@ def store(store: FaultyStore) -> FaultyStore:
     return store
 
 
-def manifest_of(store: FaultyStore, sequence: int) -> Manifest:
+def manifest_of(store: FaultyStore, sequence: int) -> ManifestEntry:
     """The manifest under a number."""
     entry = decode_entry(store.get(KEYS.entry(sequence)))
-    assert isinstance(entry, Manifest)
+    assert isinstance(entry, ManifestEntry)
     return entry
 
 
@@ -40,25 +41,28 @@ def test_a_sound_log_is_counted(store: FaultyStore) -> None:
     assert (len(census.entries), census.num_stray_parts) == (5, 1)
 
 
-def lose_a_part(store: FaultyStore, manifest: Manifest) -> None:
+def lose_a_part(store: FaultyStore, manifest: ManifestEntry) -> None:
     store.delete(manifest.deltas[0].parts[0].key)
 
 
-def damage_a_part(store: FaultyStore, manifest: Manifest) -> None:
+def damage_a_part(store: FaultyStore, manifest: ManifestEntry) -> None:
     overwrite(store, manifest.deltas[0].parts[0].key, b"something else")
 
 
-def claim_another_root(store: FaultyStore, manifest: Manifest) -> None:
-    tensors = (replace(manifest.tensors[0], digest=bytes(16)), *manifest.tensors[1:])
-    entry = replace(manifest, tensors=tensors, model_root=model_root(tensors))
+def claim_another_root(store: FaultyStore, manifest: ManifestEntry) -> None:
+    log = VersionLog(store, run_id=RUN, policy_id=POLICY)
+    log.refresh()
+    whole = log.manifest(manifest.version)
+    tensors = (replace(whole.tensors[0], digest=bytes(16)), *whole.tensors[1:])
+    entry = replace(whole, tensors=tensors, model_root=model_root(tensors)).entry()
     overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
 
 
-def leave_a_gap(store: FaultyStore, manifest: Manifest) -> None:
-    store.put(KEYS.entry(9), encode_entry(replace(manifest, sequence=9)))
+def leave_a_gap(store: FaultyStore, _: ManifestEntry) -> None:
+    store.delete(KEYS.entry(0))
 
 
-def write_as_another(store: FaultyStore, manifest: Manifest) -> None:
+def write_as_another(store: FaultyStore, manifest: ManifestEntry) -> None:
     entry = replace(manifest, writer_nonce=bytes(16))
     overwrite(store, KEYS.entry(manifest.sequence), encode_entry(entry))
 
@@ -69,7 +73,7 @@ def write_as_another(store: FaultyStore, manifest: Manifest) -> None:
         (lose_a_part, "version 1 is torn: .* is missing"),
         (damage_a_part, "version 1 is torn: .* is damaged"),
         (claim_another_root, "rebuilt to another model"),
-        (leave_a_gap, "beyond a gap"),
+        (leave_a_gap, "is gone"),
         (write_as_another, "2 writers made versions under epoch 1"),
     ],
 )

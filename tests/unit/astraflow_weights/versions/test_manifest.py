@@ -7,11 +7,12 @@ import pytest
 
 from astraflow.errors import IncompatibleError
 from astraflow.weights.v1 import manifest_pb2
-from astraflow_weights.codec.digest import model_root, sha256
+from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.versions import manifest as entries
 from astraflow_weights.versions.probe import ProbeAnswer
-from support.log_records import TENSORS, added_path, fence, manifest
+from astraflow_weights.versions.references.digest_table import KeyRef
+from support.log_records import ROOT, added_path, fence, manifest
 from support.weight_models import KEYS
 
 
@@ -60,13 +61,13 @@ def test_every_truncation_is_detected() -> None:
 
 
 def test_another_schema_is_refused_with_the_remedy() -> None:
-    content = manifest_pb2.Entry(schema_version=2).SerializeToString()
-    with pytest.raises(IncompatibleError, match="schema version 2, this release reads 1; run the release"):
+    content = manifest_pb2.Entry(schema_version=3).SerializeToString()
+    with pytest.raises(IncompatibleError, match="schema version 3, this release reads 2; run the release"):
         entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 
 def test_an_entry_that_is_neither_is_refused() -> None:
-    content = manifest_pb2.Entry(schema_version=1).SerializeToString()
+    content = manifest_pb2.Entry(schema_version=2).SerializeToString()
     with pytest.raises(CorruptManifest, match="neither a manifest nor a fence"):
         entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
@@ -75,15 +76,15 @@ def test_an_entry_that_is_neither_is_refused() -> None:
     ("change", "message"),
     [
         ({"snapshot": None, "deltas": ()}, "neither a snapshot nor a delta"),
-        ({"model_root": b"r" * 32}, "root does not belong"),
-        ({"tensors": TENSORS[::-1]}, "not sorted"),
-        ({"tensors": (), "model_root": model_root(())}, "not sorted by name, or repeat"),
         ({"deltas": (entries.DeltaRef(base_version=3, parts=(ref(b"d"),)),)}, "the version itself or later"),
         ({"deltas": MANIFEST.deltas * 2}, "or repeats"),
         ({"parent_version": 1}, "follows version 1, not 2"),
         ({"parent_version": None}, "follows version None, not 2"),
         ({"assets": MANIFEST.assets * 2}, "asset names repeat"),
-        ({"num_elements": 1}, "counts 1 elements of"),
+        (
+            {"table": replace(MANIFEST.table, key=KeyRef(sequence=5, sha256=ROOT))},
+            "key manifest is not before",
+        ),
         ({"num_changed": 10**9}, "counts 1000000000 changes"),
         ({"learning_rate": float("nan")}, "not a number"),
     ],
@@ -100,8 +101,11 @@ def test_a_contradictory_manifest_is_never_written(change: dict[str, object], me
         lambda made: setattr(made.snapshot.parts[0], "sha256", b"short"),
         lambda made: setattr(made.snapshot.parts[0], "key", "../../etc/passwd"),
         lambda made: setattr(made.assets[0], "file_name", "../config.json"),
-        lambda made: setattr(made.tensors[0], "dtype", "float64"),
-        lambda made: setattr(made.tensors[0], "digest", b""),
+        lambda made: made.ClearField("schema_sha256"),
+        lambda made: setattr(made.digests, "digests", b"of another size"),
+        lambda made: made.digests.ClearField("digests"),
+        lambda made: made.digests.skipped_tensors.append(0),
+        lambda made: setattr(made.digests.key, "sha256", b"short"),
         lambda made: made.deltas[0].ClearField("parts"),
         lambda made: setattr(made, "run_id", ".."),
     ],

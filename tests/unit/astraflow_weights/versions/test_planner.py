@@ -24,7 +24,7 @@ class KnownLog(VersionLog):
 
     def __init__(self, offers: list[Offer]) -> None:
         super().__init__(FileStore(Path("/nonexistent")), run_id=RUN, policy_id=POLICY)
-        self._records = [
+        self._history.records = [
             version_record(version, snapshot=snapshot, deltas=deltas)
             for version, (snapshot, deltas) in enumerate(offers)
         ]

@@ -1024,7 +1024,8 @@ type Wait struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`.
+	// Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`; or what all of them need:
+	// `data`, the server's Redis, and `server`, which clients say of one that does not answer.
 	Stage string `protobuf:"bytes,1,opt,name=stage,proto3" json:"stage,omitempty"`
 	// Policy concerned; empty when it is the run.
 	PolicyId string `protobuf:"bytes,2,opt,name=policy_id,json=policyId,proto3" json:"policy_id,omitempty"`
@@ -1157,7 +1158,8 @@ type StatusResponse struct {
 	Failures []*TaskFailures `protobuf:"bytes,9,rep,name=failures,proto3" json:"failures,omitempty"`
 	// Why the server stopped the run, and what to do; empty when it did not.
 	StoppedFor string `protobuf:"bytes,10,opt,name=stopped_for,json=stoppedFor,proto3" json:"stopped_for,omitempty"`
-	// When all this was read from Redis, by its clock.
+	// When all this was read from Redis, by its clock. While Redis does not answer the server repeats what it read last,
+	// and only the waits of stage `data` are newer.
 	ReadTime *timestamppb.Timestamp `protobuf:"bytes,11,opt,name=read_time,json=readTime,proto3" json:"read_time,omitempty"`
 }
 

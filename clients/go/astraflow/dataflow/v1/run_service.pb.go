@@ -578,7 +578,7 @@ type JoinRunRequest struct {
 	Pool string `protobuf:"bytes,5,opt,name=pool,proto3" json:"pool,omitempty"`
 	// Tasks the node can run at once.
 	MaxConcurrentTasks uint32 `protobuf:"varint,6,opt,name=max_concurrent_tasks,json=maxConcurrentTasks,proto3" json:"max_concurrent_tasks,omitempty"`
-	// Engine kinds the node can serve, for example `astraflow_engine` or `sglang`.
+	// Engine kinds the node can serve, for example `cpu` or `sglang`.
 	Engines []string `protobuf:"bytes,7,rep,name=engines,proto3" json:"engines,omitempty"`
 	// What the node's machine is, for people, for example `8 × NVIDIA H100 80GB HBM3`.
 	Hardware string `protobuf:"bytes,8,opt,name=hardware,proto3" json:"hardware,omitempty"`

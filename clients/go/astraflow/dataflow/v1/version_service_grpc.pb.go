@@ -18,10 +18,11 @@ const _ = grpc.SupportPackageIsVersion7
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type VersionServiceClient interface {
 	// Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-	// content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-	// FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-	// first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-	// the weights of finished steps that were never published are given up, so nothing waits for their versions.
+	// content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+	// nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+	// announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+	// rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+	// waits for their versions.
 	Publish(ctx context.Context, in *PublishRequest, opts ...grpc.CallOption) (*PublishResponse, error)
 	// Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
 	// reconnect freely.
@@ -129,10 +130,11 @@ func (c *versionServiceClient) SignReads(ctx context.Context, in *SignReadsReque
 // for forward compatibility
 type VersionServiceServer interface {
 	// Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-	// content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-	// FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-	// first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-	// the weights of finished steps that were never published are given up, so nothing waits for their versions.
+	// content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+	// nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+	// announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+	// rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+	// waits for their versions.
 	Publish(context.Context, *PublishRequest) (*PublishResponse, error)
 	// Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
 	// reconnect freely.

@@ -35,7 +35,8 @@ type TrainerServiceClient interface {
 	// Ends training after the current step: the version is published, a checkpoint is written and the process exits with
 	// status 0. Idempotent.
 	StopAfterStep(ctx context.Context, in *StopAfterStepRequest, opts ...grpc.CallOption) (*StopAfterStepResponse, error)
-	// Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen.
+	// Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+	// the last 256 steps that it took. Read only; reconnect with the last step seen.
 	WatchMetrics(ctx context.Context, in *WatchMetricsRequest, opts ...grpc.CallOption) (TrainerService_WatchMetricsClient, error)
 }
 
@@ -164,7 +165,8 @@ type TrainerServiceServer interface {
 	// Ends training after the current step: the version is published, a checkpoint is written and the process exits with
 	// status 0. Idempotent.
 	StopAfterStep(context.Context, *StopAfterStepRequest) (*StopAfterStepResponse, error)
-	// Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen.
+	// Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+	// the last 256 steps that it took. Read only; reconnect with the last step seen.
 	WatchMetrics(*WatchMetricsRequest, TrainerService_WatchMetricsServer) error
 	mustEmbedUnimplementedTrainerServiceServer()
 }

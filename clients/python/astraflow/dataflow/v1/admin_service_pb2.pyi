@@ -605,7 +605,9 @@ class Wait(_message.Message):
     RELEASED_BY_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`."""
+    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`; or what all of them need:
+    `data`, the server's Redis, and `server`, which clients say of one that does not answer.
+    """
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
     reason: _builtins.str
@@ -699,7 +701,9 @@ class StatusResponse(_message.Message):
 
     @_builtins.property
     def read_time(self) -> _timestamp_pb2.Timestamp:
-        """When all this was read from Redis, by its clock."""
+        """When all this was read from Redis, by its clock. While Redis does not answer the server repeats what it read last,
+        and only the waits of stage `data` are newer.
+        """
 
     def __init__(
         self,

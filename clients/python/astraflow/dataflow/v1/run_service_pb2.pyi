@@ -308,7 +308,7 @@ class JoinRunRequest(_message.Message):
     """What an hour of the machine costs, in the one currency that the operators use; unset when nobody said."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Engine kinds the node can serve, for example `astraflow_engine` or `sglang`."""
+        """Engine kinds the node can serve, for example `cpu` or `sglang`."""
 
     def __init__(
         self,

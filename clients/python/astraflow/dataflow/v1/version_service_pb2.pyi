@@ -146,10 +146,15 @@ class PublishRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_UNREADABLE_BEFORE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     trainer_epoch: _builtins.int
     """Epoch of the caller, from ClaimPolicy."""
+    num_unreadable_before: _builtins.int
+    """Versions just below it whose entries in the store's log nobody can read. They are never announced: their numbers
+    leave no VERSION_GAP.
+    """
     @_builtins.property
     def version(self) -> _version_pb2.Version:
         """The version; `publish_time` is ignored. Its `trainer_epoch` is the one that wrote the manifest: the caller's, or an
@@ -162,10 +167,11 @@ class PublishRequest(_message.Message):
         run_id: _builtins.str = ...,
         version: _version_pb2.Version | None = ...,
         trainer_epoch: _builtins.int = ...,
+        num_unreadable_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_unreadable_before", b"num_unreadable_before", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,10 +73,11 @@ class VersionServiceServicer:
 
     def Publish(self, request, context):
         """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-        FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-        first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-        the weights of finished steps that were never published are given up, so nothing waits for their versions.
+        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+        nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+        announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+        rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+        waits for their versions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,10 +35,11 @@ class VersionServiceStub:
     def __new__(cls, channel: _aio.Channel) -> VersionServiceAsyncStub: ...
     Publish: _grpc.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-    FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-    first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-    the weights of finished steps that were never published are given up, so nothing waits for their versions.
+    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+    nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+    announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+    rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+    waits for their versions.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
@@ -65,10 +66,11 @@ class VersionServiceAsyncStub(VersionServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.UnaryUnaryMultiCallable[_version_service_pb2.PublishRequest, _version_service_pb2.PublishResponse]  # type: ignore[assignment]
     """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-    FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-    first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-    the weights of finished steps that were never published are given up, so nothing waits for their versions.
+    content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+    nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+    announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+    rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+    waits for their versions.
     """
     Watch: _aio.UnaryStreamMultiCallable[_version_service_pb2.WatchRequest, _version_service_pb2.WatchResponse]  # type: ignore[assignment]
     """Streams the newest announced version of each asked policy, then every later one as it is announced. Read only;
@@ -97,10 +99,11 @@ class VersionServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_version_service_pb2.PublishResponse, _abc.Awaitable[_version_service_pb2.PublishResponse]]:
         """Announces a committed version. Atomic, idempotent: the same (version, manifest_sha256) again is success; other
-        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one answers
-        FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none): announce the versions in between
-        first, which is what a trainer does after Redis lost its last announcements. A rollback gives no step a version;
-        the weights of finished steps that were never published are given up, so nothing waits for their versions.
+        content answers ALREADY_EXISTS (CONFLICT); an older epoch answers FENCED. A number above the next one, those that
+        nobody can read left out, answers FAILED_PRECONDITION (VERSION_GAP) with metadata `newest_version` (-1 when none):
+        announce the versions in between first, which is what a trainer does after Redis lost its last announcements. A
+        rollback gives no step a version; the weights of finished steps that were never published are given up, so nothing
+        waits for their versions.
         """
 
     def Watch(

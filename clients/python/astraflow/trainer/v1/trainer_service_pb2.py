@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/trainer/v1/trainer_service.proto\x12\x14\x61straflow.trainer.v1\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/server/v1/server_info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x0f\n\rStatusRequest\"\xbd\x02\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12*\n\x05phase\x18\x03 \x01(\x0e\x32\x1b.astraflow.trainer.v1.Phase\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\x10\n\x08progress\x18\x05 \x01(\x01\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtrainer_epoch\x18\x08 \x01(\x04\x12\x15\n\rwait_fraction\x18\t \x01(\x01\x12\x19\n\x0cpause_reason\x18\n \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\x12\x15\n\rlearning_rate\x18\x0c \x01(\x01\x42\n\n\x08_versionB\x0f\n\r_pause_reason\"\'\n\x0cPauseRequest\x12\x17\n\x06reason\x18\x01 \x01(\tB\x07\xfa\xf3\x18\x03 \xc8\x01\"\x1d\n\rPauseResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x0f\n\rResumeRequest\"\x1e\n\x0eResumeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x13\n\x11\x43heckpointRequest\"\"\n\x12\x43heckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"^\n\x16SetLearningRateRequest\x12\x44\n\rlearning_rate\x18\x01 \x01(\x01\x42-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?z\x15\x31\x65-7 to 1e-3 is usual\"M\n\x17SetLearningRateResponse\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x1e\n\x16previous_learning_rate\x18\x02 \x01(\x01\"\x16\n\x14StopAfterStepRequest\"%\n\x15StopAfterStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\")\n\x13WatchMetricsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"\xd6\x02\n\x14WatchMetricsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12/\n\x0b\x66inish_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rwait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etrain_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12H\n\x07metrics\x18\x06 \x03(\x0b\x32\x37.astraflow.trainer.v1.WatchMetricsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_version*\x81\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_WAITING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x32\xdd\x07\n\x0eTrainerService\x12s\n\rGetServerInfo\x12*.astraflow.trainer.v1.GetServerInfoRequest\x1a+.astraflow.trainer.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12\x63\n\x06Status\x12#.astraflow.trainer.v1.StatusRequest\x1a$.astraflow.trainer.v1.StatusResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x01\x12x\n\x05Pause\x12\".astraflow.trainer.v1.PauseRequest\x1a#.astraflow.trainer.v1.PauseResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12\x62\n\x06Resume\x12#.astraflow.trainer.v1.ResumeRequest\x1a$.astraflow.trainer.v1.ResumeResponse\"\r\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x80\xf4\x18\x01\x12\x87\x01\n\nCheckpoint\x12\'.astraflow.trainer.v1.CheckpointRequest\x1a(.astraflow.trainer.v1.CheckpointResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12\x96\x01\n\x0fSetLearningRate\x12,.astraflow.trainer.v1.SetLearningRateRequest\x1a-.astraflow.trainer.v1.SetLearningRateResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12w\n\rStopAfterStep\x12*.astraflow.trainer.v1.StopAfterStepRequest\x1a+.astraflow.trainer.v1.StopAfterStepResponse\"\r\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x80\xf4\x18\x01\x12w\n\x0cWatchMetrics\x12).astraflow.trainer.v1.WatchMetricsRequest\x1a*.astraflow.trainer.v1.WatchMetricsResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x01\x30\x01\x42|\n\x17io.astraflow.trainer.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/trainer/v1;trainerv1\xaa\x02\x14\x41straflow.Trainer.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/trainer/v1/trainer_service.proto\x12\x14\x61straflow.trainer.v1\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/server/v1/server_info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x16\n\x14GetServerInfoRequest\"H\n\x15GetServerInfoResponse\x12/\n\x06server\x18\x01 \x01(\x0b\x32\x1f.astraflow.server.v1.ServerInfo\"\x0f\n\rStatusRequest\"\xf9\x02\n\x0eStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12*\n\x05phase\x18\x03 \x01(\x0e\x32\x1b.astraflow.trainer.v1.Phase\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\x10\n\x08progress\x18\x05 \x01(\x01\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x14\n\x07version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rtrainer_epoch\x18\x08 \x01(\x04\x12\x15\n\rwait_fraction\x18\t \x01(\x01\x12\x19\n\x0cpause_reason\x18\n \x01(\tH\x01\x88\x01\x01\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\x12\x15\n\rlearning_rate\x18\x0c \x01(\x01\x12:\n\x0etracker_faults\x18\r \x03(\x0b\x32\".astraflow.trainer.v1.TrackerFaultB\n\n\x08_versionB\x0f\n\r_pause_reason\"D\n\x0cTrackerFault\x12\x0f\n\x07tracker\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x14\n\x0csteps_missed\x18\x03 \x01(\x04\"\'\n\x0cPauseRequest\x12\x17\n\x06reason\x18\x01 \x01(\tB\x07\xfa\xf3\x18\x03 \xc8\x01\"\x1d\n\rPauseResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x0f\n\rResumeRequest\"\x1e\n\x0eResumeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"\x13\n\x11\x43heckpointRequest\"\"\n\x12\x43heckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"^\n\x16SetLearningRateRequest\x12\x44\n\rlearning_rate\x18\x01 \x01(\x01\x42-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?z\x15\x31\x65-7 to 1e-3 is usual\"M\n\x17SetLearningRateResponse\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x1e\n\x16previous_learning_rate\x18\x02 \x01(\x01\"\x16\n\x14StopAfterStepRequest\"%\n\x15StopAfterStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\")\n\x13WatchMetricsRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"\xd6\x02\n\x14WatchMetricsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12/\n\x0b\x66inish_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rwait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etrain_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12H\n\x07metrics\x18\x06 \x03(\x0b\x32\x37.astraflow.trainer.v1.WatchMetricsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_version*\x81\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x11\n\rPHASE_WAITING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x32\xdd\x07\n\x0eTrainerService\x12s\n\rGetServerInfo\x12*.astraflow.trainer.v1.GetServerInfoRequest\x1a+.astraflow.trainer.v1.GetServerInfoResponse\"\t\xca\xf3\x18\x01\x06\xd0\xf3\x18\x01\x12\x63\n\x06Status\x12#.astraflow.trainer.v1.StatusRequest\x1a$.astraflow.trainer.v1.StatusResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x01\x12x\n\x05Pause\x12\".astraflow.trainer.v1.PauseRequest\x1a#.astraflow.trainer.v1.PauseResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12\x62\n\x06Resume\x12#.astraflow.trainer.v1.ResumeRequest\x1a$.astraflow.trainer.v1.ResumeResponse\"\r\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x80\xf4\x18\x01\x12\x87\x01\n\nCheckpoint\x12\'.astraflow.trainer.v1.CheckpointRequest\x1a(.astraflow.trainer.v1.CheckpointResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12\x96\x01\n\x0fSetLearningRate\x12,.astraflow.trainer.v1.SetLearningRateRequest\x1a-.astraflow.trainer.v1.SetLearningRateResponse\"&\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\x15\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x01\x12w\n\rStopAfterStep\x12*.astraflow.trainer.v1.StopAfterStepRequest\x1a+.astraflow.trainer.v1.StopAfterStepResponse\"\r\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x80\xf4\x18\x01\x12w\n\x0cWatchMetrics\x12).astraflow.trainer.v1.WatchMetricsRequest\x1a*.astraflow.trainer.v1.WatchMetricsResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x01\x30\x01\x42|\n\x17io.astraflow.trainer.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/trainer/v1;trainerv1\xaa\x02\x14\x41straflow.Trainer.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,8 +58,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERSERVICE'].methods_by_name['StopAfterStep']._serialized_options = b'\312\363\030\001\003\320\363\030\002\200\364\030\001'
   _globals['_TRAINERSERVICE'].methods_by_name['WatchMetrics']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['WatchMetrics']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001\200\364\030\001'
-  _globals['_PHASE']._serialized_start=1448
-  _globals['_PHASE']._serialized_end=1577
+  _globals['_PHASE']._serialized_start=1578
+  _globals['_PHASE']._serialized_end=1707
   _globals['_GETSERVERINFOREQUEST']._serialized_start=208
   _globals['_GETSERVERINFOREQUEST']._serialized_end=230
   _globals['_GETSERVERINFORESPONSE']._serialized_start=232
@@ -67,33 +67,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=306
   _globals['_STATUSREQUEST']._serialized_end=321
   _globals['_STATUSRESPONSE']._serialized_start=324
-  _globals['_STATUSRESPONSE']._serialized_end=641
-  _globals['_PAUSEREQUEST']._serialized_start=643
-  _globals['_PAUSEREQUEST']._serialized_end=682
-  _globals['_PAUSERESPONSE']._serialized_start=684
-  _globals['_PAUSERESPONSE']._serialized_end=713
-  _globals['_RESUMEREQUEST']._serialized_start=715
-  _globals['_RESUMEREQUEST']._serialized_end=730
-  _globals['_RESUMERESPONSE']._serialized_start=732
-  _globals['_RESUMERESPONSE']._serialized_end=762
-  _globals['_CHECKPOINTREQUEST']._serialized_start=764
-  _globals['_CHECKPOINTREQUEST']._serialized_end=783
-  _globals['_CHECKPOINTRESPONSE']._serialized_start=785
-  _globals['_CHECKPOINTRESPONSE']._serialized_end=819
-  _globals['_SETLEARNINGRATEREQUEST']._serialized_start=821
-  _globals['_SETLEARNINGRATEREQUEST']._serialized_end=915
-  _globals['_SETLEARNINGRATERESPONSE']._serialized_start=917
-  _globals['_SETLEARNINGRATERESPONSE']._serialized_end=994
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=996
-  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=1018
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=1020
-  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=1057
-  _globals['_WATCHMETRICSREQUEST']._serialized_start=1059
-  _globals['_WATCHMETRICSREQUEST']._serialized_end=1100
-  _globals['_WATCHMETRICSRESPONSE']._serialized_start=1103
-  _globals['_WATCHMETRICSRESPONSE']._serialized_end=1445
-  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_start=1387
-  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_end=1433
-  _globals['_TRAINERSERVICE']._serialized_start=1580
-  _globals['_TRAINERSERVICE']._serialized_end=2569
+  _globals['_STATUSRESPONSE']._serialized_end=701
+  _globals['_TRACKERFAULT']._serialized_start=703
+  _globals['_TRACKERFAULT']._serialized_end=771
+  _globals['_PAUSEREQUEST']._serialized_start=773
+  _globals['_PAUSEREQUEST']._serialized_end=812
+  _globals['_PAUSERESPONSE']._serialized_start=814
+  _globals['_PAUSERESPONSE']._serialized_end=843
+  _globals['_RESUMEREQUEST']._serialized_start=845
+  _globals['_RESUMEREQUEST']._serialized_end=860
+  _globals['_RESUMERESPONSE']._serialized_start=862
+  _globals['_RESUMERESPONSE']._serialized_end=892
+  _globals['_CHECKPOINTREQUEST']._serialized_start=894
+  _globals['_CHECKPOINTREQUEST']._serialized_end=913
+  _globals['_CHECKPOINTRESPONSE']._serialized_start=915
+  _globals['_CHECKPOINTRESPONSE']._serialized_end=949
+  _globals['_SETLEARNINGRATEREQUEST']._serialized_start=951
+  _globals['_SETLEARNINGRATEREQUEST']._serialized_end=1045
+  _globals['_SETLEARNINGRATERESPONSE']._serialized_start=1047
+  _globals['_SETLEARNINGRATERESPONSE']._serialized_end=1124
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_start=1126
+  _globals['_STOPAFTERSTEPREQUEST']._serialized_end=1148
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_start=1150
+  _globals['_STOPAFTERSTEPRESPONSE']._serialized_end=1187
+  _globals['_WATCHMETRICSREQUEST']._serialized_start=1189
+  _globals['_WATCHMETRICSREQUEST']._serialized_end=1230
+  _globals['_WATCHMETRICSRESPONSE']._serialized_start=1233
+  _globals['_WATCHMETRICSRESPONSE']._serialized_end=1575
+  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_start=1517
+  _globals['_WATCHMETRICSRESPONSE_METRICSENTRY']._serialized_end=1563
+  _globals['_TRAINERSERVICE']._serialized_start=1710
+  _globals['_TRAINERSERVICE']._serialized_end=2699
 # @@protoc_insertion_point(module_scope)

@@ -134,6 +134,7 @@ class StatusResponse(_message.Message):
     PAUSE_REASON_FIELD_NUMBER: _builtins.int
     DURABLE_STEP_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    TRACKER_FAULTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -160,6 +161,10 @@ class StatusResponse(_message.Message):
     """Last step that a durable checkpoint covers."""
     learning_rate: _builtins.float
     """Peak learning rate of the next step."""
+    @_builtins.property
+    def tracker_faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrackerFault]:
+        """Experiment trackers that do not have all steps."""
+
     def __init__(
         self,
         *,
@@ -175,10 +180,11 @@ class StatusResponse(_message.Message):
         pause_reason: _builtins.str | None = ...,
         durable_step: _builtins.int = ...,
         learning_rate: _builtins.float = ...,
+        tracker_faults: _abc.Iterable[Global___TrackerFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason", "_version", b"_version", "pause_reason", b"pause_reason", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason", "_version", b"_version", "durable_step", b"durable_step", "learning_rate", b"learning_rate", "pause_reason", b"pause_reason", "phase", b"phase", "policy_id", b"policy_id", "progress", b"progress", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "version", b"version", "wait_fraction", b"wait_fraction", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason", "_version", b"_version", "durable_step", b"durable_step", "learning_rate", b"learning_rate", "pause_reason", b"pause_reason", "phase", b"phase", "policy_id", b"policy_id", "progress", b"progress", "run_id", b"run_id", "step", b"step", "tracker_faults", b"tracker_faults", "trainer_epoch", b"trainer_epoch", "version", b"version", "wait_fraction", b"wait_fraction", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pause_reason: _TypeAlias = _typing.Literal["pause_reason"]  # noqa: Y015
     _WhichOneofArgType__pause_reason: _TypeAlias = _typing.Literal["_pause_reason", b"_pause_reason"]  # noqa: Y015
@@ -190,6 +196,36 @@ class StatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class TrackerFault(_message.Message):
+    """An experiment tracker that failed, or could not keep up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACKER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    STEPS_MISSED_FIELD_NUMBER: _builtins.int
+    tracker: _builtins.str
+    """`tensorboard`, `wandb` or `mlflow`."""
+    error: _builtins.str
+    """Why it missed the newest of these steps."""
+    steps_missed: _builtins.int
+    """Steps it does not have."""
+    def __init__(
+        self,
+        *,
+        tracker: _builtins.str = ...,
+        error: _builtins.str = ...,
+        steps_missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "steps_missed", b"steps_missed", "tracker", b"tracker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrackerFault: _TypeAlias = TrackerFault  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):

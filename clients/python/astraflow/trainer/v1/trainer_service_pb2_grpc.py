@@ -135,7 +135,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchMetrics(self, request, context):
-        """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen.
+        """Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+        the last 256 steps that it took. Read only; reconnect with the last step seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,9 @@ class TrainerServiceStub:
     status 0. Idempotent.
     """
     WatchMetrics: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]
-    """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
+    """Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+    the last 256 steps that it took. Read only; reconnect with the last step seen.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -86,7 +88,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     status 0. Idempotent.
     """
     WatchMetrics: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.WatchMetricsRequest, _trainer_service_pb2.WatchMetricsResponse]  # type: ignore[assignment]
-    """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
+    """Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+    the last 256 steps that it took. Read only; reconnect with the last step seen.
+    """
 
 class TrainerServiceServicer:
     """Status and control of one trainer."""
@@ -153,6 +157,8 @@ class TrainerServiceServicer:
         request: _trainer_service_pb2.WatchMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.WatchMetricsResponse], _abc.AsyncIterator[_trainer_service_pb2.WatchMetricsResponse]]:
-        """Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen."""
+        """Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+        the last 256 steps that it took. Read only; reconnect with the last step seen.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -37,7 +37,7 @@ class Entry(_message.Message):
     SWEEP_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
-    """Schema of the log; 1. A reader refuses any other number."""
+    """Schema of the log; 2. A reader refuses any other number."""
     seal: _builtins.bytes
     """sha256 of every byte of the object before this field, which is the last one written; 32 bytes.
     The object's last 34 bytes are therefore 0x7A 0x20 and the digest.
@@ -97,7 +97,9 @@ Global___Entry: _TypeAlias = Entry  # noqa: Y015
 
 @_typing.final
 class Manifest(_message.Message):
-    """One weight version of one policy. Complete: when it is visible, every part and asset it names exists."""
+    """One weight version of one policy. Complete: when it is visible, every part, asset, schema and manifest that it names
+    exists.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -111,7 +113,6 @@ class Manifest(_message.Message):
     PARENT_VERSION_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     MODEL_ROOT_FIELD_NUMBER: _builtins.int
     ASSETS_FIELD_NUMBER: _builtins.int
     NUM_CHANGED_FIELD_NUMBER: _builtins.int
@@ -121,6 +122,8 @@ class Manifest(_message.Message):
     CREATED_TIME_FIELD_NUMBER: _builtins.int
     ROLLBACK_OF_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    SCHEMA_SHA256_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -155,6 +158,8 @@ class Manifest(_message.Message):
     """Learning rate of the step; absent when unknown."""
     rollback_of: _builtins.int
     """Set for a rollback: the older version whose tensors and model root it has. Readers refuse another root."""
+    schema_sha256: _builtins.bytes
+    """sha256 of the policy's schema, which names the tensors: docs/weight-format.md; 32 bytes."""
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
         """The whole model. Absent when this version offers no snapshot; then it offers a delta."""
@@ -162,10 +167,6 @@ class Manifest(_message.Message):
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
         """Paths that lead here from an older version; at most 16, one per base version."""
-
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
-        """Every tensor of the version, sorted by name."""
 
     @_builtins.property
     def assets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Asset]:
@@ -178,6 +179,10 @@ class Manifest(_message.Message):
     @_builtins.property
     def probe(self) -> Global___Probe:
         """What a model with these weights answers; absent when nobody computed it. Readers that serve the version compare."""
+
+    @_builtins.property
+    def digests(self) -> Global___DigestTable:
+        """Digest of every tensor."""
 
     def __init__(
         self,
@@ -192,7 +197,6 @@ class Manifest(_message.Message):
         parent_version: _builtins.int | None = ...,
         snapshot: Global___Snapshot | None = ...,
         deltas: _abc.Iterable[Global___Delta] | None = ...,
-        tensors: _abc.Iterable[Global___Tensor] | None = ...,
         model_root: _builtins.bytes = ...,
         assets: _abc.Iterable[Global___Asset] | None = ...,
         num_changed: _builtins.int = ...,
@@ -202,10 +206,12 @@ class Manifest(_message.Message):
         created_time: _timestamp_pb2.Timestamp | None = ...,
         rollback_of: _builtins.int | None = ...,
         probe: Global___Probe | None = ...,
+        schema_sha256: _builtins.bytes = ...,
+        digests: Global___DigestTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "created_time", b"created_time", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "probe", b"probe", "rollback_of", b"rollback_of", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "created_time", b"created_time", "digests", b"digests", "learning_rate", b"learning_rate", "parent_version", b"parent_version", "probe", b"probe", "rollback_of", b"rollback_of", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "probe", b"probe", "rollback_of", b"rollback_of", "run_id", b"run_id", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "tensors", b"tensors", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_parent_version", b"_parent_version", "_rollback_of", b"_rollback_of", "assets", b"assets", "created_time", b"created_time", "deltas", b"deltas", "density", b"density", "digests", b"digests", "learning_rate", b"learning_rate", "model_root", b"model_root", "num_changed", b"num_changed", "num_elements", b"num_elements", "parent_version", b"parent_version", "policy_id", b"policy_id", "probe", b"probe", "rollback_of", b"rollback_of", "run_id", b"run_id", "schema_sha256", b"schema_sha256", "sequence", b"sequence", "snapshot", b"snapshot", "step", b"step", "version", b"version", "writer_epoch", b"writer_epoch", "writer_nonce", b"writer_nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
@@ -221,6 +227,68 @@ class Manifest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rollback_of) -> _WhichOneofReturnType__rollback_of | None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class DigestTable(_message.Message):
+    """The digest of every tensor of the schema, in its order: all of them, or those that differ from another manifest's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SKIPPED_TENSORS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    digests: _builtins.bytes
+    """xxh3-128 (canonical, big endian) of a tensor's bytes, little endian, row-major; 16 bytes each, one after the other."""
+    @_builtins.property
+    def key(self) -> Global___KeyManifest:
+        """Manifest whose own table holds all digests; absent when this one does."""
+
+    @_builtins.property
+    def skipped_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each digest: tensors of the schema between it and the one before, which have the digest of the key manifest.
+        Empty without a key manifest.
+        """
+
+    def __init__(
+        self,
+        *,
+        key: Global___KeyManifest | None = ...,
+        skipped_tensors: _abc.Iterable[_builtins.int] | None = ...,
+        digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "key", b"key", "skipped_tensors", b"skipped_tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DigestTable: _TypeAlias = DigestTable  # noqa: Y015
+
+@_typing.final
+class KeyManifest(_message.Message):
+    """An older entry of the same log, by its content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the entry."""
+    sha256: _builtins.bytes
+    """sha256 of the whole entry; 32 bytes."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyManifest: _TypeAlias = KeyManifest  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
@@ -369,42 +437,6 @@ class PartRef(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PartRef: _TypeAlias = PartRef  # noqa: Y015
-
-@_typing.final
-class Tensor(_message.Message):
-    """One tensor of a version."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Name in the checkpoint; 1 to 512 bytes of UTF-8."""
-    dtype: _builtins.str
-    """`bfloat16`, `float32` or `uint8`."""
-    digest: _builtins.bytes
-    """xxh3-128 (canonical, big endian) of the tensor's bytes, little endian, row-major; 16 bytes."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Elements per axis; empty for a scalar."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-        digest: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class Asset(_message.Message):
@@ -757,27 +789,31 @@ Global___SweptPath: _TypeAlias = SweptPath  # noqa: Y015
 
 @_typing.final
 class LatestHint(_message.Message):
-    """The `latest` object: a hint for people and for prefetching, overwritten at will and possibly stale. Nothing is
-    decided by it.
+    """The `latest` object: a hint for people, and a copy of the newest manifest, overwritten at will and possibly stale.
+    Nothing is decided by it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Newest version its writer knew."""
     sequence: _builtins.int
     """Entry of that version's manifest."""
+    entry: _builtins.bytes
+    """All bytes of that entry: what a reader takes who cannot read the entry itself, when its seal holds."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        entry: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/weights/v1/part.proto\x12\x14\x61straflow.weights.v1\"L\n\tPartTable\x12\x31\n\x07tensors\x18\x01 \x03(\x0b\x32 .astraflow.weights.v1.PartTensor\x12\x0c\n\x04salt\x18\x02 \x01(\r\"_\n\nPartTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x12\n\nfirst_tile\x18\x04 \x01(\r\x12\x11\n\tnum_tiles\x18\x05 \x01(\rB|\n\x17io.astraflow.weights.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/weights/v1;weightsv1\xaa\x02\x14\x41straflow.Weights.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/weights/v1/part.proto\x12\x14\x61straflow.weights.v1\"\xbc\x01\n\tTileTable\x12\x15\n\rskipped_cells\x18\x01 \x03(\r\x12\x0e\n\x06\x63odecs\x18\x02 \x01(\x0c\x12\x13\n\x0bnum_changed\x18\x03 \x03(\r\x12\x12\n\nbody_bytes\x18\x04 \x03(\r\x12\x17\n\x0f\x66irst_exponents\x18\x05 \x01(\x0c\x12\x38\n\rpartial_tiles\x18\x06 \x03(\x0b\x32!.astraflow.weights.v1.PartialTile\x12\x0c\n\x04salt\x18\x07 \x01(\r\"@\n\x0bPartialTile\x12\x0c\n\x04tile\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x14\n\x0cnum_elements\x18\x03 \x01(\rB|\n\x17io.astraflow.weights.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/weights/v1;weightsv1\xaa\x02\x14\x41straflow.Weights.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,8 +32,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.weights.v1.part_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\027io.astraflow.weights.v1P\001ZHgithub.com/astraflow/astraflow/clients/go/astraflow/weights/v1;weightsv1\252\002\024Astraflow.Weights.V1'
-  _globals['_PARTTABLE']._serialized_start=57
-  _globals['_PARTTABLE']._serialized_end=133
-  _globals['_PARTTENSOR']._serialized_start=135
-  _globals['_PARTTENSOR']._serialized_end=230
+  _globals['_TILETABLE']._serialized_start=58
+  _globals['_TILETABLE']._serialized_end=246
+  _globals['_PARTIALTILE']._serialized_start=248
+  _globals['_PARTIALTILE']._serialized_end=312
 # @@protoc_insertion_point(module_scope)

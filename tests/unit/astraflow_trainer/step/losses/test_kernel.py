@@ -175,8 +175,8 @@ def test_statistics_match_hand_computed_numbers() -> None:
     assert (metrics.ratio_min, metrics.ratio_mean, metrics.ratio_max) == pytest.approx((0.5, 4.8 / 5, 1.5))
     squares = 2.25 + 0.25 + 1 + 1.21 + 0.49
     assert metrics.effective_sample_size == pytest.approx(4.8**2 / (5 * squares), rel=1e-5)
-    k3 = sum(ratio - 1 - log for ratio, log in zip(RATIOS, logs, strict=True)) / 5
-    assert metrics.k3 == pytest.approx(k3, rel=1e-5)
+    mismatch_kl = sum(ratio - 1 - log for ratio, log in zip(RATIOS, logs, strict=True)) / 5
+    assert metrics.mismatch_kl == pytest.approx(mismatch_kl, rel=1e-5)
     assert metrics.max_abs_log_ratio == pytest.approx(math.log(2), rel=1e-6)
     assert metrics.second_moment == pytest.approx(sum(log**2 for log in logs) / 5, rel=1e-5)
     # Only 1.5 with A > 0 and 0.5 with A < 0 moved away.

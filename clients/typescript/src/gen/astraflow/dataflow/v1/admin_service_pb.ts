@@ -657,7 +657,8 @@ export const EvaluationSchema: GenMessage<Evaluation> = /*@__PURE__*/
  */
 export type Wait = Message<"astraflow.dataflow.v1.Wait"> & {
   /**
-   * Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`.
+   * Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`; or what all of them need:
+   * `data`, the server's Redis, and `server`, which clients say of one that does not answer.
    *
    * @generated from field: string stage = 1;
    */
@@ -798,7 +799,8 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
   stoppedFor: string;
 
   /**
-   * When all this was read from Redis, by its clock.
+   * When all this was read from Redis, by its clock. While Redis does not answer the server repeats what it read last,
+   * and only the waits of stage `data` are newer.
    *
    * @generated from field: google.protobuf.Timestamp read_time = 11;
    */

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/batch.proto.
  */
 export const file_astraflow_dataflow_v1_batch: GenFile = /*@__PURE__*/
-  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSLtAQoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDSKRAQoFQmF0Y2gSEAoIYmF0Y2hfaWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEgwKBHN0ZXAYAyABKAQSFAoMYmFzZV92ZXJzaW9uGAQgASgEEi8KBWl0ZW1zGAUgAygLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhdGNoSXRlbRIOCgZkaWdlc3QYBiABKAxCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z");
+  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSKAAgoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDRIRCgl0cnVuY2F0ZWQYDSABKAgikQEKBUJhdGNoEhAKCGJhdGNoX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIMCgRzdGVwGAMgASgEEhQKDGJhc2VfdmVyc2lvbhgEIAEoBBIvCgVpdGVtcxgFIAMoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5CYXRjaEl0ZW0SDgoGZGlnZXN0GAYgASgMQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw");
 
 /**
  * One trajectory of a batch, without its payload.
@@ -103,6 +103,13 @@ export type BatchItem = Message<"astraflow.dataflow.v1.BatchItem"> & {
    * @generated from field: uint32 turn = 12;
    */
   turn: number;
+
+  /**
+   * Whether its last answer was cut off by a limit of tokens: `finish_reason` is `length`.
+   *
+   * @generated from field: bool truncated = 13;
+   */
+  truncated: boolean;
 };
 
 /**

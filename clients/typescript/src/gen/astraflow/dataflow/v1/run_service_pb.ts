@@ -319,7 +319,7 @@ export type JoinRunRequest = Message<"astraflow.dataflow.v1.JoinRunRequest"> & {
   maxConcurrentTasks: number;
 
   /**
-   * Engine kinds the node can serve, for example `astraflow_engine` or `sglang`.
+   * Engine kinds the node can serve, for example `cpu` or `sglang`.
    *
    * @generated from field: repeated string engines = 7;
    */

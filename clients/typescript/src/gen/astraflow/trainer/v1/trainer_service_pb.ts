@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/trainer/v1/trainer_service.proto.
  */
 export const file_astraflow_trainer_v1_trainer_service: GenFile = /*@__PURE__*/
-  fileDesc("Ciphc3RyYWZsb3cvdHJhaW5lci92MS90cmFpbmVyX3NlcnZpY2UucHJvdG8SFGFzdHJhZmxvdy50cmFpbmVyLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iDwoNU3RhdHVzUmVxdWVzdCK9AgoOU3RhdHVzUmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIqCgVwaGFzZRgDIAEoDjIbLmFzdHJhZmxvdy50cmFpbmVyLnYxLlBoYXNlEhMKC3dhaXRpbmdfZm9yGAQgASgJEhAKCHByb2dyZXNzGAUgASgBEgwKBHN0ZXAYBiABKAQSFAoHdmVyc2lvbhgHIAEoBEgAiAEBEhUKDXRyYWluZXJfZXBvY2gYCCABKAQSFQoNd2FpdF9mcmFjdGlvbhgJIAEoARIZCgxwYXVzZV9yZWFzb24YCiABKAlIAYgBARIUCgxkdXJhYmxlX3N0ZXAYCyABKAQSFQoNbGVhcm5pbmdfcmF0ZRgMIAEoAUIKCghfdmVyc2lvbkIPCg1fcGF1c2VfcmVhc29uIicKDFBhdXNlUmVxdWVzdBIXCgZyZWFzb24YASABKAlCB/rzGAMgyAEiHQoNUGF1c2VSZXNwb25zZRIMCgRzdGVwGAEgASgEIg8KDVJlc3VtZVJlcXVlc3QiHgoOUmVzdW1lUmVzcG9uc2USDAoEc3RlcBgBIAEoBCITChFDaGVja3BvaW50UmVxdWVzdCIiChJDaGVja3BvaW50UmVzcG9uc2USDAoEc3RlcBgBIAEoBCJeChZTZXRMZWFybmluZ1JhdGVSZXF1ZXN0EkQKDWxlYXJuaW5nX3JhdGUYASABKAFCLfrzGCkJAAAAAAAAAAARAAAAAAAA8D96FTFlLTcgdG8gMWUtMyBpcyB1c3VhbCJNChdTZXRMZWFybmluZ1JhdGVSZXNwb25zZRISCgpmaXJzdF9zdGVwGAEgASgEEh4KFnByZXZpb3VzX2xlYXJuaW5nX3JhdGUYAiABKAEiFgoUU3RvcEFmdGVyU3RlcFJlcXVlc3QiJQoVU3RvcEFmdGVyU3RlcFJlc3BvbnNlEgwKBHN0ZXAYASABKAQiKQoTV2F0Y2hNZXRyaWNzUmVxdWVzdBISCgphZnRlcl9zdGVwGAEgASgEItYCChRXYXRjaE1ldHJpY3NSZXNwb25zZRIMCgRzdGVwGAEgASgEEhQKB3ZlcnNpb24YAiABKARIAIgBARIvCgtmaW5pc2hfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASMAoNd2FpdF9kdXJhdGlvbhgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIxCg50cmFpbl9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhJICgdtZXRyaWNzGAYgAygLMjcuYXN0cmFmbG93LnRyYWluZXIudjEuV2F0Y2hNZXRyaWNzUmVzcG9uc2UuTWV0cmljc0VudHJ5Gi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBQgoKCF92ZXJzaW9uKoEBCgVQaGFzZRIVChFQSEFTRV9VTlNQRUNJRklFRBAAEhIKDlBIQVNFX1NUQVJUSU5HEAESEQoNUEhBU0VfV0FJVElORxACEhIKDlBIQVNFX1RSQUlOSU5HEAMSEgoOUEhBU0VfU1RPUFBJTkcQBBISCg5QSEFTRV9GSU5JU0hFRBAFMt0HCg5UcmFpbmVyU2VydmljZRJzCg1HZXRTZXJ2ZXJJbmZvEiouYXN0cmFmbG93LnRyYWluZXIudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaKy5hc3RyYWZsb3cudHJhaW5lci52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UiCcrzGAEG0PMYARJjCgZTdGF0dXMSIy5hc3RyYWZsb3cudHJhaW5lci52MS5TdGF0dXNSZXF1ZXN0GiQuYXN0cmFmbG93LnRyYWluZXIudjEuU3RhdHVzUmVzcG9uc2UiDsrzGAIDBNDzGAGA9BgBEngKBVBhdXNlEiIuYXN0cmFmbG93LnRyYWluZXIudjEuUGF1c2VSZXF1ZXN0GiMuYXN0cmFmbG93LnRyYWluZXIudjEuUGF1c2VSZXNwb25zZSImyvMYAQPQ8xgC2vMYFQoTRkFJTEVEX1BSRUNPTkRJVElPToD0GAESYgoGUmVzdW1lEiMuYXN0cmFmbG93LnRyYWluZXIudjEuUmVzdW1lUmVxdWVzdBokLmFzdHJhZmxvdy50cmFpbmVyLnYxLlJlc3VtZVJlc3BvbnNlIg3K8xgBA9DzGAKA9BgBEocBCgpDaGVja3BvaW50EicuYXN0cmFmbG93LnRyYWluZXIudjEuQ2hlY2twb2ludFJlcXVlc3QaKC5hc3RyYWZsb3cudHJhaW5lci52MS5DaGVja3BvaW50UmVzcG9uc2UiJsrzGAED0PMYAtrzGBUKE0ZBSUxFRF9QUkVDT05ESVRJT06A9BgBEpYBCg9TZXRMZWFybmluZ1JhdGUSLC5hc3RyYWZsb3cudHJhaW5lci52MS5TZXRMZWFybmluZ1JhdGVSZXF1ZXN0Gi0uYXN0cmFmbG93LnRyYWluZXIudjEuU2V0TGVhcm5pbmdSYXRlUmVzcG9uc2UiJsrzGAED0PMYAtrzGBUKE0ZBSUxFRF9QUkVDT05ESVRJT06A9BgBEncKDVN0b3BBZnRlclN0ZXASKi5hc3RyYWZsb3cudHJhaW5lci52MS5TdG9wQWZ0ZXJTdGVwUmVxdWVzdBorLmFzdHJhZmxvdy50cmFpbmVyLnYxLlN0b3BBZnRlclN0ZXBSZXNwb25zZSINyvMYAQPQ8xgCgPQYARJ3CgxXYXRjaE1ldHJpY3MSKS5hc3RyYWZsb3cudHJhaW5lci52MS5XYXRjaE1ldHJpY3NSZXF1ZXN0GiouYXN0cmFmbG93LnRyYWluZXIudjEuV2F0Y2hNZXRyaWNzUmVzcG9uc2UiDsrzGAIDBNDzGAGA9BgBMAFCfAoXaW8uYXN0cmFmbG93LnRyYWluZXIudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L3RyYWluZXIvdjE7dHJhaW5lcnYxqgIUQXN0cmFmbG93LlRyYWluZXIuVjFiBnByb3RvMw", [file_astraflow_options_v1_options, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Ciphc3RyYWZsb3cvdHJhaW5lci92MS90cmFpbmVyX3NlcnZpY2UucHJvdG8SFGFzdHJhZmxvdy50cmFpbmVyLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iDwoNU3RhdHVzUmVxdWVzdCL5AgoOU3RhdHVzUmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIqCgVwaGFzZRgDIAEoDjIbLmFzdHJhZmxvdy50cmFpbmVyLnYxLlBoYXNlEhMKC3dhaXRpbmdfZm9yGAQgASgJEhAKCHByb2dyZXNzGAUgASgBEgwKBHN0ZXAYBiABKAQSFAoHdmVyc2lvbhgHIAEoBEgAiAEBEhUKDXRyYWluZXJfZXBvY2gYCCABKAQSFQoNd2FpdF9mcmFjdGlvbhgJIAEoARIZCgxwYXVzZV9yZWFzb24YCiABKAlIAYgBARIUCgxkdXJhYmxlX3N0ZXAYCyABKAQSFQoNbGVhcm5pbmdfcmF0ZRgMIAEoARI6Cg50cmFja2VyX2ZhdWx0cxgNIAMoCzIiLmFzdHJhZmxvdy50cmFpbmVyLnYxLlRyYWNrZXJGYXVsdEIKCghfdmVyc2lvbkIPCg1fcGF1c2VfcmVhc29uIkQKDFRyYWNrZXJGYXVsdBIPCgd0cmFja2VyGAEgASgJEg0KBWVycm9yGAIgASgJEhQKDHN0ZXBzX21pc3NlZBgDIAEoBCInCgxQYXVzZVJlcXVlc3QSFwoGcmVhc29uGAEgASgJQgf68xgDIMgBIh0KDVBhdXNlUmVzcG9uc2USDAoEc3RlcBgBIAEoBCIPCg1SZXN1bWVSZXF1ZXN0Ih4KDlJlc3VtZVJlc3BvbnNlEgwKBHN0ZXAYASABKAQiEwoRQ2hlY2twb2ludFJlcXVlc3QiIgoSQ2hlY2twb2ludFJlc3BvbnNlEgwKBHN0ZXAYASABKAQiXgoWU2V0TGVhcm5pbmdSYXRlUmVxdWVzdBJECg1sZWFybmluZ19yYXRlGAEgASgBQi368xgpCQAAAAAAAAAAEQAAAAAAAPA/ehUxZS03IHRvIDFlLTMgaXMgdXN1YWwiTQoXU2V0TGVhcm5pbmdSYXRlUmVzcG9uc2USEgoKZmlyc3Rfc3RlcBgBIAEoBBIeChZwcmV2aW91c19sZWFybmluZ19yYXRlGAIgASgBIhYKFFN0b3BBZnRlclN0ZXBSZXF1ZXN0IiUKFVN0b3BBZnRlclN0ZXBSZXNwb25zZRIMCgRzdGVwGAEgASgEIikKE1dhdGNoTWV0cmljc1JlcXVlc3QSEgoKYWZ0ZXJfc3RlcBgBIAEoBCLWAgoUV2F0Y2hNZXRyaWNzUmVzcG9uc2USDAoEc3RlcBgBIAEoBBIUCgd2ZXJzaW9uGAIgASgESACIAQESLwoLZmluaXNoX3RpbWUYAyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjAKDXdhaXRfZHVyYXRpb24YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMQoOdHJhaW5fZHVyYXRpb24YBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SSAoHbWV0cmljcxgGIAMoCzI3LmFzdHJhZmxvdy50cmFpbmVyLnYxLldhdGNoTWV0cmljc1Jlc3BvbnNlLk1ldHJpY3NFbnRyeRouCgxNZXRyaWNzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4AUIKCghfdmVyc2lvbiqBAQoFUGhhc2USFQoRUEhBU0VfVU5TUEVDSUZJRUQQABISCg5QSEFTRV9TVEFSVElORxABEhEKDVBIQVNFX1dBSVRJTkcQAhISCg5QSEFTRV9UUkFJTklORxADEhIKDlBIQVNFX1NUT1BQSU5HEAQSEgoOUEhBU0VfRklOSVNIRUQQBTLdBwoOVHJhaW5lclNlcnZpY2UScwoNR2V0U2VydmVySW5mbxIqLmFzdHJhZmxvdy50cmFpbmVyLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GisuYXN0cmFmbG93LnRyYWluZXIudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgnK8xgBBtDzGAESYwoGU3RhdHVzEiMuYXN0cmFmbG93LnRyYWluZXIudjEuU3RhdHVzUmVxdWVzdBokLmFzdHJhZmxvdy50cmFpbmVyLnYxLlN0YXR1c1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYARJ4CgVQYXVzZRIiLmFzdHJhZmxvdy50cmFpbmVyLnYxLlBhdXNlUmVxdWVzdBojLmFzdHJhZmxvdy50cmFpbmVyLnYxLlBhdXNlUmVzcG9uc2UiJsrzGAED0PMYAtrzGBUKE0ZBSUxFRF9QUkVDT05ESVRJT06A9BgBEmIKBlJlc3VtZRIjLmFzdHJhZmxvdy50cmFpbmVyLnYxLlJlc3VtZVJlcXVlc3QaJC5hc3RyYWZsb3cudHJhaW5lci52MS5SZXN1bWVSZXNwb25zZSINyvMYAQPQ8xgCgPQYARKHAQoKQ2hlY2twb2ludBInLmFzdHJhZmxvdy50cmFpbmVyLnYxLkNoZWNrcG9pbnRSZXF1ZXN0GiguYXN0cmFmbG93LnRyYWluZXIudjEuQ2hlY2twb2ludFJlc3BvbnNlIibK8xgBA9DzGALa8xgVChNGQUlMRURfUFJFQ09ORElUSU9OgPQYARKWAQoPU2V0TGVhcm5pbmdSYXRlEiwuYXN0cmFmbG93LnRyYWluZXIudjEuU2V0TGVhcm5pbmdSYXRlUmVxdWVzdBotLmFzdHJhZmxvdy50cmFpbmVyLnYxLlNldExlYXJuaW5nUmF0ZVJlc3BvbnNlIibK8xgBA9DzGALa8xgVChNGQUlMRURfUFJFQ09ORElUSU9OgPQYARJ3Cg1TdG9wQWZ0ZXJTdGVwEiouYXN0cmFmbG93LnRyYWluZXIudjEuU3RvcEFmdGVyU3RlcFJlcXVlc3QaKy5hc3RyYWZsb3cudHJhaW5lci52MS5TdG9wQWZ0ZXJTdGVwUmVzcG9uc2UiDcrzGAED0PMYAoD0GAESdwoMV2F0Y2hNZXRyaWNzEikuYXN0cmFmbG93LnRyYWluZXIudjEuV2F0Y2hNZXRyaWNzUmVxdWVzdBoqLmFzdHJhZmxvdy50cmFpbmVyLnYxLldhdGNoTWV0cmljc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYATABQnwKF2lvLmFzdHJhZmxvdy50cmFpbmVyLnYxUAFaSGdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy90cmFpbmVyL3YxO3RyYWluZXJ2MaoCFEFzdHJhZmxvdy5UcmFpbmVyLlYxYgZwcm90bzM", [file_astraflow_options_v1_options, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -160,6 +160,13 @@ export type StatusResponse = Message<"astraflow.trainer.v1.StatusResponse"> & {
    * @generated from field: double learning_rate = 12;
    */
   learningRate: number;
+
+  /**
+   * Experiment trackers that do not have all steps.
+   *
+   * @generated from field: repeated astraflow.trainer.v1.TrackerFault tracker_faults = 13;
+   */
+  trackerFaults: TrackerFault[];
 };
 
 /**
@@ -168,6 +175,41 @@ export type StatusResponse = Message<"astraflow.trainer.v1.StatusResponse"> & {
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
   messageDesc(file_astraflow_trainer_v1_trainer_service, 3);
+
+/**
+ * An experiment tracker that failed, or could not keep up.
+ *
+ * @generated from message astraflow.trainer.v1.TrackerFault
+ */
+export type TrackerFault = Message<"astraflow.trainer.v1.TrackerFault"> & {
+  /**
+   * `tensorboard`, `wandb` or `mlflow`.
+   *
+   * @generated from field: string tracker = 1;
+   */
+  tracker: string;
+
+  /**
+   * Why it missed the newest of these steps.
+   *
+   * @generated from field: string error = 2;
+   */
+  error: string;
+
+  /**
+   * Steps it does not have.
+   *
+   * @generated from field: uint64 steps_missed = 3;
+   */
+  stepsMissed: bigint;
+};
+
+/**
+ * Describes the message astraflow.trainer.v1.TrackerFault.
+ * Use `create(TrackerFaultSchema)` to create a new message.
+ */
+export const TrackerFaultSchema: GenMessage<TrackerFault> = /*@__PURE__*/
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 4);
 
 /**
  * Request of Pause.
@@ -188,7 +230,7 @@ export type PauseRequest = Message<"astraflow.trainer.v1.PauseRequest"> & {
  * Use `create(PauseRequestSchema)` to create a new message.
  */
 export const PauseRequestSchema: GenMessage<PauseRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 4);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 5);
 
 /**
  * Response of Pause.
@@ -209,7 +251,7 @@ export type PauseResponse = Message<"astraflow.trainer.v1.PauseResponse"> & {
  * Use `create(PauseResponseSchema)` to create a new message.
  */
 export const PauseResponseSchema: GenMessage<PauseResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 5);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 6);
 
 /**
  * Request of Resume.
@@ -224,7 +266,7 @@ export type ResumeRequest = Message<"astraflow.trainer.v1.ResumeRequest"> & {
  * Use `create(ResumeRequestSchema)` to create a new message.
  */
 export const ResumeRequestSchema: GenMessage<ResumeRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 6);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 7);
 
 /**
  * Response of Resume.
@@ -245,7 +287,7 @@ export type ResumeResponse = Message<"astraflow.trainer.v1.ResumeResponse"> & {
  * Use `create(ResumeResponseSchema)` to create a new message.
  */
 export const ResumeResponseSchema: GenMessage<ResumeResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 7);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 8);
 
 /**
  * Request of Checkpoint.
@@ -260,7 +302,7 @@ export type CheckpointRequest = Message<"astraflow.trainer.v1.CheckpointRequest"
  * Use `create(CheckpointRequestSchema)` to create a new message.
  */
 export const CheckpointRequestSchema: GenMessage<CheckpointRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 8);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 9);
 
 /**
  * Response of Checkpoint.
@@ -281,7 +323,7 @@ export type CheckpointResponse = Message<"astraflow.trainer.v1.CheckpointRespons
  * Use `create(CheckpointResponseSchema)` to create a new message.
  */
 export const CheckpointResponseSchema: GenMessage<CheckpointResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 9);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 10);
 
 /**
  * Request of SetLearningRate.
@@ -302,7 +344,7 @@ export type SetLearningRateRequest = Message<"astraflow.trainer.v1.SetLearningRa
  * Use `create(SetLearningRateRequestSchema)` to create a new message.
  */
 export const SetLearningRateRequestSchema: GenMessage<SetLearningRateRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 10);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 11);
 
 /**
  * Response of SetLearningRate.
@@ -330,7 +372,7 @@ export type SetLearningRateResponse = Message<"astraflow.trainer.v1.SetLearningR
  * Use `create(SetLearningRateResponseSchema)` to create a new message.
  */
 export const SetLearningRateResponseSchema: GenMessage<SetLearningRateResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 11);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 12);
 
 /**
  * Request of StopAfterStep.
@@ -345,7 +387,7 @@ export type StopAfterStepRequest = Message<"astraflow.trainer.v1.StopAfterStepRe
  * Use `create(StopAfterStepRequestSchema)` to create a new message.
  */
 export const StopAfterStepRequestSchema: GenMessage<StopAfterStepRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 12);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 13);
 
 /**
  * Response of StopAfterStep.
@@ -366,7 +408,7 @@ export type StopAfterStepResponse = Message<"astraflow.trainer.v1.StopAfterStepR
  * Use `create(StopAfterStepResponseSchema)` to create a new message.
  */
 export const StopAfterStepResponseSchema: GenMessage<StopAfterStepResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 13);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 14);
 
 /**
  * Request of WatchMetrics.
@@ -387,7 +429,7 @@ export type WatchMetricsRequest = Message<"astraflow.trainer.v1.WatchMetricsRequ
  * Use `create(WatchMetricsRequestSchema)` to create a new message.
  */
 export const WatchMetricsRequestSchema: GenMessage<WatchMetricsRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 14);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 15);
 
 /**
  * Metrics of one finished step.
@@ -444,7 +486,7 @@ export type WatchMetricsResponse = Message<"astraflow.trainer.v1.WatchMetricsRes
  * Use `create(WatchMetricsResponseSchema)` to create a new message.
  */
 export const WatchMetricsResponseSchema: GenMessage<WatchMetricsResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_trainer_v1_trainer_service, 15);
+  messageDesc(file_astraflow_trainer_v1_trainer_service, 16);
 
 /**
  * What a trainer is doing.
@@ -582,7 +624,8 @@ export const TrainerService: GenService<{
     output: typeof StopAfterStepResponseSchema;
   },
   /**
-   * Streams the metrics of every finished step from `after_step` on. Read only; reconnect with the last step seen.
+   * Streams the metrics of every finished step from `after_step` on, as far as the trainer has them: it keeps those of
+   * the last 256 steps that it took. Read only; reconnect with the last step seen.
    *
    * @generated from rpc astraflow.trainer.v1.TrainerService.WatchMetrics
    */

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/weights/v1/manifest.proto.
  */
 export const file_astraflow_weights_v1_manifest: GenFile = /*@__PURE__*/
-  fileDesc("CiNhc3RyYWZsb3cvd2VpZ2h0cy92MS9tYW5pZmVzdC5wcm90bxIUYXN0cmFmbG93LndlaWdodHMudjEipwMKBUVudHJ5EhYKDnNjaGVtYV92ZXJzaW9uGAEgASgNEjIKCG1hbmlmZXN0GAIgASgLMh4uYXN0cmFmbG93LndlaWdodHMudjEuTWFuaWZlc3RIABIsCgVmZW5jZRgDIAEoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkZlbmNlSAASNQoKYWRkZWRfcGF0aBgEIAEoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkFkZGVkUGF0aEgAEjsKDXVwbG9hZF9pbnRlbnQYBSABKAsyIi5hc3RyYWZsb3cud2VpZ2h0cy52MS5VcGxvYWRJbnRlbnRIABI1CgpwdWxsX2xlYXNlGAYgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuUHVsbExlYXNlSAASNAoJdG9tYnN0b25lGAcgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuVG9tYnN0b25lSAASLAoFc3dlZXAYCCABKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VlcEgAEgwKBHNlYWwYDyABKAxCBwoFZW50cnki+wQKCE1hbmlmZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIQCghzZXF1ZW5jZRgEIAEoBBIUCgx3cml0ZXJfZXBvY2gYBSABKAQSFAoMd3JpdGVyX25vbmNlGAYgASgMEgwKBHN0ZXAYByABKAQSGwoOcGFyZW50X3ZlcnNpb24YCCABKARIAIgBARIwCghzbmFwc2hvdBgJIAEoCzIeLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlNuYXBzaG90EisKBmRlbHRhcxgKIAMoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkRlbHRhEi0KB3RlbnNvcnMYCyADKAsyHC5hc3RyYWZsb3cud2VpZ2h0cy52MS5UZW5zb3ISEgoKbW9kZWxfcm9vdBgMIAEoDBIrCgZhc3NldHMYDSADKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Bc3NldBITCgtudW1fY2hhbmdlZBgOIAEoBBIUCgxudW1fZWxlbWVudHMYDyABKAQSDwoHZGVuc2l0eRgQIAEoARIaCg1sZWFybmluZ19yYXRlGBEgASgBSAGIAQESMAoMY3JlYXRlZF90aW1lGBIgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYCgtyb2xsYmFja19vZhgTIAEoBEgCiAEBEioKBXByb2JlGBQgASgLMhsuYXN0cmFmbG93LndlaWdodHMudjEuUHJvYmVCEQoPX3BhcmVudF92ZXJzaW9uQhAKDl9sZWFybmluZ19yYXRlQg4KDF9yb2xsYmFja19vZiI7CgVQcm9iZRIyCgdhbnN3ZXJzGAEgAygLMiEuYXN0cmFmbG93LndlaWdodHMudjEuUHJvYmVBbnN3ZXIiVwoLUHJvYmVBbnN3ZXISEgoKcHJvbXB0X2lkcxgBIAMoDRIRCgl0b2tlbl9pZHMYAiADKA0SEAoIbG9ncHJvYnMYAyADKAESDwoHbWFyZ2lucxgEIAMoASI4CghTbmFwc2hvdBIsCgVwYXJ0cxgBIAMoCzIdLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlBhcnRSZWYiSwoFRGVsdGESFAoMYmFzZV92ZXJzaW9uGAEgASgEEiwKBXBhcnRzGAIgAygLMh0uYXN0cmFmbG93LndlaWdodHMudjEuUGFydFJlZiI6CgdQYXJ0UmVmEgsKA2tleRgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEg4KBnNoYTI1NhgDIAEoDCJECgZUZW5zb3ISDAoEbmFtZRgBIAEoCRINCgVkdHlwZRgCIAEoCRINCgVzaGFwZRgDIAMoBBIOCgZkaWdlc3QYBCABKAwiRwoFQXNzZXQSEQoJZmlsZV9uYW1lGAEgASgJEisKBGJsb2IYAiABKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmIrwBCgVGZW5jZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEhAKCHNlcXVlbmNlGAMgASgEEg0KBWVwb2NoGAQgASgEEg0KBW5vbmNlGAUgASgMEhsKDnByZXZpb3VzX2Vwb2NoGAYgASgESACIAQESMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIRCg9fcHJldmlvdXNfZXBvY2gi3wEKCUFkZGVkUGF0aBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg8KB3ZlcnNpb24YAyABKAQSGQoMYmFzZV92ZXJzaW9uGAQgASgESACIAQESEgoKbW9kZWxfcm9vdBgFIAEoDBIsCgVwYXJ0cxgGIAMoCzIdLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlBhcnRSZWYSMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcEIPCg1fYmFzZV92ZXJzaW9uIoEBCgxVcGxvYWRJbnRlbnQSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRINCgVlcG9jaBgDIAEoBBINCgVub25jZRgEIAEoDBIwCgxjcmVhdGVkX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn8KCVB1bGxMZWFzZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBmhvbGRlchgDIAEoDBINCgVwYXJ0cxgEIAMoDBIwCgxleHBpcmVzX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIn4KCVRvbWJzdG9uZRIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg0KBXJvdW5kGAMgASgEEg0KBXBhcnRzGAQgAygMEjAKDGNyZWF0ZWRfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAi3gEKBVN3ZWVwEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDQoFcm91bmQYAyABKAQSEgoKa2VwdF9wYXJ0cxgEIAMoDBIuCgVwYXRocxgFIAMoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlN3ZXB0UGF0aBITCgthZGRlZF9wYXRocxgGIAMoCRIwCgxjcmVhdGVkX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhgKEHRvbWJzdG9uZV9zaGEyNTYYCCABKAwiSAoJU3dlcHRQYXRoEg8KB3ZlcnNpb24YASABKAQSGQoMYmFzZV92ZXJzaW9uGAIgASgESACIAQFCDwoNX2Jhc2VfdmVyc2lvbiIvCgpMYXRlc3RIaW50Eg8KB3ZlcnNpb24YASABKAQSEAoIc2VxdWVuY2UYAiABKARCfAoXaW8uYXN0cmFmbG93LndlaWdodHMudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L3dlaWdodHMvdjE7d2VpZ2h0c3YxqgIUQXN0cmFmbG93LldlaWdodHMuVjFiBnByb3RvMw", [file_google_protobuf_timestamp]);
+  fileDesc("CiNhc3RyYWZsb3cvd2VpZ2h0cy92MS9tYW5pZmVzdC5wcm90bxIUYXN0cmFmbG93LndlaWdodHMudjEipwMKBUVudHJ5EhYKDnNjaGVtYV92ZXJzaW9uGAEgASgNEjIKCG1hbmlmZXN0GAIgASgLMh4uYXN0cmFmbG93LndlaWdodHMudjEuTWFuaWZlc3RIABIsCgVmZW5jZRgDIAEoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkZlbmNlSAASNQoKYWRkZWRfcGF0aBgEIAEoCzIfLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkFkZGVkUGF0aEgAEjsKDXVwbG9hZF9pbnRlbnQYBSABKAsyIi5hc3RyYWZsb3cud2VpZ2h0cy52MS5VcGxvYWRJbnRlbnRIABI1CgpwdWxsX2xlYXNlGAYgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuUHVsbExlYXNlSAASNAoJdG9tYnN0b25lGAcgASgLMh8uYXN0cmFmbG93LndlaWdodHMudjEuVG9tYnN0b25lSAASLAoFc3dlZXAYCCABKAsyGy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VlcEgAEgwKBHNlYWwYDyABKAxCBwoFZW50cnkipgUKCE1hbmlmZXN0Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIQCghzZXF1ZW5jZRgEIAEoBBIUCgx3cml0ZXJfZXBvY2gYBSABKAQSFAoMd3JpdGVyX25vbmNlGAYgASgMEgwKBHN0ZXAYByABKAQSGwoOcGFyZW50X3ZlcnNpb24YCCABKARIAIgBARIwCghzbmFwc2hvdBgJIAEoCzIeLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlNuYXBzaG90EisKBmRlbHRhcxgKIAMoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkRlbHRhEhIKCm1vZGVsX3Jvb3QYDCABKAwSKwoGYXNzZXRzGA0gAygLMhsuYXN0cmFmbG93LndlaWdodHMudjEuQXNzZXQSEwoLbnVtX2NoYW5nZWQYDiABKAQSFAoMbnVtX2VsZW1lbnRzGA8gASgEEg8KB2RlbnNpdHkYECABKAESGgoNbGVhcm5pbmdfcmF0ZRgRIAEoAUgBiAEBEjAKDGNyZWF0ZWRfdGltZRgSIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASGAoLcm9sbGJhY2tfb2YYEyABKARIAogBARIqCgVwcm9iZRgUIAEoCzIbLmFzdHJhZmxvdy53ZWlnaHRzLnYxLlByb2JlEhUKDXNjaGVtYV9zaGEyNTYYFSABKAwSMgoHZGlnZXN0cxgWIAEoCzIhLmFzdHJhZmxvdy53ZWlnaHRzLnYxLkRpZ2VzdFRhYmxlQhEKD19wYXJlbnRfdmVyc2lvbkIQCg5fbGVhcm5pbmdfcmF0ZUIOCgxfcm9sbGJhY2tfb2ZKBAgLEAxSB3RlbnNvcnMiZwoLRGlnZXN0VGFibGUSLgoDa2V5GAEgASgLMiEuYXN0cmFmbG93LndlaWdodHMudjEuS2V5TWFuaWZlc3QSFwoPc2tpcHBlZF90ZW5zb3JzGAIgAygNEg8KB2RpZ2VzdHMYAyABKAwiLwoLS2V5TWFuaWZlc3QSEAoIc2VxdWVuY2UYASABKAQSDgoGc2hhMjU2GAIgASgMIjsKBVByb2JlEjIKB2Fuc3dlcnMYASADKAsyIS5hc3RyYWZsb3cud2VpZ2h0cy52MS5Qcm9iZUFuc3dlciJXCgtQcm9iZUFuc3dlchISCgpwcm9tcHRfaWRzGAEgAygNEhEKCXRva2VuX2lkcxgCIAMoDRIQCghsb2dwcm9icxgDIAMoARIPCgdtYXJnaW5zGAQgAygBIjgKCFNuYXBzaG90EiwKBXBhcnRzGAEgAygLMh0uYXN0cmFmbG93LndlaWdodHMudjEuUGFydFJlZiJLCgVEZWx0YRIUCgxiYXNlX3ZlcnNpb24YASABKAQSLAoFcGFydHMYAiADKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmIjoKB1BhcnRSZWYSCwoDa2V5GAEgASgJEhIKCnNpemVfYnl0ZXMYAiABKAQSDgoGc2hhMjU2GAMgASgMIkcKBUFzc2V0EhEKCWZpbGVfbmFtZRgBIAEoCRIrCgRibG9iGAIgASgLMh0uYXN0cmFmbG93LndlaWdodHMudjEuUGFydFJlZiK8AQoFRmVuY2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIQCghzZXF1ZW5jZRgDIAEoBBINCgVlcG9jaBgEIAEoBBINCgVub25jZRgFIAEoDBIbCg5wcmV2aW91c19lcG9jaBgGIAEoBEgAiAEBEjAKDGNyZWF0ZWRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCEQoPX3ByZXZpb3VzX2Vwb2NoIt8BCglBZGRlZFBhdGgSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIPCgd2ZXJzaW9uGAMgASgEEhkKDGJhc2VfdmVyc2lvbhgEIAEoBEgAiAEBEhIKCm1vZGVsX3Jvb3QYBSABKAwSLAoFcGFydHMYBiADKAsyHS5hc3RyYWZsb3cud2VpZ2h0cy52MS5QYXJ0UmVmEjAKDGNyZWF0ZWRfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXBCDwoNX2Jhc2VfdmVyc2lvbiKBAQoMVXBsb2FkSW50ZW50Eg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDQoFZXBvY2gYAyABKAQSDQoFbm9uY2UYBCABKAwSMAoMY3JlYXRlZF90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJ/CglQdWxsTGVhc2USDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZob2xkZXIYAyABKAwSDQoFcGFydHMYBCADKAwSMAoMZXhwaXJlc190aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJ+CglUb21ic3RvbmUSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRINCgVyb3VuZBgDIAEoBBINCgVwYXJ0cxgEIAMoDBIwCgxjcmVhdGVkX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIt4BCgVTd2VlcBIOCgZydW5faWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg0KBXJvdW5kGAMgASgEEhIKCmtlcHRfcGFydHMYBCADKAwSLgoFcGF0aHMYBSADKAsyHy5hc3RyYWZsb3cud2VpZ2h0cy52MS5Td2VwdFBhdGgSEwoLYWRkZWRfcGF0aHMYBiADKAkSMAoMY3JlYXRlZF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIYChB0b21ic3RvbmVfc2hhMjU2GAggASgMIkgKCVN3ZXB0UGF0aBIPCgd2ZXJzaW9uGAEgASgEEhkKDGJhc2VfdmVyc2lvbhgCIAEoBEgAiAEBQg8KDV9iYXNlX3ZlcnNpb24iPgoKTGF0ZXN0SGludBIPCgd2ZXJzaW9uGAEgASgEEhAKCHNlcXVlbmNlGAIgASgEEg0KBWVudHJ5GAMgASgMQnwKF2lvLmFzdHJhZmxvdy53ZWlnaHRzLnYxUAFaSGdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy93ZWlnaHRzL3YxO3dlaWdodHN2MaoCFEFzdHJhZmxvdy5XZWlnaHRzLlYxYgZwcm90bzM", [file_google_protobuf_timestamp]);
 
 /**
  * One stored object of the log.
@@ -24,7 +24,7 @@ export const file_astraflow_weights_v1_manifest: GenFile = /*@__PURE__*/
  */
 export type Entry = Message<"astraflow.weights.v1.Entry"> & {
   /**
-   * Schema of the log; 1. A reader refuses any other number.
+   * Schema of the log; 2. A reader refuses any other number.
    *
    * @generated from field: uint32 schema_version = 1;
    */
@@ -111,7 +111,8 @@ export const EntrySchema: GenMessage<Entry> = /*@__PURE__*/
   messageDesc(file_astraflow_weights_v1_manifest, 0);
 
 /**
- * One weight version of one policy. Complete: when it is visible, every part and asset it names exists.
+ * One weight version of one policy. Complete: when it is visible, every part, asset, schema and manifest that it names
+ * exists.
  *
  * @generated from message astraflow.weights.v1.Manifest
  */
@@ -189,13 +190,6 @@ export type Manifest = Message<"astraflow.weights.v1.Manifest"> & {
   deltas: Delta[];
 
   /**
-   * Every tensor of the version, sorted by name.
-   *
-   * @generated from field: repeated astraflow.weights.v1.Tensor tensors = 11;
-   */
-  tensors: Tensor[];
-
-  /**
    * sha256 over the sorted list of (name, dtype, shape, digest), as docs/weights.md spells it; 32 bytes. Equal roots
    * mean equal models.
    *
@@ -258,6 +252,20 @@ export type Manifest = Message<"astraflow.weights.v1.Manifest"> & {
    * @generated from field: astraflow.weights.v1.Probe probe = 20;
    */
   probe?: Probe | undefined;
+
+  /**
+   * sha256 of the policy's schema, which names the tensors: docs/weight-format.md; 32 bytes.
+   *
+   * @generated from field: bytes schema_sha256 = 21;
+   */
+  schemaSha256: Uint8Array;
+
+  /**
+   * Digest of every tensor.
+   *
+   * @generated from field: astraflow.weights.v1.DigestTable digests = 22;
+   */
+  digests?: DigestTable | undefined;
 };
 
 /**
@@ -266,6 +274,70 @@ export type Manifest = Message<"astraflow.weights.v1.Manifest"> & {
  */
 export const ManifestSchema: GenMessage<Manifest> = /*@__PURE__*/
   messageDesc(file_astraflow_weights_v1_manifest, 1);
+
+/**
+ * The digest of every tensor of the schema, in its order: all of them, or those that differ from another manifest's.
+ *
+ * @generated from message astraflow.weights.v1.DigestTable
+ */
+export type DigestTable = Message<"astraflow.weights.v1.DigestTable"> & {
+  /**
+   * Manifest whose own table holds all digests; absent when this one does.
+   *
+   * @generated from field: astraflow.weights.v1.KeyManifest key = 1;
+   */
+  key?: KeyManifest | undefined;
+
+  /**
+   * For each digest: tensors of the schema between it and the one before, which have the digest of the key manifest.
+   * Empty without a key manifest.
+   *
+   * @generated from field: repeated uint32 skipped_tensors = 2;
+   */
+  skippedTensors: number[];
+
+  /**
+   * xxh3-128 (canonical, big endian) of a tensor's bytes, little endian, row-major; 16 bytes each, one after the other.
+   *
+   * @generated from field: bytes digests = 3;
+   */
+  digests: Uint8Array;
+};
+
+/**
+ * Describes the message astraflow.weights.v1.DigestTable.
+ * Use `create(DigestTableSchema)` to create a new message.
+ */
+export const DigestTableSchema: GenMessage<DigestTable> = /*@__PURE__*/
+  messageDesc(file_astraflow_weights_v1_manifest, 2);
+
+/**
+ * An older entry of the same log, by its content.
+ *
+ * @generated from message astraflow.weights.v1.KeyManifest
+ */
+export type KeyManifest = Message<"astraflow.weights.v1.KeyManifest"> & {
+  /**
+   * Number of the entry.
+   *
+   * @generated from field: uint64 sequence = 1;
+   */
+  sequence: bigint;
+
+  /**
+   * sha256 of the whole entry; 32 bytes.
+   *
+   * @generated from field: bytes sha256 = 2;
+   */
+  sha256: Uint8Array;
+};
+
+/**
+ * Describes the message astraflow.weights.v1.KeyManifest.
+ * Use `create(KeyManifestSchema)` to create a new message.
+ */
+export const KeyManifestSchema: GenMessage<KeyManifest> = /*@__PURE__*/
+  messageDesc(file_astraflow_weights_v1_manifest, 3);
 
 /**
  * Known answers of a version, by which whoever serves it proves that its weights arrived.
@@ -286,7 +358,7 @@ export type Probe = Message<"astraflow.weights.v1.Probe"> & {
  * Use `create(ProbeSchema)` to create a new message.
  */
 export const ProbeSchema: GenMessage<Probe> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 2);
+  messageDesc(file_astraflow_weights_v1_manifest, 4);
 
 /**
  * The greedy continuation of one prompt, computed in float32 from the published weights.
@@ -328,7 +400,7 @@ export type ProbeAnswer = Message<"astraflow.weights.v1.ProbeAnswer"> & {
  * Use `create(ProbeAnswerSchema)` to create a new message.
  */
 export const ProbeAnswerSchema: GenMessage<ProbeAnswer> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 3);
+  messageDesc(file_astraflow_weights_v1_manifest, 5);
 
 /**
  * All tensors in full.
@@ -349,7 +421,7 @@ export type Snapshot = Message<"astraflow.weights.v1.Snapshot"> & {
  * Use `create(SnapshotSchema)` to create a new message.
  */
 export const SnapshotSchema: GenMessage<Snapshot> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 4);
+  messageDesc(file_astraflow_weights_v1_manifest, 6);
 
 /**
  * What must be added to an older version.
@@ -377,7 +449,7 @@ export type Delta = Message<"astraflow.weights.v1.Delta"> & {
  * Use `create(DeltaSchema)` to create a new message.
  */
 export const DeltaSchema: GenMessage<Delta> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 5);
+  messageDesc(file_astraflow_weights_v1_manifest, 7);
 
 /**
  * An immutable object named by its content.
@@ -412,49 +484,7 @@ export type PartRef = Message<"astraflow.weights.v1.PartRef"> & {
  * Use `create(PartRefSchema)` to create a new message.
  */
 export const PartRefSchema: GenMessage<PartRef> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 6);
-
-/**
- * One tensor of a version.
- *
- * @generated from message astraflow.weights.v1.Tensor
- */
-export type Tensor = Message<"astraflow.weights.v1.Tensor"> & {
-  /**
-   * Name in the checkpoint; 1 to 512 bytes of UTF-8.
-   *
-   * @generated from field: string name = 1;
-   */
-  name: string;
-
-  /**
-   * `bfloat16`, `float32` or `uint8`.
-   *
-   * @generated from field: string dtype = 2;
-   */
-  dtype: string;
-
-  /**
-   * Elements per axis; empty for a scalar.
-   *
-   * @generated from field: repeated uint64 shape = 3;
-   */
-  shape: bigint[];
-
-  /**
-   * xxh3-128 (canonical, big endian) of the tensor's bytes, little endian, row-major; 16 bytes.
-   *
-   * @generated from field: bytes digest = 4;
-   */
-  digest: Uint8Array;
-};
-
-/**
- * Describes the message astraflow.weights.v1.Tensor.
- * Use `create(TensorSchema)` to create a new message.
- */
-export const TensorSchema: GenMessage<Tensor> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 7);
+  messageDesc(file_astraflow_weights_v1_manifest, 8);
 
 /**
  * One file of the checkpoint other than the weights.
@@ -482,7 +512,7 @@ export type Asset = Message<"astraflow.weights.v1.Asset"> & {
  * Use `create(AssetSchema)` to create a new message.
  */
 export const AssetSchema: GenMessage<Asset> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 8);
+  messageDesc(file_astraflow_weights_v1_manifest, 9);
 
 /**
  * A writer's claim on the log. Every later entry with a lower epoch is ignored.
@@ -545,7 +575,7 @@ export type Fence = Message<"astraflow.weights.v1.Fence"> & {
  * Use `create(FenceSchema)` to create a new message.
  */
 export const FenceSchema: GenMessage<Fence> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 9);
+  messageDesc(file_astraflow_weights_v1_manifest, 10);
 
 /**
  * A path to a version that was made after its manifest: a snapshot, or a delta merged over several versions. Created
@@ -610,7 +640,7 @@ export type AddedPath = Message<"astraflow.weights.v1.AddedPath"> & {
  * Use `create(AddedPathSchema)` to create a new message.
  */
 export const AddedPathSchema: GenMessage<AddedPath> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 10);
+  messageDesc(file_astraflow_weights_v1_manifest, 11);
 
 /**
  * A writer's notice that it is about to store parts under names that nothing refers to yet. Written before the first of
@@ -660,7 +690,7 @@ export type UploadIntent = Message<"astraflow.weights.v1.UploadIntent"> & {
  * Use `create(UploadIntentSchema)` to create a new message.
  */
 export const UploadIntentSchema: GenMessage<UploadIntent> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 11);
+  messageDesc(file_astraflow_weights_v1_manifest, 12);
 
 /**
  * A puller's notice of the parts that it is about to fetch. Renewed by writing the next one and deleting this one;
@@ -710,7 +740,7 @@ export type PullLease = Message<"astraflow.weights.v1.PullLease"> & {
  * Use `create(PullLeaseSchema)` to create a new message.
  */
 export const PullLeaseSchema: GenMessage<PullLease> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 12);
+  messageDesc(file_astraflow_weights_v1_manifest, 13);
 
 /**
  * A round of collection: parts that nothing within retention refers to. From now on no writer refers to one of these
@@ -760,7 +790,7 @@ export type Tombstone = Message<"astraflow.weights.v1.Tombstone"> & {
  * Use `create(TombstoneSchema)` to create a new message.
  */
 export const TombstoneSchema: GenMessage<Tombstone> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 13);
+  messageDesc(file_astraflow_weights_v1_manifest, 14);
 
 /**
  * The decision of a round, made once: the parts of its tombstone are deleted, except those that are kept.
@@ -830,7 +860,7 @@ export type Sweep = Message<"astraflow.weights.v1.Sweep"> & {
  * Use `create(SweepSchema)` to create a new message.
  */
 export const SweepSchema: GenMessage<Sweep> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 14);
+  messageDesc(file_astraflow_weights_v1_manifest, 15);
 
 /**
  * A path that a manifest offers and whose parts are gone.
@@ -858,11 +888,11 @@ export type SweptPath = Message<"astraflow.weights.v1.SweptPath"> & {
  * Use `create(SweptPathSchema)` to create a new message.
  */
 export const SweptPathSchema: GenMessage<SweptPath> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 15);
+  messageDesc(file_astraflow_weights_v1_manifest, 16);
 
 /**
- * The `latest` object: a hint for people and for prefetching, overwritten at will and possibly stale. Nothing is
- * decided by it.
+ * The `latest` object: a hint for people, and a copy of the newest manifest, overwritten at will and possibly stale.
+ * Nothing is decided by it.
  *
  * @generated from message astraflow.weights.v1.LatestHint
  */
@@ -880,6 +910,13 @@ export type LatestHint = Message<"astraflow.weights.v1.LatestHint"> & {
    * @generated from field: uint64 sequence = 2;
    */
   sequence: bigint;
+
+  /**
+   * All bytes of that entry: what a reader takes who cannot read the entry itself, when its seal holds.
+   *
+   * @generated from field: bytes entry = 3;
+   */
+  entry: Uint8Array;
 };
 
 /**
@@ -887,5 +924,5 @@ export type LatestHint = Message<"astraflow.weights.v1.LatestHint"> & {
  * Use `create(LatestHintSchema)` to create a new message.
  */
 export const LatestHintSchema: GenMessage<LatestHint> = /*@__PURE__*/
-  messageDesc(file_astraflow_weights_v1_manifest, 16);
+  messageDesc(file_astraflow_weights_v1_manifest, 17);
 

@@ -1,0 +1,86 @@
+"""Watching Redis: a probe every moment that it answers, writes and is quick; what it lacks is a wait.
+
+A probe is a write that changes nothing and that Redis refuses whenever it refuses writes. Once it hangs, all calls fail
+at once instead of holding their callers. One per process, run by `server`; read by reporting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from astraflow.errors import AstraflowError
+from astraflow_dataflow.rules.redis_health import RedisHealth
+from astraflow_dataflow.rules.waits import Wait
+from astraflow_dataflow.store.connection import Connection
+from astraflow_kit.awake import Silence
+from astraflow_kit.log import get_logger
+
+log = get_logger(__name__)
+
+_PERIOD_S, _TIMEOUT_S = 0.4, 0.8
+_SILENT_S = 2.0
+
+
+class RedisWatch:
+    """Knows, without asking, whether Redis can be used, and what it lacks."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._health = RedisHealth(connection.address)
+        self._silence = Silence()
+        self._num_answers = 0
+        self._has_been_silent = False
+
+    @property
+    def problem(self) -> Wait | None:
+        """What Redis lacks now, since when by the server's clock; None when nothing."""
+        return self._health.problem
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether Redis has not answered for two seconds."""
+        return self._has_been_silent or self._connection.is_silent
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        while True:
+            before = self.problem
+            await self._look()
+            if (now := self.problem) != before and (
+                now is None or before is None or now.reason != before.reason
+            ):
+                log.warning(
+                    "redis.health", lacks=now.reason if now else "", message=now.detail if now else ""
+                )
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _look(self) -> None:
+        started_s = time.monotonic()
+        hangs, refused_as, why = False, "", ""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._connection.probe()
+        except TimeoutError:
+            hangs, why = True, f"probes are not answered within {_TIMEOUT_S:g} s"
+        except AstraflowError as error:
+            refused_as, why = error.metadata.get("reason", ""), error.message
+        latency_s = time.monotonic() - started_s
+        figures = await self._figures() if refused_as else {}
+        if refused_as or not why:
+            self._num_answers += 1
+        silent_s = self._silence.look(self._num_answers)
+        self._has_been_silent = silent_s >= _SILENT_S
+        if self._has_been_silent:
+            if hangs:
+                self._connection.note_silent()
+            self._health.silent(silent_s, why, now_s=time.time())
+        elif refused_as or not why:
+            self._health.answered(latency_s, now_s=time.time(), refused_as=refused_as, figures=figures)
+
+    async def _figures(self) -> dict[str, str]:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._connection.figures()
+        except (TimeoutError, AstraflowError):
+            return {}

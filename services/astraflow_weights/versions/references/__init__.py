@@ -1,0 +1,1 @@
+"""What log entries say by reference: digests of tensors, and the schema."""

@@ -1,0 +1,228 @@
+"""The table of gray failures: what is done to which part of a running loop, and what must be seen of it.
+
+Every fault is healed after a while; what must hold then is the same for all: the loop trains on, and nothing was lost,
+doubled or torn. `support.gray.life` lives them; tests/chaos/test_gray_failures.py asserts, and writes the table.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.damage import flip_a_byte
+from support.gray.ground import Ground
+
+DAEMONS = ("dataflow", "valkey", "trainer", "node", "engine", "launcher")
+UNREACHABLE = "the dataflow server does not answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One row of the table."""
+
+    name: str
+    loop: str
+    """Faults of one loop meet the same run, one after the other."""
+    done: Callable[[Ground], AbstractContextManager[None]]
+    lasts_s: float = 3.0
+    """At least; it is not healed before it was noticed."""
+    why: tuple[str, ...] = ()
+    """One of these must be said by `astraflow why` while it lasts; none when nothing needs saying."""
+    lines: tuple[str, ...] = ()
+    """One of these must be said by the launcher's lines."""
+    goes_on: bool = False
+    """Steps are taken while it lasts."""
+    restarts: tuple[str, ...] = ()
+    """Roles whose process may be replaced."""
+    in_ci: bool = False
+
+
+def _frozen(role: str, seconds: float, *, loop: str, in_ci: bool = False, **seen: Any) -> Fault:
+    return Fault(
+        name=f"SIGSTOP {seconds:g} s: {role}",
+        loop=loop,
+        done=lambda ground: ground.frozen(role),
+        lasts_s=seconds,
+        in_ci=in_ci,
+        **seen,
+    )
+
+
+def _clocks(hours: float, *roles: str, in_ci: bool) -> Fault:
+    return Fault(
+        name=f"clock {hours:+g} h: {', '.join(roles) or 'everybody'}",
+        loop="in turn" if in_ci else "clocks",
+        done=lambda ground: ground.clocks_ahead(hours, *roles),
+        goes_on=True,
+        in_ci=in_ci,
+    )
+
+
+_SILENT = ("has answered nothing for",)
+_SEEN: dict[str, dict[str, Any]] = {
+    "dataflow": {"why": (UNREACHABLE,), "lines": _SILENT},
+    "valkey": {"lines": _SILENT},
+    "trainer": {"lines": _SILENT},
+    "node": {"why": ("no_node",), "lines": _SILENT},
+    "engine": {},
+    "launcher": {"goes_on": True},
+}
+"""What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""
+FAULTS = (
+    *(_frozen(role, 5, loop="in turn", in_ci=True) for role in DAEMONS),
+    *(_frozen(role, 30, loop="30 s", restarts=("engine",), **_SEEN[role]) for role in DAEMONS),
+    *(
+        _frozen(role, 180, loop=f"180 s: {role}", restarts=tuple(DAEMONS[:-1]), **_SEEN[role])
+        for role in DAEMONS
+    ),
+    Fault(
+        name="Redis paused: writes wait",
+        loop="in turn",
+        done=Ground.redis_writes_paused,
+        why=("redis_silent", "redis_slow", "the reply from Redis did not come in time"),
+        lines=("redis_silent", "redis_slow"),
+    ),
+    Fault(
+        name="Redis full",
+        loop="in turn",
+        done=lambda ground: ground.redis_configured(maxmemory=1),
+        why=("redis_full",),
+        lines=("redis_full",),
+    ),
+    Fault(
+        name="Redis read-only",
+        loop="in turn",
+        done=Ground.redis_read_only,
+        why=("redis_read_only",),
+        lines=("redis_read_only",),
+    ),
+    Fault(
+        name="Redis' disk full",
+        loop="in turn",
+        done=lambda ground: ground.disk_full("redis"),
+        why=("redis_disk_full",),
+        lines=("redis_disk_full",),
+    ),
+    Fault(
+        name="store full",
+        loop="in turn",
+        done=lambda ground: ground.disk_full("store"),
+        why=("store_full",),
+        lines=("store_full",),
+        in_ci=True,
+    ),
+    Fault(
+        name="store read-only",
+        loop="in turn",
+        done=Ground.store_read_only,
+        why=("store_read_only",),
+        lines=("store_read_only",),
+        in_ci=True,
+    ),
+    Fault(
+        name="store unmounted",
+        loop="in turn",
+        done=Ground.store_unmounted,
+        why=("store_missing",),
+        lines=("store_missing",),
+        in_ci=True,
+    ),
+    Fault(
+        name="server's port: requests dropped",
+        loop="in turn",
+        done=lambda ground: ground.dropped("dataflow", answers=False),
+        why=(UNREACHABLE,),
+        in_ci=True,
+    ),
+    Fault(
+        name="server's port: answers dropped",
+        loop="in turn",
+        done=lambda ground: ground.dropped("dataflow", requests=False),
+        why=(UNREACHABLE,),
+        in_ci=True,
+    ),
+    Fault(
+        name="server's port: dropped both ways",
+        loop="in turn",
+        done=lambda ground: ground.dropped("dataflow"),
+        why=(UNREACHABLE,),
+        in_ci=True,
+    ),
+    Fault(
+        name="Redis' port: dropped both ways",
+        loop="in turn",
+        done=lambda ground: ground.dropped("valkey"),
+        why=("redis_silent", "gave no answer within 8 s"),
+        in_ci=True,
+    ),
+    *(
+        _clocks(hours, *roles, in_ci=not roles)
+        for hours in (3, -3)
+        for roles in ((), *((role,) for role in DAEMONS))
+    ),
+    Fault(
+        name="data dir shared by a second launch",
+        loop="in turn",
+        done=Ground.second_launch,
+        lasts_s=0.0,
+        lines=("in use by process",),
+        in_ci=True,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One row of the table: a file that is damaged while nothing runs, and then the same command again."""
+
+    name: str
+    loop: str
+    file: str
+    """Pattern below the data dir; of several files the newest is meant."""
+    done: Callable[[Path], object]
+    said: tuple[str, ...] = ()
+    """One of these must be said by the launcher, or stand in a log; none when it is mended or not needed."""
+    refused: bool = False
+    """The launch ends with an error and leaves store and checkpoints as they are; it goes on with the file restored."""
+
+
+def _cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+_WAYS: dict[str, Callable[[Path], object]] = {"flipped": flip_a_byte, "cut in half": _cut_in_half}
+_CHECKPOINT = "work/trainer-solver/checkpoints/step-*"
+_CHECKPOINT_FILES = {"tensors": "*.distcp", "metadata": ".metadata", "position": "position.json"}
+DAMAGES = (
+    *(
+        Damage(
+            name=f"checkpoint: {what} {way}",
+            loop="resume: checkpoint",
+            file=f"{_CHECKPOINT}/{file}",
+            done=done,
+            said=("checkpoint.damaged",),
+        )
+        for what, file in _CHECKPOINT_FILES.items()
+        for way, done in _WAYS.items()
+    ),
+    Damage(
+        name="Redis: log cut in half",
+        loop="resume: Redis",
+        file="redis/appendonlydir/*.incr.aof",
+        done=_cut_in_half,
+        said=("Redis is older than the",),
+        refused=True,
+    ),
+    *(
+        Damage(
+            name=f"Redis: base {way}",
+            loop="resume: Redis",
+            file="redis/appendonlydir/*.base.rdb",
+            done=done,
+            said=("times as it started",),
+            refused=True,
+        )
+        for way, done in _WAYS.items()
+    ),
+)
