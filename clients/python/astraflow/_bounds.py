@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -45,6 +45,8 @@ Look: TypeAlias = "Callable[[Any], None]"
 """Raises _Outside for what it is given."""
 _Check: TypeAlias = "tuple[Callable[[Any], Any], Look, FieldDescriptor, options_pb2.Bounds]"
 """What to take of a message, what looks at it, and for whom."""
+_Fit: TypeAlias = "Callable[[Collection[Any]], bool]"
+"""Whether all of some values are surely within their bounds; where it says no, each is looked at."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,11 @@ def _of_elements(
     field: FieldDescriptor, bounds: options_pb2.Bounds, purpose: _Purpose, *, own: bool
 ) -> Look | None:
     single = _of_value(field, bounds, purpose, own=own)
-    return None if single is None else partial(_check_each, single)
+    if single is None:
+        return None
+    look, fit = single, _fit(field, bounds, purpose)
+    # As a list, since one of protobuf's makes its elements anew whenever it is gone through.
+    return lambda held: _check_each(look, fit, list(held))
 
 
 def _of_entries(
@@ -261,23 +267,73 @@ def _of_entries(
 
     def look(held: Mapping[Any, Any]) -> None:
         if of_key is not None:
-            _check_each(of_key, held)
-        for name in held if of_value is not None else ():
+            _check_each(of_key, None, held)
+        for name, value in held.items() if of_value is not None else ():
             try:
-                of_value(held[name])  # type: ignore[misc]
+                of_value(value)  # type: ignore[misc]
             except _Outside as error:
                 raise error.within(f"[{str(name)[:_SHOWN]}]") from None
 
     return look
 
 
-def _check_each(single: Look, values: Iterable[Any]) -> None:
+def _check_each(single: Look, fit: _Fit | None, values: Collection[Any]) -> None:
+    if fit is not None and fit(values):
+        return
     index = 0
     try:
         for index, value in enumerate(values):  # noqa: B007 - read when one is refused
             single(value)
     except _Outside as error:
         raise error.within(f"[{index}]") from None
+
+
+def _fit(field: FieldDescriptor, bounds: options_pb2.Bounds, purpose: _Purpose) -> _Fit | None:
+    """Looks at a list at once, without a call of ours for each value; None where each must be looked at."""
+    if field.message_type is None:
+        return _values_fit(field, bounds)
+    if bounds.max_bytes or field.message_type.full_name in _SECONDS:
+        return None
+    columns = []
+    for _, _, inner, its in _checks(field.message_type, purpose):
+        fit = None if inner.is_repeated or inner.has_presence or its.clamped else _values_fit(inner, its)
+        if fit is None:
+            return None
+        columns.append((attrgetter(inner.name), fit))
+
+    def messages_fit(messages: Collection[Message]) -> bool:
+        for take, fit in columns:  # noqa: SIM110 - half the time of `all` for a handful of messages
+            if not fit(list(map(take, messages))):
+                return False
+        return True
+
+    return messages_fit
+
+
+def _values_fit(field: FieldDescriptor, bounds: options_pb2.Bounds) -> _Fit | None:
+    if field.enum_type is not None:
+        return frozenset(_allowed(field.enum_type, bounds)).issuperset
+    if field.type == FieldDescriptor.TYPE_STRING and not bounds.max_bytes:
+        least, most = _lengths(bounds)
+        matches = re.compile(bounds.pattern).fullmatch if bounds.pattern else None
+
+        def texts_fit(values: Collection[str]) -> bool:
+            distinct = set(values)
+            sizes = list(map(len, distinct))
+            if min(sizes) < least or max(sizes) > most:
+                return False
+            if matches is not None:
+                return all(map(matches, distinct))
+            return bounds.multiline or "".join(distinct).isprintable()
+
+        return texts_fit
+    if field.cpp_type in (*_FIGURES, *_WIDE, FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_INT32):
+        smallest, largest = _limits(bounds, math.inf if field.cpp_type in _FIGURES else MAX_INTEGER)
+        # A sum is finite only if all are, and what is no number compares as nothing.
+        return lambda values: (
+            math.isfinite(sum(values)) and smallest <= min(values) and max(values) <= largest
+        )
+    return None
 
 
 def _check_size(size: int, least: int, most: int, unit: str) -> None:
@@ -299,8 +355,7 @@ def _quoted(value: str) -> str:
 
 
 def _of_text(bounds: options_pb2.Bounds) -> Look:
-    least, most_bytes, lines = bounds.min_len, bounds.max_bytes, bounds.multiline
-    most = bounds.max_len or (MAX_INTEGER if bounds.pattern or most_bytes else MAX_CHARACTERS)
+    (least, most), most_bytes, lines = _lengths(bounds), bounds.max_bytes, bounds.multiline
     fits = re.compile(bounds.pattern).fullmatch if bounds.pattern else None
 
     def look(value: str) -> None:
@@ -317,10 +372,15 @@ def _of_text(bounds: options_pb2.Bounds) -> Look:
     return look
 
 
+def _lengths(bounds: options_pb2.Bounds) -> tuple[int, int]:
+    return bounds.min_len, bounds.max_len or (
+        MAX_INTEGER if bounds.pattern or bounds.max_bytes else MAX_CHARACTERS
+    )
+
+
 def _of_enum(enum: EnumDescriptor, bounds: options_pb2.Bounds) -> Look:
     names = {number: value.name for number, value in enum.values_by_number.items()}
-    most = bounds.max if bounds.HasField("max") else math.inf
-    allowed = {number: name for number, name in names.items() if bounds.min <= number <= most}
+    allowed = _allowed(enum, bounds)
 
     def look(value: int) -> None:
         if value not in allowed:
@@ -328,6 +388,12 @@ def _of_enum(enum: EnumDescriptor, bounds: options_pb2.Bounds) -> Look:
             raise _Outside(f"is {names.get(value, value)}", f"which must be one of {wanted}")
 
     return look
+
+
+def _allowed(enum: EnumDescriptor, bounds: options_pb2.Bounds) -> dict[int, str]:
+    most = bounds.max if bounds.HasField("max") else math.inf
+    known = enum.values_by_number.items()
+    return {number: value.name for number, value in known if bounds.min <= number <= most}
 
 
 def _of_number(field: FieldDescriptor, bounds: options_pb2.Bounds) -> Look | None:
