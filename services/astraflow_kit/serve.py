@@ -260,11 +260,14 @@ class _Guard(grpc.aio.ServerInterceptor):
         """
         if not isinstance(request, bytes):
             return self._each_received(handler, rpc, request)
-        if len(request) > _LARGE_BYTES:  # beside the event loop, which millions of elements would hold up
-            message = await asyncio.to_thread(_read, request, handler, rpc=rpc)
-        else:
-            message = _read(request, handler, rpc=rpc)
-        self._gate.narrow(rpc, message)
+        is_large = (
+            len(request) > _LARGE_BYTES
+        )  # read beside the event loop, which millions of elements would hold up
+        read = partial(_read, request, handler, rpc=rpc)
+        message = await asyncio.to_thread(read) if is_large else read()
+        self._gate.narrow(rpc, message)  # who may not ask learns nothing of what would be right
+        if isinstance(message, Message):
+            await asyncio.to_thread(admit, message) if is_large else admit(message)
         return message
 
     async def _each_received(
@@ -305,20 +308,17 @@ class _Guard(grpc.aio.ServerInterceptor):
 
 
 def _read(request: bytes, handler: Handler, *, rpc: str) -> object:
-    """The message of a request, within its bounds. Raises InvalidArgumentError."""
+    """The message of a request. Raises InvalidArgumentError."""
     if len(request) > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
             f"a request of {rpc} has {len(request)} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"
         )
     try:
-        message = handler.request_deserializer(request) if handler.request_deserializer else request
+        return handler.request_deserializer(request) if handler.request_deserializer else request
     except DecodeError as error:
         raise InvalidArgumentError(
             f"{len(request)} bytes are no request of {rpc}; the caller's contract differs from this server's"
         ) from error
-    if isinstance(message, Message):
-        admit(message)
-    return message
 
 
 def _typed(
