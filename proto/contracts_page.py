@@ -66,15 +66,15 @@ In other languages package `astraflow.NAME.v1` is called
 _BOUNDS_HEAD = """## Bounds of fields
 
 Every field of every request, and of the serialized `Trajectory` in it. A value outside is refused by our Python client
-before it is sent and by every server before anything else is done, streams message by message: INVALID_ARGUMENT, whose
-text and metadata (`field`, `value`, `limit`) and whose `google.rpc.BadRequest` say which and why, so that all clients
-show the same. Where the table says *cut*, the server brings the value to its bound instead; where it says *poison*, a
-push answers `OUTCOME_POISON` with that reason. In a `repeated` field the bounds hold for each element, in a map for
-each key; for a field with presence, when it is set. Fields that are not listed take every value of their type; fields
-that a release does not know are dropped. What says nothing of its own in the `.proto` has the default of its type: a
-text 256 characters without control characters and line breaks (*one line*), bytes 1,024, a list 1,024 elements, a map
-256 with keys and values likewise, a number finite and within ±2^53, an enum its known values, a message within another
-as here.
+before it is sent, what is written into an open stream aside, and by every server before anything else is done, streams
+message by message: INVALID_ARGUMENT, whose text and metadata (`field`, `value`, `limit`) and whose
+`google.rpc.BadRequest` say which and why, so that all clients show the same. Where the table says *cut*, the server
+brings the value to its bound instead; where it says *poison*, a push answers `OUTCOME_POISON` with that reason. In a
+`repeated` field the bounds hold for each element, in a map for each key; for a field with presence, when it is set.
+Fields that are not listed take every value of their type; fields that a release does not know are dropped. What says
+nothing of its own in the `.proto` has the default of its type: a text 256 characters without control characters and
+line breaks (*one line*), bytes 1,024, a list 1,024 elements, a map 256 with keys and values likewise, a number finite
+and within ±2^53, an enum its known values, a message within another as here.
 
 | field | bounds |
 |---|---|"""

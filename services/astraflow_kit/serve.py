@@ -23,8 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from astraflow._bounds import admit
-from astraflow._contract import RpcContract
+from astraflow._contract.bounds import admit
+from astraflow._contract.rpcs import RpcContract
 from astraflow._status import to_status
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import (

@@ -1,5 +1,5 @@
 """The bounds that the contracts state are those that servers enforce: values just inside are taken, those just outside
-are refused, or cut where the contract says so. Every field is tried without a server in unit/astraflow/test_bounds.py.
+are refused, or cut where the contract says so. Every field is tried without a server in test_bounds.py.
 """
 
 import math
@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_pb2, version_pb2

@@ -13,7 +13,7 @@ import redis
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from astraflow._contract import read_contract
+from astraflow._contract.rpcs import read_contract
 from astraflow.dataflow.v1 import run_pb2, task_service_pb2, version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.raas.v1 import environment_service_pb2_grpc

@@ -7,7 +7,7 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 
-from astraflow._contract import read_contract
+from astraflow._contract.rpcs import read_contract
 from astraflow._status import from_rpc_error
 from astraflow.client import typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from astraflow._bounds import judge
+from astraflow._contract.bounds import judge
 from astraflow.rollout.v1 import blob_pb2
 
 __all__ = ["blob_prefix", "blob_problem", "blob_ref"]

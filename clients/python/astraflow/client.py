@@ -29,7 +29,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 
 from astraflow import errors
-from astraflow._bounds import require_bounds
+from astraflow._contract.bounds import require_bounds
 from astraflow._status import from_rpc_error, is_silence
 from astraflow.connecting.compatibility import require_compatible
 from astraflow.connecting.connection import Connection

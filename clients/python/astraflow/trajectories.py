@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from pydantic_core import from_json
 
-from astraflow._bounds import require_bounds
-from astraflow._contract import bounds_of
+from astraflow._contract.bounds import require_bounds
+from astraflow._contract.rpcs import bounds_of
 from astraflow.chat import message_from_proto
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import TaskSpec

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from astraflow._bounds import judge
+from astraflow._contract.bounds import judge
 from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2

@@ -19,7 +19,7 @@ from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
 
 from astraflow import errors
-from astraflow._bounds import MAX_INTEGER
+from astraflow._contract.bounds import MAX_INTEGER
 from astraflow_dataflow.records import Ability, Beat
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys

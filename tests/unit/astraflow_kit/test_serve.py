@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from astraflow import errors
-from astraflow._contract import ContractError
+from astraflow._contract.rpcs import ContractError
 from astraflow._status import from_rpc_error
 from astraflow.options.v1 import options_pb2
 from astraflow_kit import log, ports, serve

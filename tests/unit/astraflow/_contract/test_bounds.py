@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow._bounds import MAX_INTEGER, admit, judge, require_bounds
+from astraflow._contract.bounds import MAX_INTEGER, admit, judge, require_bounds
 from astraflow._status import from_status, to_status
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
