@@ -221,6 +221,28 @@ def test_episodes_are_judged_apart_so_that_a_bad_one_ends_no_stream() -> None:
     assert problem[1].startswith("Episode.trajectories[0].header.trajectory_id is 'a b'")
 
 
+@pytest.mark.parametrize(
+    ("turn", "place"),
+    [
+        ({"reward": math.nan}, "turn_spans[2].reward is nan"),
+        ({"reward": -math.inf}, "turn_spans[2].reward is -inf"),
+        ({"role": "a\nb"}, "turn_spans[2].role is 'a\\nb'"),
+        ({"role": "a" * 65}, "turn_spans[2].role has 65 characters"),
+        ({"reward": 1e308}, ""),
+        ({"role": "a\u00a0b"}, ""),
+    ],
+)
+def test_elements_are_looked_at_all_at_once_and_the_one_outside_is_named(
+    turn: dict[str, Any], place: str
+) -> None:
+    good = {"end": 1, "role": "solver", "reward": 1e308}
+    body = trajectory_pb2.Trajectory(
+        trajectory_id="t", token_ids=b"\0" * 4, turn_spans=[good, good, good | turn, good]
+    )
+    problem = judge(body, otherwise="out_of_bounds")
+    assert problem[1].startswith(f"Trajectory.{place}") if problem else not place, problem
+
+
 def test_fields_that_this_release_does_not_know_are_dropped() -> None:
     request = admin.WhyRequest.FromString(b"\x92\x3e\x05hello")
     assert request.ByteSize() == 8
