@@ -176,7 +176,8 @@ def test_an_image_is_small_labelled_and_confined(docker: DockerDaemon, image: st
 def test_it_trains_the_quickstart_over_s3(stack: Compose, gateway: RadosGateway) -> None:
     reaches(stack, 5)
     store = open_store("s3://weights/runs", settings=gateway.settings())
-    assert len([found for found in store.list("") if "/parts/" in found.key]) >= 5
+    # A snapshot and deltas: the newest are on their way, and a step without signal made none.
+    assert len([found for found in store.list("") if "/parts/" in found.key]) >= 2
 
 
 def test_nodes_have_no_credentials_of_the_store(stack: Compose) -> None:
