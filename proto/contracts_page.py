@@ -6,7 +6,7 @@ not what its options say. Called by `generate.py`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
@@ -65,11 +65,23 @@ In other languages package `astraflow.NAME.v1` is called
 
 _BOUNDS_HEAD = """## Bounds of fields
 
-A value outside is refused, with value and limit; where the table says *cut*, it is brought to its bound instead. In a
+Every field of every request, and of the serialized `Trajectory` in it. A value outside is refused by our Python client
+before it is sent, what is written into an open stream aside, and by every server before anything else is done, streams
+message by message: INVALID_ARGUMENT, whose text and metadata (`field`, `value`, `limit`) and whose
+`google.rpc.BadRequest` say which and why, so that all clients show the same. Where the table says *cut*, the server
+brings the value to its bound instead; where it says *poison*, a push answers `OUTCOME_POISON` with that reason. In a
 `repeated` field the bounds hold for each element, in a map for each key; for a field with presence, when it is set.
+Fields that are not listed take every value of their type; fields that a release does not know are dropped. What says
+nothing of its own in the `.proto` has the default of its type: a text 256 characters without control characters and
+line breaks (*one line*), bytes 1,024, a list 1,024 elements, a map 256 with keys and values likewise, a number finite
+and within ±2^53, an enum its known values, a message within another as here.
 
 | field | bounds |
 |---|---|"""
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_WIDE = (_FIELD.TYPE_INT64, _FIELD.TYPE_UINT64)
+_FIGURES = (_FIELD.TYPE_DOUBLE, _FIELD.TYPE_FLOAT)
+_SENT_AS_BYTES = ".astraflow.rollout.v1.Trajectory"
 
 Options = dict[str, Any]
 _AnyOptions = (
@@ -134,37 +146,80 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-def _bounds_section(files: Iterable[descriptor_pb2.FileDescriptorProto], reader: _OptionsReader) -> str:
+def _bounds_section(files: Sequence[descriptor_pb2.FileDescriptorProto], reader: _OptionsReader) -> str:
+    requests = _requests(files)
     rows = [
-        f"| `{file.package.removeprefix('astraflow.')}.{message.name}.{field.name}` | {_in_words(bounds, field)} |"
+        f"| `{file.package.removeprefix('astraflow.')}.{message.name}.{field.name}` | {words} |"
         for file in files
         for message in file.message_type
+        if f".{file.package}.{message.name}" in requests
         for field in message.field
-        if (bounds := reader.read(field.options).get("bounds"))
+        if (words := _in_words(reader.read(field.options).get("bounds", {}), field))
     ]
     return "\n".join([_BOUNDS_HEAD, *rows]) + "\n"
+
+
+def _requests(files: Sequence[descriptor_pb2.FileDescriptorProto]) -> set[str]:
+    """Full names of the messages that rpcs are sent, and of those in them."""
+    messages = {f".{file.package}.{message.name}": message for file in files for message in file.message_type}
+    waiting = [method.input_type for file in files for service in file.service for method in service.method]
+    waiting.append(_SENT_AS_BYTES)
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in messages and name not in found:
+            found.add(name)
+            waiting += [field.type_name for field in messages[name].field]
+    return found
 
 
 def _in_words(bounds: Options, field: descriptor_pb2.FieldDescriptorProto) -> str:
     seconds = " s" if field.type_name == ".google.protobuf.Duration" else ""
     words = [
         _range(bounds, "min_items", "max_items", " elements"),
-        _range(bounds, "min", "max", seconds),
+        "each once" if bounds.get("unique") else "",
+        "" if field.type == _FIELD.TYPE_ENUM else _range(bounds, "min", "max", seconds),
         _range(bounds, "min_len", "max_len", " characters"),
         _range(bounds, "min_bytes", "max_bytes", " bytes"),
         f"matches `{pattern}`".replace("|", r"\|") if (pattern := bounds.get("pattern")) else "",
+        *_defaults(bounds, field),
+        "must be set" if bounds.get("required") else "",
         "*cut*" if bounds.get("clamped") else "",
+        f"*poison* `{bounds['poison']}`" if "poison" in bounds else "",
     ]
     return ", ".join(filter(None, words))
 
 
+def _defaults(bounds: Options, field: descriptor_pb2.FieldDescriptorProto) -> Iterator[str]:
+    """What holds besides what the contract says."""
+    is_map = field.type_name.endswith("Entry")
+    if field.label == _FIELD.LABEL_REPEATED and "max_items" not in bounds:
+        yield "≤ 256 elements" if is_map else "≤ 1,024 elements"
+    if field.type == _FIELD.TYPE_STRING and "pattern" not in bounds:
+        yield "" if {"max_len", "max_bytes"} & bounds.keys() else "≤ 256 characters"
+        yield "" if bounds.get("multiline") else "one line"
+    if field.type == _FIELD.TYPE_BYTES and "max_bytes" not in bounds:
+        yield "≤ 1,024 bytes"
+    if field.type in _WIDE and "max" not in bounds:
+        yield "≤ 2^53"
+    if field.type in _FIGURES:
+        yield "finite"
+    if field.type == _FIELD.TYPE_ENUM:
+        yield "a known value but `UNSPECIFIED`" if bounds.get("min") else "a known value"
+        yield f"of numbers 1–{bounds['max']:g}" if "max" in bounds else ""
+
+
 def _range(bounds: Options, least: str, most: str, unit: str) -> str:
-    low, high = (f"{float(bounds[name]):,.10g}" if name in bounds else "" for name in (least, most))
+    low, high = (_figure(float(bounds[name])) if name in bounds else "" for name in (least, most))
     if low == high:
         return low and f"{low}{unit}"
     if low and high:
         return f"{low}–{high}{unit}"
     return f"≥ {low}{unit}" if low else f"≤ {high}{unit}"
+
+
+def _figure(number: float) -> str:
+    return "2^64" if number == 2**64 else f"{number:,.10g}"
 
 
 def _reasons(options: Options, name: str) -> str:

@@ -1,14 +1,17 @@
 """The pages of one daemon: who may read them, over TLS or not, and the probe listener beside them.
 
 Invariant: once the daemon has token keys, only the probes answer who has no token of a viewer or an operator for
-what the page is about. Daemons build one `Pages` and run it as a `Service`.
+what the page is about; and no web site reads a page through the browser of somebody who may, by a name of its own for
+the daemon's address. Daemons build one `Pages` and run it as a `Service`.
 """
 
 import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
@@ -50,6 +53,8 @@ class Pages:
         app = create_app(metrics=metrics, status=status, readiness=readiness, started=started)
         if settings.token_keys_file:
             _require_tokens(app, Verifier(settings, revoked=revoked), run_id=run_id)
+        named = (settings.http_host, *settings.http_allowed_hosts)
+        _require_known_host(app, frozenset({"localhost", *map(str.lower, named)}))
         tls = ServerCertificate(settings).ssl_context() if settings.tls_cert_file else None
         self._settings = settings
         self._pages = HttpServer(app, host=settings.http_host, port=settings.http_port, tls=tls)
@@ -115,3 +120,35 @@ def _require_tokens(app: FastAPI, verifier: Verifier, *, run_id: str) -> None:
             return JSONResponse(refused, status_code=_STATUS[error.reason], headers=headers)
         with speaking(identity):
             return await answer(request)
+
+
+def _require_known_host(app: FastAPI, allowed: frozenset[str]) -> None:
+    """Starlette's own check knows no IPv6 address, would need every address of the machine, and has no remedy."""
+
+    @app.middleware("http")
+    async def admit_host(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        host = _host_of(request.headers.get("host", ""))
+        if request.url.path in PROBES or "*" in allowed or host in allowed or _is_address(host):
+            return await answer(request)
+        return PlainTextResponse(
+            f"this daemon does not go by the name {host[:64]!r}; ask for it by its address or as localhost, or name it "
+            "with --http-allowed-host (http_allowed_hosts)\n",
+            status_code=421,
+        )
+
+
+def _host_of(header: str) -> str:
+    """The name or address in a Host header, without its port; empty for none, or for what is no host."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    """A page of a site that goes by an address comes from that address: no other answers for it."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

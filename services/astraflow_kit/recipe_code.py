@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe.file import CodeFile, bundle_digest, read_code

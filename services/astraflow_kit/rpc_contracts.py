@@ -10,7 +10,7 @@ import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
-from astraflow._contract import ContractError, RpcContract, read_contract
+from astraflow._contract.rpcs import ContractError, RpcContract, read_contract
 from astraflow.errors import UnimplementedError
 from astraflow_kit.identity.scopes import fields_of
 from astraflow_kit.identity.tokens import OPEN_TO_ALL

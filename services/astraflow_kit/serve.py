@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -22,7 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from astraflow._contract import RpcContract
+from astraflow._contract.bounds import admit
+from astraflow._contract.rpcs import RpcContract
 from astraflow._status import to_status
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import (
@@ -33,7 +35,6 @@ from astraflow.errors import (
     RetryableError,
     UnauthenticatedError,
 )
-from astraflow_kit.bounds import require_bounds
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
@@ -57,10 +58,11 @@ RETRY_AFTER_S = 0.2
 # not ASCII, and once more as details.
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _MAX_NAME = 256
+_LARGE_BYTES = 2**20
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
 _OPTIONS = (
-    # What is a little too large is refused in words, by `_decoded`; the rest by gRPC, in as few bytes as it can.
+    # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # else a second daemon on the same port would silently take half of the calls
@@ -73,6 +75,8 @@ _OPTIONS = (
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Request: TypeAlias = "bytes | AsyncIterator[bytes]"
+Receive: TypeAlias = "Callable[[Request], Awaitable[object]]"
 
 
 class GrpcServer:
@@ -225,22 +229,22 @@ class _Guard(grpc.aio.ServerInterceptor):
         wrap = self._streaming if handler.response_streaming else self._unary
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         guarded: Handler = make(
-            wrap(self._decoding(behaviour, handler, rpc=rpc), rpc=rpc),
+            wrap(behaviour, partial(self._received, handler, rpc), rpc=rpc),
             response_serializer=handler.response_serializer,
         )
         return guarded
 
-    def _unary(self, behaviour: Callable[..., Any], *, rpc: str) -> Callable[..., Any]:
-        async def call(request: object, context: Context) -> object:
+    def _unary(self, behaviour: Callable[..., Any], received: Receive, *, rpc: str) -> Callable[..., Any]:
+        async def call(request: Request, context: Context) -> object:
             async with self._around(context, rpc=rpc):
-                return await behaviour(request, context)
+                return await behaviour(await received(request), context)
 
         return call
 
-    def _streaming(self, behaviour: Callable[..., Any], *, rpc: str) -> Callable[..., Any]:
-        async def call(request: object, context: Context) -> AsyncIterator[object]:
+    def _streaming(self, behaviour: Callable[..., Any], received: Receive, *, rpc: str) -> Callable[..., Any]:
+        async def call(request: Request, context: Context) -> AsyncIterator[object]:
             async with self._around(context, rpc=rpc):
-                responses = behaviour(request, context)
+                responses = behaviour(await received(request), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # it writes through the context itself
                     return
@@ -250,26 +254,27 @@ class _Guard(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _decoding(self, behaviour: Callable[..., Any], handler: Handler, *, rpc: str) -> Callable[..., Any]:
-        """`behaviour` on the bytes of its requests, so that unreadable ones are refused like any other mistake, and
-        those that speak of what the caller's token is not for.
+    async def _received(self, handler: Handler, rpc: str, request: Request) -> object:
+        """What a servicer gets of a request: its message, or a stream of messages, each read by this server so that
+        unreadable ones are refused like any other mistake, and those that speak of what the token is not for.
         """
+        if not isinstance(request, bytes):
+            return self._each_received(handler, rpc, request)
+        is_large = (
+            len(request) > _LARGE_BYTES
+        )  # read beside the event loop, which millions of elements would hold up
+        read = partial(_read, request, handler, rpc=rpc)
+        message = await asyncio.to_thread(read) if is_large else read()
+        self._gate.narrow(rpc, message)  # who may not ask learns nothing of what would be right
+        if isinstance(message, Message):
+            await asyncio.to_thread(admit, message) if is_large else admit(message)
+        return message
 
-        def admitted(request: bytes) -> object:
-            decoded = _decoded(request, handler, rpc=rpc)
-            self._gate.narrow(rpc, decoded)
-            if isinstance(decoded, Message):
-                require_bounds(decoded)
-            return decoded
-
-        if not handler.request_streaming:
-            return lambda request, context: behaviour(admitted(request), context)
-
-        async def each(requests: AsyncIterator[bytes]) -> AsyncIterator[object]:
-            async for request in requests:
-                yield admitted(request)
-
-        return lambda requests, context: behaviour(each(requests), context)
+    async def _each_received(
+        self, handler: Handler, rpc: str, requests: AsyncIterator[bytes]
+    ) -> AsyncIterator[object]:
+        async for request in requests:
+            yield await self._received(handler, rpc, request)
 
     @asynccontextmanager
     async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[None]:
@@ -302,7 +307,8 @@ class _Guard(grpc.aio.ServerInterceptor):
             self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
 
 
-def _decoded(request: bytes, handler: Handler, *, rpc: str) -> object:
+def _read(request: bytes, handler: Handler, *, rpc: str) -> object:
+    """The message of a request. Raises InvalidArgumentError."""
     if len(request) > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
             f"a request of {rpc} has {len(request)} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"

@@ -116,6 +116,10 @@ class DaemonSettings(ProcessSettings):
     """Address of the pages. Anything but loopback needs TLS and tokens, or `insecure_http`."""
     http_port: Port = 0
     """Port of the pages (/status, /metrics, /healthz, /readyz); 0 takes a free one."""
+    http_allowed_hosts: Annotated[tuple[str, ...], CommandOption(names=("--http-allowed-host",))] = ()
+    """Names beside `localhost`, `http_host` and addresses by which the pages may be asked, which keeps web sites of
+    others from reading them through a browser; `*` allows all. The probes answer by any name.
+    """
     insecure_http: bool = False
     """Allow the pages on a reachable address without TLS and tokens: whoever reaches it reads status and metrics."""
     probe_host: str = "127.0.0.1"

@@ -7,24 +7,19 @@ the orders on the first rank and tells the others; the loop carries them out.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from astraflow._contract import bounds_of
-from astraflow.errors import AstraflowError, InvalidArgumentError, PreconditionError
-from astraflow.trainer.v1 import trainer_service_pb2
+from astraflow.errors import AstraflowError, PreconditionError
 
 __all__ = ["PAUSED", "Controls", "Orders", "RateChange"]
 
 PAUSED = "paused"
 Answer = TypeVar("Answer")
 
-_MAX_REASON = bounds_of(trainer_service_pb2.PauseRequest, "reason").max_len
-_MAX_LEARNING_RATE = bounds_of(trainer_service_pb2.SetLearningRateRequest, "learning_rate").max
 _PAUSE_POLL_S = 2.0  # how often waiting is reported while paused, so that other ranks do not wait in silence
 
 
@@ -73,11 +68,7 @@ class Controls:
             return self._last_step
 
     def pause(self, reason: str) -> int:
-        """Ask for a pause after the step in hand; returns that step. Raises InvalidArgumentError."""
-        if len(reason) > _MAX_REASON:
-            raise InvalidArgumentError(
-                f"the reason has {len(reason)} characters, at most {_MAX_REASON}; shorten it"
-            )
+        """Ask for a pause after the step in hand; returns that step. Raises PreconditionError."""
         with self._changed:
             if self._stop or self._ended:
                 raise PreconditionError("the trainer is stopping; it takes no further step to pause before")
@@ -102,11 +93,7 @@ class Controls:
         return asked
 
     def set_learning_rate(self, peak: float) -> Future[RateChange]:
-        """Ask for another peak learning rate. Raises InvalidArgumentError, PreconditionError."""
-        if not (math.isfinite(peak) and 0.0 <= peak <= _MAX_LEARNING_RATE):
-            raise InvalidArgumentError(
-                f"learning rate {peak} must be a number in [0, {_MAX_LEARNING_RATE:g}]; 1e-7 to 1e-3 is usual"
-            )
+        """Ask for another peak learning rate. Raises PreconditionError."""
         asked: Future[RateChange] = Future()
         with self._changed:
             self._require_running()

@@ -44,11 +44,11 @@ def edit(folder: Path, file: str, before: str, after: str) -> None:
 
 def change(folder: Path, after: str) -> None:
     """Write something else where a field of a run stands."""
-    edit(folder, RUN, "string store_uri = 4;", after)
+    edit(folder, RUN, "string identity = 8;", after)
 
 
-ANOTHER_TYPE = "bytes store_uri = 4;"
-ANOTHER_FIELD = "string store_uri = 4;\n  string region = 99;"
+ANOTHER_TYPE = "bytes identity = 8;"
+ANOTHER_FIELD = "string identity = 8;\n  string region = 99;"
 
 
 def check(folder: Path, status: int, *words: str) -> None:
@@ -61,7 +61,7 @@ def check(folder: Path, status: int, *words: str) -> None:
 
 @pytest.mark.parametrize(
     ("after", "place"),
-    [(ANOTHER_TYPE, "store_uri"), ("reserved 4;", '"4"'), ("string store_address = 4;", "store_uri")],
+    [(ANOTHER_TYPE, "identity"), ("reserved 8;", '"8"'), ("string store_address = 8;", "identity")],
     ids=["another type", "no field", "another name in JSON"],
 )
 def test_a_break_is_refused_with_its_place_and_the_remedy(repository: Path, after: str, place: str) -> None:

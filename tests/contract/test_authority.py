@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
-from astraflow._contract import read_contract
+from astraflow._contract.rpcs import read_contract
 from astraflow._status import from_rpc_error
 from astraflow.errors import AstraflowError
 from astraflow.raas.v1 import environment_service_pb2_grpc

@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[Call, str]] = {
         "PLUGIN_FAILED",
     ),
     "run whose code has another digest": (create(code=bundle("recipe.py", sha256=SHA)), "INVALID_RECIPE"),
-    "run whose code leaves its folder": (create(code=bundle("../a.py")), "INVALID_RECIPE"),
+    "run whose code leaves its folder": (create(code=bundle("../a.py")), INVALID),
     "run whose own code is not allowed": (
         create(recipe_yaml=recipe_text(dataset="recipe:Data")),
         "PLUGIN_FAILED",

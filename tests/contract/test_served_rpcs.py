@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from astraflow._contract import read_contract
+from astraflow._contract.rpcs import read_contract
 from astraflow._status import from_status
 from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow.errors import ERRORS_BY_REASON, EVERY_RPC, AstraflowError, UnimplementedError

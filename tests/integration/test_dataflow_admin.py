@@ -147,7 +147,7 @@ async def test_only_a_known_node_drains_for_a_reason_that_is_a_slug(world: World
     await world.started()
     with pytest.raises(NotFoundError, match="n9 has not joined"):
         await drain(world, "n9")
-    with pytest.raises(InvalidArgumentError, match="slug"):
+    with pytest.raises(InvalidArgumentError, match=r"reason is .* which must match"):
         await drain(world, "n1", "Because I say so")
 
 
@@ -222,9 +222,9 @@ async def test_purged_letters_are_gone(world: World) -> None:
     assert await world.requeue(first.dead_letter_id) == (0, 1, 0)
 
 
-async def test_an_id_that_is_no_letter_is_refused_showing_one(world: World) -> None:
+async def test_an_id_that_is_no_letter_is_refused_saying_where_ids_are(world: World) -> None:
     await world.started()
-    with pytest.raises(InvalidArgumentError, match="1712000000000-0"):
+    with pytest.raises(InvalidArgumentError, match="ListDeadLetters shows the ids"):
         await world.requeue("t1")
 
 

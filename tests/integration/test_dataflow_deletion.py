@@ -163,7 +163,7 @@ async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
 
 async def test_a_run_to_delete_is_always_named(world: World) -> None:
     await world.create_run()
-    with pytest.raises(InvalidArgumentError, match="must be named"):
+    with pytest.raises(InvalidArgumentError, match="run_id is '', which must match"):
         await delete(world, "")
 
 

@@ -108,5 +108,5 @@ async def test_a_loss_that_was_accepted_goes_on_after_its_step_and_its_batch_is_
 
 async def test_a_loss_is_accepted_for_an_identity_only(world: World) -> None:
     trainer, _ = await world.started()
-    with pytest.raises(InvalidArgumentError, match="'' is not 32 hex digits"):
+    with pytest.raises(InvalidArgumentError, match="identity is '', which must match"):
         await trainer.claim(accepted_loss=batches.AcceptedLoss(step=6))

@@ -25,16 +25,21 @@ pytestmark = pytest.mark.integration
 BEYOND, MOST = 2**53 + 1, 2**53
 HEADER = trajectory_pb2.TrajectoryHeader(max_version=BEYOND)
 EPISODE = trajectory_pb2.Episode(
-    run_id="run", trajectories=[trajectory_pb2.TrajectoryItem(), trajectory_pb2.TrajectoryItem(header=HEADER)]
+    run_id="run",
+    task_id="t",
+    trajectories=[trajectory_pb2.TrajectoryItem(), trajectory_pb2.TrajectoryItem(header=HEADER)],
 )
 REQUESTS: dict[str, Message] = {
     "known_epoch": request_of(batches.ClaimPolicyRequest, known_epoch=2**64 - 1),
     "last_step": request_of(batches.ClaimPolicyRequest, last_step=BEYOND),
     "trainer_epoch": request_of(batches.HoldPolicyRequest, trainer_epoch=BEYOND),
     "version.step": request_of(
-        version_service_pb2.PublishRequest, version=version_pb2.Version(policy_id="solver", step=BEYOND)
+        version_service_pb2.PublishRequest,
+        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, step=BEYOND),
     ),
-    "serving_versions[solver]": request_of(tasks.LeaseTasksRequest, serving_versions={"solver": BEYOND}),
+    "serving_versions[solver]": request_of(
+        tasks.LeaseTasksRequest, max_tasks=1, serving_versions={"solver": BEYOND}
+    ),
     "episode.trajectories[1].header.max_version": pushes.PushEpisodeRequest(episode=EPISODE),
 }
 

@@ -405,10 +405,11 @@ class Trainer:
         return [item async for item in client.stream(client.batches.FetchBatch, request)]
 
     async def ack(self, batch: batch_pb2.Batch, *stages: int, digest: bytes | None = None) -> int:
-        """Record stages one after the other; return the last that was recorded."""
+        """Record stages one after the other, the intent before TRAINED; return the last that was recorded."""
         recorded, digest = 0, batch.digest if digest is None else digest
         named = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest}
-        for stage in stages:
+        before = [batches.BATCH_STAGE_INTENT] if stages[0] == batches.BATCH_STAGE_TRAINED else []
+        for stage in (*before, *stages):
             recorded = (await self._ask(batches.AckBatchResponse, **named, stage=stage)).stage
         return recorded
 

@@ -1,8 +1,9 @@
 """Translation between the error tree and gRPC's rich status, used by servers and clients alike.
 
 A served error always carries `google.rpc.ErrorInfo` (domain `astraflow`, the reason slug, metadata) and,
-where the caller should wait, `google.rpc.RetryInfo`. An error without `ErrorInfo` is classified by its status
-code alone.
+where the caller should wait, `google.rpc.RetryInfo`. One about a field's bounds has `field`, `value` and `limit` in
+its metadata, which every client of ours gives its caller, and `google.rpc.BadRequest` for other tools. An error without
+`ErrorInfo` is classified by its status code alone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def to_status(error: errors.AstraflowError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    told = error.metadata
+    if {"field", "value", "limit"} <= told.keys():
+        description = f"{told['value']}, {told['limit']}"
+        violation = error_details_pb2.BadRequest.FieldViolation(field=told["field"], description=description)
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     return status_pb2.Status(
         code=grpc.StatusCode[error.code].value[0], message=error.message, details=details
     )
@@ -93,7 +99,7 @@ def from_status(status: status_pb2.Status) -> errors.AstraflowError | None:
 
 
 def _packed(
-    message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo,
+    message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo | error_details_pb2.BadRequest,
 ) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import re
 
-from astraflow._contract import bounds_of
+from astraflow._contract.bounds import judge
 from astraflow.rollout.v1 import blob_pb2
 
 __all__ = ["blob_prefix", "blob_problem", "blob_ref"]
 
-_MAX_URI = bounds_of(blob_pb2.BlobRef, "uri").max_len
-_MEDIA_TYPE = bounds_of(blob_pb2.BlobRef, "media_type")
 _NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 
 
@@ -40,19 +38,9 @@ def blob_ref(content: bytes, *, name: str, prefix: str, media_type: str) -> blob
 
 def blob_problem(ref: blob_pb2.BlobRef, *, prefix: str) -> str | None:
     """What is wrong with a reference, with value, limit and remedy; None when it can be used."""
+    if problem := judge(ref):
+        return problem[1]
     name = ref.uri.removeprefix(prefix)
-    if len(ref.uri) > _MAX_URI:
-        return f"a blob's uri has {len(ref.uri)} characters, at most {_MAX_URI}"
     if name == ref.uri or not _NAME.fullmatch(name):
         return f"blob {ref.uri!r} is not a plain name under {prefix!r}; write it there before referring to it"
-    if len(ref.sha256) != 32 or ref.num_bytes < 1:
-        return (
-            f"blob {ref.uri!r} has a sha256 of {len(ref.sha256)} bytes and {ref.num_bytes} bytes of content; "
-            "give 32 and at least 1"
-        )
-    if len(ref.media_type) > _MEDIA_TYPE.max_len or not re.fullmatch(_MEDIA_TYPE.pattern, ref.media_type):
-        return (
-            f"blob {ref.uri!r} has media type {ref.media_type[:200]!r}; give type/subtype of at most "
-            f"{_MEDIA_TYPE.max_len} printable characters"
-        )
     return None

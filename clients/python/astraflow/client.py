@@ -29,6 +29,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 
 from astraflow import errors
+from astraflow._contract.bounds import require_bounds
 from astraflow._status import from_rpc_error, is_silence
 from astraflow.connecting.compatibility import require_compatible
 from astraflow.connecting.connection import Connection
@@ -217,10 +218,13 @@ class _Attempts:
 
 def _require_fitting(request: object) -> None:
     """Raise InvalidArgumentError for a message that no server takes, before its bytes are on their way."""
-    if isinstance(request, Message) and (size_bytes := request.ByteSize()) > MAX_MESSAGE_BYTES:
+    if not isinstance(request, Message):
+        return
+    if (size_bytes := request.ByteSize()) > MAX_MESSAGE_BYTES:
         raise errors.InvalidArgumentError(
             f"the {type(request).__name__} has {size_bytes} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"
         )
+    require_bounds(request)
 
 
 def _retry_of(call: object) -> int:

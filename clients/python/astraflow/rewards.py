@@ -5,6 +5,7 @@ Public names of `astraflow.plugins`, whose other plug-ins need none of this; sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -24,10 +25,15 @@ class MissingCapability(Exception):
 class RewardFailed(Exception):
     """A completion could not be graded. A reward may raise it; a workflow gets it for whatever a reward does wrong.
 
-    It fails the episode with `reason`: `reward_error`, or `reward_timeout` when the reward took too long.
+    It fails the episode with `reason`, a slug: `reward_error`, or `reward_timeout` when the reward took too long.
+    Raises ValueError for what is no slug, which no server would take.
     """
 
     def __init__(self, message: str, *, reason: str = "reward_error") -> None:
+        if not re.fullmatch(r"[a-z0-9_]{1,64}", reason):
+            raise ValueError(
+                f"reason {reason[:80]!r} of {message!r} must be 1 to 64 characters of a-z, 0-9 and _"
+            )
         super().__init__(message)
         self.reason = reason
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
@@ -41,13 +41,12 @@ MAX_TRAJECTORIES = bounds_of(trajectory_pb2.Episode, "trajectories").max_items
 """Of one episode."""
 MAX_METRICS = bounds_of(trajectory_pb2.Episode, "metrics").max_items
 """Of one episode."""
-MAX_DRAWS = bounds_of(trajectory_pb2.Episode, "draws").max_items
-"""Of one episode."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 REASONS: Mapping[str, str] = {
     "bad_blob": "a reference to side data names another run or store, or is not whole",
     "bad_body": "the body is not a serialized Trajectory",
+    "bad_dtype": "the log-probs have an unknown element type",
     "bad_id": "an id is not 1–128 printable characters without spaces",
     "bad_metrics": "more than 64 metrics, or one that is not finite",
     "bad_role": "the role is not at most 64 printable characters without spaces",
@@ -68,6 +67,7 @@ REASONS: Mapping[str, str] = {
     "nan_logprob": "a log-prob is NaN",
     "nan_reward": "the reward is not finite",
     "no_trainable_tokens": "no token is in the loss mask",
+    "out_of_bounds": "another field of the body is outside its bounds",
     "positive_logprob": "a log-prob is above 0",
     "spans_not_covering": "a trainable token has no version",
     "token_out_of_range": "a token id is not in [0, 2^31)",

@@ -15,7 +15,6 @@ from functools import partial
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
 from astraflow.errors import (
     AstraflowError,
-    InvalidArgumentError,
     UnavailableError,
     UnknownVersionError,
 )
@@ -39,7 +38,6 @@ log = get_logger(__name__)
 
 EPISODES_PER_PIPELINE = 64
 _VERSION_GRACE_S = 1.0
-_MAX_MEMBER = 1024
 _ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 _INTERRUPTED = "the commit was interrupted; push again"
 
@@ -64,11 +62,10 @@ class Ingest:
     async def push(self, context: RunContext, episode: trajectory_pb2.Episode) -> PushResult:
         """Take one episode in and return what became of it, after the commit has reached the durability asked for.
 
-        Raises InvalidArgumentError without a task or member, UnknownVersionError for a version not announced yet,
+        Raises UnknownVersionError for a version not announced yet,
         PayloadMissingError when the push must be repeated, UnavailableError when Redis is away.
         """
         started_s = asyncio.get_running_loop().time()
-        _require_address(episode)
         # A stream carries many tasks, so its metadata cannot say which one this line is about.
         bind(correlation_id=task_correlation(episode.task_id), task_id=episode.task_id)
         await self._wait_for_version(context, episode)
@@ -194,14 +191,6 @@ class Ingest:
         except AstraflowError as error:
             # The task stays listed as unsettled: the run loop settles it.
             log.warning("group.settle_postponed", message=error.message)
-
-
-def _require_address(episode: trajectory_pb2.Episode) -> None:
-    if not episode.task_id or episode.member >= _MAX_MEMBER:
-        raise InvalidArgumentError(
-            f"an episode needs a task_id and a member below {_MAX_MEMBER}; got task_id "
-            f"{episode.task_id!r}, member {episode.member}"
-        )
 
 
 def _answer(future: asyncio.Future[PushResult], reply: Committed | AstraflowError) -> None:

@@ -6,40 +6,33 @@ Pure; called by curation and by the task service.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from pydantic_core import from_json
 
-from astraflow._contract import bounds_of
+from astraflow._contract.bounds import require_bounds
+from astraflow._contract.rpcs import bounds_of
 from astraflow.chat import message_from_proto
+from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 
-_TASK_ID = bounds_of(task_pb2.Task, "task_id").pattern
-MAX_GROUP_SIZE = int(bounds_of(task_pb2.Task, "group_size").max)
-MAX_DATA_BYTES = bounds_of(task_pb2.Task, "data_json").max_bytes
+_SHOWN = 128
 MAX_PROMPT_BYTES = bounds_of(task_pb2.Message, "content").max_bytes
-ROLES = frozenset({"system", "user", "assistant", "tool"})
-MAX_SOURCE_CHARACTERS = bounds_of(task_pb2.Task, "source").max_len
 
 
 def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str | None:
     """Return why a task cannot be used, or None. Only the server itself submits evaluation tasks."""
-    if not re.fullmatch(_TASK_ID, task.task_id):
-        return f"task_id {task.task_id!r} must be 1–128 characters of [A-Za-z0-9._:-]"
+    try:
+        require_bounds(task)
+    except InvalidArgumentError as error:
+        return f"task {task.task_id[:_SHOWN]}: {error.message}"
     if not allow_evaluation and (
         is_evaluation_task(task.task_id) or task.purpose == task_pb2.PURPOSE_EVALUATION
     ):
         return f"task {task.task_id}: evaluation tasks are planned by the server from the recipe; submit training tasks"
-    if task.group_size > MAX_GROUP_SIZE:
-        return f"task {task.task_id}: group_size {task.group_size}, at most {MAX_GROUP_SIZE}"
-    if len(task.source) > MAX_SOURCE_CHARACTERS:
-        return (
-            f"task {task.task_id}: source has {len(task.source)} characters, at most {MAX_SOURCE_CHARACTERS}"
-        )
     return _content_problem(task)
 
 
@@ -74,11 +67,6 @@ def _content_problem(task: task_pb2.Task) -> str | None:
     prompt_bytes += sum(len(call.arguments_json) for message in task.messages for call in message.tool_calls)
     if prompt_bytes > MAX_PROMPT_BYTES:
         return f"task {task.task_id}: {prompt_bytes} bytes of messages, at most {MAX_PROMPT_BYTES}"
-    strange = sorted({message.role for message in task.messages} - ROLES)
-    if strange:
-        return f"task {task.task_id}: message roles {strange}, known are {sorted(ROLES)}"
-    if len(task.data_json) > MAX_DATA_BYTES:
-        return f"task {task.task_id}: data_json holds {len(task.data_json)} bytes, at most {MAX_DATA_BYTES}"
     if not task.data_json:
         return None
     try:

@@ -7,42 +7,28 @@ numpy views. The first problem is raised as `BadTrajectory`. Called by ingest.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from astraflow._contract import bounds_of
+from astraflow._contract.bounds import judge
 from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import (
-    MAX_DRAWS,
-    MAX_METRICS,
-    MAX_TOKENS,
-    MAX_TRAJECTORIES,
     BadTrajectory,
     check_columns,
-    check_reward,
     check_spans,
     check_trainable,
     check_turns,
 )
 
-MAX_BODY_BYTES = bounds_of(trajectory_pb2.TrajectoryItem, "body").max_bytes
-MAX_MEDIA = bounds_of(trajectory_pb2.Trajectory, "media").max_items
 LOST_VERSIONS = 16
 """How many announced versions a Redis that lost its last seconds may have forgotten; versions further
 ahead cannot exist.
 """
-
-_ID = re.compile(bounds_of(trajectory_pb2.Episode, "episode_id").pattern)
-_ROLE = re.compile(bounds_of(trajectory_pb2.TrajectoryHeader, "role").pattern)
-_FINISHED = trajectory_pb2.EPISODE_STATUS_FINISHED
-_FAILED = trajectory_pb2.EPISODE_STATUS_FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,39 +71,21 @@ def check_episode(episode: trajectory_pb2.Episode, expectation: Expectation) -> 
 
 def _check_frame(episode: trajectory_pb2.Episode) -> None:
     items = episode.trajectories
-    if not _ID.fullmatch(episode.episode_id):
-        raise BadTrajectory(
-            "bad_id", f"episode_id {episode.episode_id!r} must be 1–128 printable characters without spaces"
-        )
-    if episode.status not in (_FINISHED, _FAILED):
-        raise BadTrajectory("bad_status", f"status {episode.status} is neither FINISHED nor FAILED")
-    if episode.status == _FAILED and items:
+    if problem := judge(episode):
+        raise BadTrajectory(*problem)
+    if episode.status == trajectory_pb2.EPISODE_STATUS_FAILED and items:
         raise BadTrajectory(
             "failed_with_trajectories", f"a failed episode carries {len(items)} trajectories; send none"
-        )
-    if len(items) > MAX_TRAJECTORIES:
-        raise BadTrajectory(
-            "too_many_trajectories",
-            f"{len(items)} trajectories, at most {MAX_TRAJECTORIES}; split the episode's roles",
         )
     if len({item.header.trajectory_id for item in items}) != len(items):
         raise BadTrajectory(
             "duplicate_id", "two trajectories of the episode have one trajectory_id; ids are unique in a run"
         )
-    if len(episode.draws) > MAX_DRAWS:
-        raise BadTrajectory(
-            "too_many_draws", f"{len(episode.draws)} draws, at most {MAX_DRAWS}; one for each snapshot policy"
-        )
-    for metrics in (episode.metrics, *(item.header.metrics for item in items)):
-        if len(metrics) > MAX_METRICS or not all(map(math.isfinite, metrics.values())):
-            raise BadTrajectory(
-                "bad_metrics", f"at most {MAX_METRICS} metrics, all finite; got {dict(metrics)}"[:500]
-            )
 
 
 def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation) -> None:
     header, body = item.header, item.body
-    _check_header(header, size_bytes=len(body), expectation=expectation)
+    _check_header(header, expectation=expectation)
     try:
         trajectory = trajectory_pb2.Trajectory.FromString(body)
     except DecodeError:
@@ -126,6 +94,8 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
             f"the body of {header.trajectory_id} ({len(body)} bytes) is not a serialized Trajectory",
         ) from None
     _check_body(trajectory, header)
+    if problem := judge(trajectory, otherwise="out_of_bounds"):
+        raise BadTrajectory(problem[0], f"{header.trajectory_id}: {problem[1]}")
     if not expectation.demand:
         check_trainable(
             header.trajectory_id,
@@ -135,18 +105,8 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
     _check_blobs(trajectory, header, prefix=expectation.blob_prefix)
 
 
-def _check_header(
-    header: trajectory_pb2.TrajectoryHeader, *, size_bytes: int, expectation: Expectation
-) -> None:
+def _check_header(header: trajectory_pb2.TrajectoryHeader, *, expectation: Expectation) -> None:
     name, newest = header.trajectory_id, expectation.newest_versions.get(header.policy_id)
-    if not _ID.fullmatch(name):
-        raise BadTrajectory(
-            "bad_id", f"trajectory_id {name!r} must be 1–128 printable characters without spaces"
-        )
-    if not _ROLE.fullmatch(header.role):
-        raise BadTrajectory(
-            "bad_role", f"role {header.role!r} must be at most 64 printable characters without spaces"
-        )
     if newest is None:
         known = ", ".join(sorted(expectation.newest_versions))
         raise BadTrajectory(
@@ -159,11 +119,6 @@ def _check_header(
             "unknown_role",
             f"{name}: role {role!r} of policy {header.policy_id!r} is none of those trained ({trained}); leave it out",
         )
-    if size_bytes > MAX_BODY_BYTES:
-        raise BadTrajectory(
-            "too_large", f"{name}: body of {size_bytes} bytes, at most {MAX_BODY_BYTES}; shorten the episode"
-        )
-    check_reward(name, header.reward)
     if header.max_version > newest:
         raise BadTrajectory(
             "future_version",
@@ -211,8 +166,6 @@ def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens
     """Compare the bytes of each column with the tokens that the header names, and the mask's last bits with 0."""
     width = 2 if trajectory.logprob_dtype == trajectory_pb2.LOGPROB_DTYPE_BF16 else 4
     mask = trajectory.loss_mask
-    if num_tokens > MAX_TOKENS:  # before anything of that size is looked at
-        raise BadTrajectory("too_long", f"{name}: {num_tokens} tokens, at most {MAX_TOKENS}")
     for column, held, needed in (
         ("token_ids", len(trajectory.token_ids), 4 * num_tokens),
         ("logprobs", len(trajectory.logprobs), width * num_tokens),
@@ -234,8 +187,6 @@ def _check_blobs(
     trajectory: trajectory_pb2.Trajectory, header: trajectory_pb2.TrajectoryHeader, *, prefix: str
 ) -> None:
     name, media = header.trajectory_id, trajectory.media
-    if len(media) > MAX_MEDIA:
-        raise BadTrajectory("too_many_media", f"{name}: {len(media)} media, at most {MAX_MEDIA}")
     check_spans(name, media, num_tokens=header.num_tokens, what="media")
     refs = [span.blob for span in media]
     if trajectory.HasField("expert_routing"):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
-from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
-from astraflow_dataflow.servicers.bounds import require_short_reason, wait_seconds
 from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -21,13 +17,6 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context
 
 log = get_logger(__name__)
-
-_MAX_REASON = bounds_of(pb.NackBatchRequest, "reason").max_len
-_MAX_DOUBT = bounds_of(pb.ReleasePolicyRequest, "doubt").max_len
-_WAITING_FOR = bounds_of(pb.HoldPolicyRequest, "waiting_for").pattern
-_MAX_DETAIL = bounds_of(pb.HoldPolicyRequest, "detail").max_len
-_IDENTITY = re.compile(bounds_of(pb.AcceptedLoss, "identity").pattern)
-_STAGES = (pb.BATCH_STAGE_INTENT, pb.BATCH_STAGE_TRAINED, pb.BATCH_STAGE_SKIPPED)
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,6 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        _require_identity(request)
         claim = await self.store.batches.claim(
             run.run_id,
             request,
@@ -62,33 +50,29 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        if not re.fullmatch(_WAITING_FOR, request.waiting_for):
-            raise InvalidArgumentError(
-                f"waiting_for {request.waiting_for!r} must be a slug: at most 64 characters of [a-z0-9_]"
-            )
-        if not 0 <= request.progress <= 1:
-            raise InvalidArgumentError(f"progress {request.progress} must be in [0, 1]")
-        await self.store.batches.hold(run.run_id, request, detail=request.detail[:_MAX_DETAIL])
+        await self.store.batches.hold(run.run_id, request, detail=request.detail)
         return pb.HoldPolicyResponse()
 
     async def ReleasePolicy(
         self, request: pb.ReleasePolicyRequest, context: Context
     ) -> pb.ReleasePolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        doubt = request.doubt[:_MAX_DOUBT]
         await self.store.batches.release_policy(
-            run.run_id, request.policy_id, epoch=request.trainer_epoch, doubt=doubt
+            run.run_id, request.policy_id, epoch=request.trainer_epoch, doubt=request.doubt
         )
         log.info(
-            "policy.released", policy_id=request.policy_id, trainer_epoch=request.trainer_epoch, doubt=doubt
+            "policy.released",
+            policy_id=request.policy_id,
+            trainer_epoch=request.trainer_epoch,
+            doubt=request.doubt,
         )
         return pb.ReleasePolicyResponse()
 
     async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
-        reply = await self.batching.acquire(run, request, wait_s=wait_seconds(request))
+        run = await self._run(request.run_id, request.policy_id)
+        reply = await self.batching.acquire(run, request, wait_s=request.wait_duration.ToNanoseconds() / 1e9)
         if reply.HasField("batch"):
             await self.durability.barrier()
         return reply
@@ -96,14 +80,12 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
     async def FetchBatch(
         self, request: pb.FetchBatchRequest, context: Context
     ) -> AsyncIterator[pb.FetchBatchResponse]:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        run = await self._run(request.run_id, request.policy_id)
         async for trajectory_id, body in self.batching.payloads(run, request):
             yield pb.FetchBatchResponse(trajectory_id=trajectory_id, body=body)
 
     async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
-        if request.stage not in _STAGES:
-            raise InvalidArgumentError(f"stage {request.stage} is not INTENT, TRAINED or SKIPPED")
+        run = await self._run(request.run_id, request.policy_id)
         recorded = await self.batching.ack(run, request)
         await self.durability.barrier()
         self.metrics.increment(
@@ -112,25 +94,20 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         return pb.AckBatchResponse(stage=recorded)
 
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        run = await self._run(request.run_id, request.policy_id)
         returned = await self.store.batches.nack(run.run_id, request)
         await self.durability.barrier()
         log.info(
             "batch.given_back",
             policy_id=request.policy_id,
             step=request.step,
-            reason=request.reason[:_MAX_REASON],
+            reason=request.reason,
             groups=returned,
         )
         return pb.NackBatchResponse(returned_groups=returned)
 
     async def VoidBatch(self, request: pb.VoidBatchRequest, context: Context) -> pb.VoidBatchResponse:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
-        if request.action not in (pb.VOID_ACTION_RETURN, pb.VOID_ACTION_DISCARD):
-            raise InvalidArgumentError(
-                f"action {request.action} is not VOID_ACTION_RETURN or VOID_ACTION_DISCARD"
-            )
-        require_short_reason(request)
+        run = await self._run(request.run_id, request.policy_id)
         returned, dropped = await self.store.batches.void(
             run.run_id,
             request.policy_id,
@@ -144,7 +121,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         return pb.VoidBatchResponse(returned_groups=returned, dropped_trajectories=dropped)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
-        run = await self._run(request.run_id, request.policy_id, step=request.step)
+        run = await self._run(request.run_id, request.policy_id)
         await self.store.batches.renew(run.run_id, request, lease_s=self.batching.lease_s)
         return pb.RenewBatchResponse()
 
@@ -156,18 +133,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         released = await self.store.batches.release_durable(run.run_id, request.policy_id)
         return pb.MarkDurableResponse(released_trajectories=released)
 
-    async def _run(self, run_id: str, policy_id: str, *, step: int = 1) -> RunContext:
+    async def _run(self, run_id: str, policy_id: str) -> RunContext:
         run = await self.registry.get(run_id)
         run.require_policy(policy_id)
-        if step < 1:
-            raise InvalidArgumentError("step 0 has no batch; steps are counted from 1")
         return run
-
-
-def _require_identity(request: pb.ClaimPolicyRequest) -> None:
-    loss = request.accepted_loss
-    if request.HasField("accepted_loss") and not _IDENTITY.fullmatch(loss.identity):
-        raise InvalidArgumentError(
-            f"accepted_loss.identity {loss.identity[:64]!r} is not 32 hex digits; take it from the store's or the "
-            "checkpoint's"
-        )

@@ -11,7 +11,7 @@ from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import StoredEvaluation
 from astraflow_dataflow.rules.scores import read_journal, scores_of
 from astraflow_dataflow.runs.registry import RunRegistry
-from astraflow_dataflow.servicers.bounds import page_number, page_size
+from astraflow_dataflow.servicers.defaults import page_size
 from astraflow_dataflow.status.reporting import evaluation_messages
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.serve import Context
@@ -28,7 +28,7 @@ class EvaluationServicer(evaluation_service_pb2_grpc.EvaluationServiceServicer):
         self, request: pb.GetEvaluationRequest, context: Context
     ) -> pb.GetEvaluationResponse:
         run = await self.registry.get(request.run_id)
-        first, size = page_number(request.page_token) or 0, page_size(request)
+        first, size = int(request.page_token or 0), page_size(request)
         found = await self._find(run.run_id, request.evaluation_id)
         journal = await self.store.evaluations.journal(run.run_id, found.evaluation_id)
         # A journal has up to a million lines.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.errors import InvalidArgumentError, NotFoundError, PreconditionError
+from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.runs.unreadable import reading
-from astraflow_dataflow.servicers.bounds import page_number, page_size
+from astraflow_dataflow.servicers.defaults import page_size
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
@@ -26,11 +24,7 @@ from astraflow_kit.serve import Context
 
 log = get_logger(__name__)
 
-_RUN_ID = re.compile(bounds_of(run_pb2.Run, "run_id").pattern)
 _MAX_NAMED = 8
-_NODE_ID = re.compile(bounds_of(pb.JoinRunRequest, "node_id").pattern)
-_MAX_HARDWARE = bounds_of(pb.JoinRunRequest, "hardware").max_len
-_MAX_PRICE = bounds_of(pb.JoinRunRequest, "price_per_hour").max
 
 
 @dataclass(frozen=True)
@@ -46,23 +40,12 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     """Time after its last call for which a trainer counts as at work."""
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
-        if not _RUN_ID.fullmatch(request.run.run_id):
-            raise InvalidArgumentError(f"run_id {request.run.run_id!r} must be 1–64 characters of [a-z0-9-]")
         run = await self.registry.create(request.run)
         await self.durability.barrier()
         return pb.CreateRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         run_id = await self.registry.resolve(request.run_id)
-        if request.state not in (run_pb2.RUN_STATE_ACTIVE, run_pb2.RUN_STATE_FINISHING):
-            name = (
-                run_pb2.RunState.Name(request.state)
-                if request.state in run_pb2.RunState.values()
-                else request.state
-            )
-            raise InvalidArgumentError(
-                f"state {name} cannot be asked for; ask for RUN_STATE_FINISHING or RUN_STATE_ACTIVE"
-            )
         life = await self.store.runs.life(run_id)
         if not (request.state == run_pb2.RUN_STATE_FINISHING and life is Life.FINISHED):
             wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
@@ -94,7 +77,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         size = page_size(request)
-        offset = page_number(request.page_token) or 0
+        offset = int(request.page_token or 0)
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         seen = filter(caller().may_see, ids[:size])
         runs = [await self._listed(run_id) for run_id in seen]
@@ -110,10 +93,6 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             return run_pb2.Run(run_id=run_id)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
-        if not _RUN_ID.fullmatch(request.run_id):
-            raise InvalidArgumentError(
-                f"run_id {request.run_id!r} names no run; a run to delete must be named"
-            )
         counters = await self.store.runs.begin_delete(
             request.run_id, force=request.force, lease_s=self.trainer_lease_s
         )
@@ -125,15 +104,6 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return pb.DeleteRunResponse(trajectories=last_count(counters), deleted_keys=deleted)
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
-        if not _NODE_ID.fullmatch(request.node_id):
-            raise InvalidArgumentError(
-                f"node_id {request.node_id!r} must be 1–64 characters of [A-Za-z0-9._-]"
-            )
-        if request.max_concurrent_tasks < 1:
-            raise InvalidArgumentError(
-                "max_concurrent_tasks is 0; a node must be able to run at least one task"
-            )
-        _require_plain(request)
         run = await self.registry.get(request.run_id)
         await self.store.nodes.join(run.run_id, request)
         joined = pb.JoinRunResponse(
@@ -149,13 +119,3 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         )
         joined.lease_ttl_duration.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return joined
-
-
-def _require_plain(request: pb.JoinRunRequest) -> None:
-    """Raises InvalidArgumentError for what a node says of its machine."""
-    if len(request.hardware) > _MAX_HARDWARE:
-        raise InvalidArgumentError(
-            f"hardware has {len(request.hardware)} characters, at most {_MAX_HARDWARE}"
-        )
-    if not 0 <= request.price_per_hour <= _MAX_PRICE:
-        raise InvalidArgumentError(f"price_per_hour {request.price_per_hour} must be 0–{_MAX_PRICE:g}")

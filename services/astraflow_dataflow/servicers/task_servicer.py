@@ -7,14 +7,12 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import DeadlineError, InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
-from astraflow_dataflow.servicers.bounds import wait_seconds
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.leasing import Leasing
@@ -22,9 +20,6 @@ from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.serve import Context
 
-_MAX_TASKS = bounds_of(pb.SubmitTasksRequest, "tasks").max_items
-_MAX_LEASES = int(bounds_of(pb.LeaseTasksRequest, "max_tasks").max)
-_MAX_RENEWALS = bounds_of(pb.RenewLeasesRequest, "lease_ids").max_items
 _LOOK_AGAIN_S = 5.0
 _HELLO_WITHIN_S = 30.0
 
@@ -72,10 +67,8 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
             yield response
 
     async def LeaseTasks(self, request: pb.LeaseTasksRequest, context: Context) -> pb.LeaseTasksResponse:
-        if not 1 <= request.max_tasks <= _MAX_LEASES:
-            raise InvalidArgumentError(f"max_tasks {request.max_tasks} must be 1–{_MAX_LEASES}")
         run = await self.registry.get(request.run_id)
-        wait_s = wait_seconds(request)
+        wait_s = request.wait_duration.ToNanoseconds() / 1e9
         await self.store.nodes.report(
             run.run_id,
             node_id=request.node_id,
@@ -105,10 +98,6 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
-        if len(request.lease_ids) > _MAX_RENEWALS:
-            raise InvalidArgumentError(
-                f"{len(request.lease_ids)} lease ids, at most {_MAX_RENEWALS}; send several calls"
-            )
         run = await self.registry.get(request.run_id)
         lost = await self.leasing.renew(run, node_id=request.node_id, lease_ids=list(request.lease_ids))
         return pb.RenewLeasesResponse(lost_lease_ids=lost)
@@ -121,8 +110,6 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
 
 def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> Sequence[task_pb2.Task]:
     """Return submitted tasks with their group size. Raises InvalidArgumentError for the first that breaks a bound."""
-    if not 1 <= len(request.tasks) <= _MAX_TASKS:
-        raise InvalidArgumentError(f"{len(request.tasks)} tasks in one call; send 1–{_MAX_TASKS}")
     for task in request.tasks:
         problem = task_problem(task)
         if problem:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow.dataflow.v1 import version_service_pb2_grpc
 from astraflow_dataflow.runs.registry import RunRegistry
-from astraflow_dataflow.servicers.bounds import page_number, page_size, require_short_reason
+from astraflow_dataflow.servicers.defaults import page_size
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.grants import StoreGrants
@@ -49,8 +49,8 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         run.require_policy(request.policy_id)
         await self.registry.refresh_versions(run)
         size = page_size(request)
-        newest, asked = run.newest_versions[request.policy_id], page_number(request.page_token)
-        first = newest if asked is None else min(newest, asked)
+        newest = run.newest_versions[request.policy_id]
+        first = min(newest, int(request.page_token or newest))
         numbers = range(first, max(-1, first - size), -1)
         found = await self.versions.store.versions.several(run.run_id, request.policy_id, numbers)
         pins = await self.versions.store.versions.pins(run.run_id, request.policy_id)
@@ -67,7 +67,6 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
     async def PinVersion(self, request: pb.PinVersionRequest, context: Context) -> pb.PinVersionResponse:
         run = await self.registry.get(request.run_id)
         run.require_policy(request.policy_id)
-        require_short_reason(request)
         pin = await self.versions.store.versions.pin(
             run.run_id, request.policy_id, version=request.version, reason=request.reason
         )

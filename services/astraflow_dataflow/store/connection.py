@@ -19,12 +19,12 @@ from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
 
 from astraflow import errors
+from astraflow._contract.bounds import MAX_INTEGER
 from astraflow_dataflow.records import Ability, Beat
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
 from astraflow_dataflow.store.password_file import PasswordFile, without_credentials
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
-from astraflow_kit.bounds import MAX_INTEGER
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2
 from astraflow.errors import FencedError
 from astraflow.rollout.v1 import task_pb2
@@ -39,7 +38,6 @@ _BACKOFF_S = {
     "drain": 0.0,
 }
 _RETRY_BACKOFF_S = 0.1
-_MAX_DETAIL = bounds_of(task_service_pb2.LeaseFailure, "detail").max_len
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Leasing:
     ) -> bool:
         """Give a lease back; return whether the task will be leased again."""
         reason = failure.reason = failure.reason or "unspecified"
-        failure.detail = without_secrets(failure.detail[:_MAX_DETAIL])[:_MAX_DETAIL]
+        failure.detail = without_secrets(failure.detail)
         task_id = failure.lease_id.rpartition("#")[0]
         requeued = await self.store.tasks.fail(
             context.run_id,

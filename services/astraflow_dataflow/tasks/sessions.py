@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
-from astraflow.rollout.v1 import engine_load_pb2
 from astraflow_dataflow.records import Event, Life, Offer
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
@@ -41,19 +38,6 @@ Response = task_service_pb2.WorkResponse
 
 HEARTBEAT_S = 3.0
 _CONNECTED_MS = 15_000
-_MAX_RENEWALS = bounds_of(task_service_pb2.Renewal, "lease_ids").max_items
-_MAX_WAITING_FOR = bounds_of(task_service_pb2.Credits, "waiting_for").max_len
-_MAX_WEIGHT_FAULTS = bounds_of(task_service_pb2.Credits, "weight_faults").max_items
-_MAX_BOUNDED_BY = bounds_of(task_service_pb2.Credits, "bounded_by").max_len
-_MAX_LOADS = bounds_of(task_service_pb2.Credits, "engine_loads").max_items
-_MAX_LOAD_FAULT = bounds_of(engine_load_pb2.EngineLoad, "fault").max_len
-_MAX_ENGINE_FAULTS = bounds_of(task_service_pb2.Credits, "engine_faults").max_items
-_MAX_ENGINE_FAULT_TEXT = {
-    name: bounds_of(engine_load_pb2.EngineFault, name).max_len for name in ("reason", "detail")
-}
-_MAX_FAULT_TEXT = {
-    name: bounds_of(version_pb2.WeightFault, name).max_len for name in ("policy_id", "tensor", "problem")
-}
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
 
@@ -152,7 +136,6 @@ class WorkSession:
         """Give back what an earlier stream was given and the node, which says what it holds, never got."""
         if self._held is None:
             return
-        _require_few(self._held)
         lost, given_back = await self._store.nodes.reconcile(
             self._context.run_id,
             node_id=self._node_id,
@@ -217,40 +200,33 @@ class WorkSession:
                 "serving": json.dumps(self._serving),
                 "tokens": credits_given.tokens_sampled,
                 "engine_restarts": credits_given.engine_restarts,
-                "waiting_for": credits_given.waiting_for[:_MAX_WAITING_FOR],
-                "weight_faults": self._weight_faults(credits_given.weight_faults[:_MAX_WEIGHT_FAULTS]),
+                "waiting_for": credits_given.waiting_for,
+                "weight_faults": self._weight_faults(credits_given.weight_faults),
                 "credits": credits_given.tasks,
                 "max_episodes": credits_given.max_episodes,
-                "bounded_by": credits_given.bounded_by[:_MAX_BOUNDED_BY],
-                "engine_loads": _engine_loads(credits_given.engine_loads[:_MAX_LOADS]),
-                "engine_faults": _engine_faults(credits_given.engine_faults[:_MAX_ENGINE_FAULTS]),
+                "bounded_by": credits_given.bounded_by,
+                "engine_loads": _stored(credits_given.engine_loads),
+                "engine_faults": _stored(credits_given.engine_faults),
             }
         )
 
     def _weight_faults(self, reported: Sequence[version_pb2.WeightFault]) -> str:
         """What is kept of a node's faults; each new one is logged once."""
-        faults = []
         for fault in reported:
-            kept = version_pb2.WeightFault()
-            kept.CopyFrom(fault)
-            for name, limit in _MAX_FAULT_TEXT.items():
-                setattr(kept, name, getattr(fault, name)[:limit])
-            faults.append(kept)
-            if kept not in self._faults:
+            if fault not in self._faults:
                 log.error(
                     "node.weight_fault",
                     node_id=self._node_id,
-                    policy_id=kept.policy_id,
-                    version=kept.version,
-                    tensor=kept.tensor,
-                    tile=kept.tile if kept.HasField("tile") else None,
-                    problem=kept.problem,
+                    policy_id=fault.policy_id,
+                    version=fault.version,
+                    tensor=fault.tensor,
+                    tile=fault.tile if fault.HasField("tile") else None,
+                    problem=fault.problem,
                 )
-        self._faults = faults
-        return _stored(faults)
+        self._faults = list(reported)
+        return _stored(reported)
 
     async def _renew(self, lease_ids: list[str]) -> None:
-        _require_few(lease_ids)
         self._unconfirmed.difference_update(lease_ids)
         self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
 
@@ -359,34 +335,8 @@ class WorkSession:
             log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
 
 
-def _engine_loads(reported: Sequence[engine_load_pb2.EngineLoad]) -> str:
-    """What is kept of a node's loads; figures that are none count as 0."""
-    for load in reported:
-        load.fault = load.fault[:_MAX_LOAD_FAULT]
-        for name in ("running", "waiting", "tokens_per_s", "kv_usage"):
-            value = getattr(load, name)
-            if not (math.isfinite(value) and value >= 0):
-                setattr(load, name, 0.0)
-    return _stored(reported)
-
-
-def _engine_faults(reported: Sequence[engine_load_pb2.EngineFault]) -> str:
-    """What is kept of a node's engines that it replaces."""
-    for fault in reported:
-        for name, limit in _MAX_ENGINE_FAULT_TEXT.items():
-            setattr(fault, name, getattr(fault, name)[:limit])
-    return _stored(reported)
-
-
 def _stored(messages: Sequence[Message]) -> str:
     return json.dumps([MessageToDict(message, preserving_proto_field_name=True) for message in messages])
-
-
-def _require_few(lease_ids: Sequence[str]) -> None:
-    if len(lease_ids) > _MAX_RENEWALS:
-        raise InvalidArgumentError(
-            f"{len(lease_ids)} leases in one message, at most {_MAX_RENEWALS}; send several"
-        )
 
 
 def _cancel(lease_id: str, reason: str) -> Response:

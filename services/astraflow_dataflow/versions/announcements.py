@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import version_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.runs.registry import RunContext
@@ -20,9 +19,6 @@ from astraflow_kit.log import get_logger
 log = get_logger(__name__)
 
 _LOOK_AGAIN_S = 15.0
-_DIGEST_BYTES = bounds_of(version_pb2.Version, "manifest_sha256").max_bytes
-# The ready set's order keeps versions in 21 bits of a double.
-_MAX_VERSION = int(bounds_of(version_pb2.Version, "version").max)
 
 
 @dataclass(frozen=True)
@@ -106,19 +102,6 @@ class Versions:
 
 
 def _require_sane(version: version_pb2.Version, *, num_unreadable_before: int) -> None:
-    if len(version.manifest_sha256) != _DIGEST_BYTES:
-        raise InvalidArgumentError(
-            f"manifest_sha256 holds {len(version.manifest_sha256)} bytes; it must be the sha256 of the "
-            f"stored manifest, {_DIGEST_BYTES} bytes"
-        )
-    if version.version > _MAX_VERSION:
-        raise InvalidArgumentError(
-            f"version {version.version} is above {_MAX_VERSION}; start a new run from these weights"
-        )
-    if num_unreadable_before > _MAX_VERSION:
-        raise InvalidArgumentError(
-            f"num_unreadable_before {num_unreadable_before} is above {_MAX_VERSION}, the highest version number"
-        )
     if version.HasField("rollback_of") and version.rollback_of >= version.version:
         raise InvalidArgumentError(
             f"version {version.version} goes back to version {version.rollback_of}, which is not older"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from astraflow._contract import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError, PreconditionError
@@ -22,8 +21,6 @@ from astraflow_weights.store.granted import ReadKind, SignedReads, StoreRead
 if TYPE_CHECKING:
     from astraflow_weights.store.s3_signing import ReadSigner
 
-_MAX_READS = bounds_of(pb.SignReadsRequest, "reads").max_items
-_MAX_KEY = bounds_of(pb.StoreRead, "key").max_len
 _KINDS = {
     pb.STORE_READ_KIND_GET: ReadKind.GET,
     pb.STORE_READ_KIND_HEAD: ReadKind.HEAD,
@@ -62,13 +59,6 @@ class StoreGrants:
 
     async def sign(self, run: run_pb2.Run, reads: Sequence[pb.StoreRead]) -> pb.SignReadsResponse:
         """Sign reads. Raises PreconditionError, InvalidArgumentError, StoreRefused."""
-        if not 1 <= len(reads) <= _MAX_READS:
-            raise InvalidArgumentError(
-                f"{len(reads)} reads are to be signed; ask for 1 to {_MAX_READS} at a time"
-            )
-        longest = max(len(text) for read in reads for text in (read.key, read.after))
-        if longest > _MAX_KEY:
-            raise InvalidArgumentError(f"a key has {longest} characters, at most {_MAX_KEY}")
         if self._signer is None or not self._grants(run):
             raise PreconditionError(
                 f"this server grants no reads of {run.store_uri}; start it with --store-grants, or give nodes "
@@ -90,7 +80,4 @@ class StoreGrants:
 
 
 def _read(read: pb.StoreRead) -> StoreRead:
-    kind = _KINDS.get(read.kind)
-    if kind is None:
-        raise ValueError(f"kind {read.kind} of a read is unknown; ask for GET, HEAD or LIST")
-    return StoreRead(kind=kind, key=read.key, after=read.after)
+    return StoreRead(kind=_KINDS[read.kind], key=read.key, after=read.after)

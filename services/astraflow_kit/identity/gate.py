@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
-from astraflow._contract import RpcContract
+from astraflow._contract.rpcs import RpcContract
 from astraflow.errors import PermissionError_
 from astraflow_kit.identity.scopes import narrow
 from astraflow_kit.identity.tokens import ALL, OPEN_TO_ALL, ROLES, Identity, refusal

@@ -25,7 +25,7 @@ from google.protobuf.duration_pb2 import Duration
 from astraflow.client import Client, RetryPolicy
 from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
-from astraflow.errors import AstraflowError, InternalError, NotFoundError, RetryableError
+from astraflow.errors import AstraflowError, InternalError, NotFoundError, PreconditionError, RetryableError
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
@@ -260,7 +260,14 @@ class BatchSource:
             skipped = batch.skipped_before
         self._ledger.append(batch, epoch=self.epoch, stage="SKIPPED" if skipped else "TRAINED")
         if not batch.finished_before:
-            self._ack(batch, SKIPPED if skipped else TRAINED)
+            try:
+                self._ack(batch, SKIPPED if skipped else TRAINED)
+            except PreconditionError as error:
+                if error.metadata.get("lacks") != "intent":
+                    raise
+                # Redis lost its last second, and in it the intent; the batch is still bound.
+                self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
+                self._ack(batch, TRAINED)
         failpoints.hit("trainer.step_acked")
         return skipped
 

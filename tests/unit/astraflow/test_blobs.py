@@ -37,9 +37,9 @@ def test_a_reference_pins_size_and_digest() -> None:
         ({"uri": f"{PREFIX}.hidden"}, "is not a plain name under"),
         ({"uri": f"{PREFIX}a?b"}, "is not a plain name under"),
         ({"uri": PREFIX + "x" * 1024}, "at most 1024"),
-        ({"sha256": b"short"}, "a sha256 of 5 bytes"),
-        ({"num_bytes": 0}, "0 bytes of content"),
-        ({"media_type": "image"}, "media type 'image'"),
+        ({"sha256": b"short"}, "BlobRef.sha256 has 5 bytes, which must be 32"),
+        ({"num_bytes": 0}, "BlobRef.num_bytes is 0, at least 1"),
+        ({"media_type": "image"}, "BlobRef.media_type is 'image', which must match"),
         ({"media_type": "a/" + "b" * 127}, "at most 128"),
     ],
 )

@@ -45,7 +45,7 @@ REPEATABLE = [errors.UnavailableError, errors.PayloadMissingError]
 READ, IDEMPOTENT, NEVER = "runs.GetRun", "batches.AckBatch", "batches.ClaimPolicy"
 REQUESTS: dict[str, Any] = {
     READ: runs.GetRunRequest(),
-    IDEMPOTENT: batches.AckBatchRequest(),
+    IDEMPOTENT: batches.AckBatchRequest(step=1, stage=batches.BATCH_STAGE_INTENT),
     NEVER: batches.ClaimPolicyRequest(),
 }
 

@@ -164,3 +164,10 @@ class ScriptedPolicy:
             self.version_of |= dict.fromkeys(tokens[span.start : span.end], span.version)
         logprobs = tuple(-float(token) for token in tokens)
         return plugins.GenerateResult(tokens, logprobs, spans, "", "stop")
+
+
+@pytest.mark.parametrize("reason", ["", "Bad data", "bad-data", "x" * 65, "a\n"])
+def test_a_reward_fails_for_a_reason_that_is_a_slug(reason: str) -> None:
+    assert plugins.RewardFailed("no answer", reason="no_answer_9").reason == "no_answer_9"
+    with pytest.raises(ValueError, match="'no answer' must be 1 to 64 characters of a-z, 0-9 and _"):
+        plugins.RewardFailed("no answer", reason=reason)

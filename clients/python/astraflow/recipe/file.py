@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from astraflow._contract import bounds_of
+from astraflow._contract.rpcs import bounds_of
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe import SCHEMA_VERSION, Recipe

@@ -323,6 +323,10 @@ local function ack(keys, a)
     return refuse('CONFLICT', 'step ' .. a.step .. ' is already ' .. f[1] .. ' and cannot become ' .. a.stage)
   end
   if next_order <= now_order then return f[1] end
+  if a.stage == 'trained' and now_order == 0 then
+    return refuse('PRECONDITION', 'step ' .. a.step .. ' has no intent; record BATCH_STAGE_INTENT before training on its batch',
+      'lacks=intent')
+  end
   call('HSET', B, 'stage', a.stage, 'epoch', a.epoch)
   if next_order == 2 then
     end_step(P, policy, a.step, a.batch, a.stage, tonumber(f[3]))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from astraflow.errors import InvalidArgumentError, UnavailableError
+from astraflow.errors import UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.records import Level
@@ -49,9 +49,3 @@ class Failing:
 async def test_a_commit_that_fails_answers_its_pushers(error: Exception) -> None:
     with pytest.raises(UnavailableError):
         await Failing(error).push(make_episode(run_id="run", task_id="t", member=0))
-
-
-@pytest.mark.parametrize("address", [{"task_id": "", "member": 0}, {"task_id": "t", "member": 1024}])
-async def test_an_episode_needs_an_address(address: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgumentError):
-        await Failing(RuntimeError()).push(make_episode(run_id="run", **address))  # type: ignore[arg-type]

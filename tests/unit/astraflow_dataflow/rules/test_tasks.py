@@ -24,7 +24,10 @@ from astraflow_dataflow.rules.tasks import task_problem
         (task_pb2.Task(task_id="t", data_json=b'{"a": ' + b"[" * 60000), "recursion limit"),
         (task_pb2.Task(task_id="t", data_json=b'{"a":"' + b"x" * 65536 + b'"}'), "65536"),
         (task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="robot")]), "robot"),
-        (task_pb2.Task(task_id="t", messages=[task_pb2.Message(content="x" * 1048577)]), "1048576"),
+        (
+            task_pb2.Task(task_id="t", messages=[task_pb2.Message(role="user", content="x" * 1048577)]),
+            "1048576",
+        ),
     ],
 )
 def test_a_bad_task_is_refused_with_the_limit(task: task_pb2.Task, word: str) -> None:

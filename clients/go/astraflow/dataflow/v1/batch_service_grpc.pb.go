@@ -35,7 +35,7 @@ type BatchServiceClient interface {
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
 	FetchBatch(ctx context.Context, in *FetchBatchRequest, opts ...grpc.CallOption) (BatchService_FetchBatchClient, error)
 	// Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-	// than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+	// than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
 	AckBatch(ctx context.Context, in *AckBatchRequest, opts ...grpc.CallOption) (*AckBatchResponse, error)
 	// Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent.
 	NackBatch(ctx context.Context, in *NackBatchRequest, opts ...grpc.CallOption) (*NackBatchResponse, error)
@@ -194,7 +194,7 @@ type BatchServiceServer interface {
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
 	FetchBatch(*FetchBatchRequest, BatchService_FetchBatchServer) error
 	// Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-	// than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+	// than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
 	AckBatch(context.Context, *AckBatchRequest) (*AckBatchResponse, error)
 	// Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent.
 	NackBatch(context.Context, *NackBatchRequest) (*NackBatchResponse, error)

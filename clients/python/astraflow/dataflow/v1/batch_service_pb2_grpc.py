@@ -137,7 +137,7 @@ class BatchServiceServicer:
 
     def AckBatch(self, request, context):
         """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-        than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+        than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

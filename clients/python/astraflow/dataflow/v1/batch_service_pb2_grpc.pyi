@@ -58,7 +58,7 @@ class BatchServiceStub:
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
     AckBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]
     """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-    than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+    than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
     """
     NackBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
@@ -105,7 +105,7 @@ class BatchServiceAsyncStub(BatchServiceStub):
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
     AckBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]  # type: ignore[assignment]
     """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-    than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+    than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
     """
     NackBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]  # type: ignore[assignment]
     """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
@@ -179,7 +179,7 @@ class BatchServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.AckBatchResponse, _abc.Awaitable[_batch_service_pb2.AckBatchResponse]]:
         """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
-        than the bound batch's answers ALREADY_EXISTS (CONFLICT).
+        than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
         """
 
     def NackBatch(

@@ -26,7 +26,7 @@ from astraflow.dataflow.v1 import admin_service_pb2 as astraflow_dot_dataflow_do
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/evaluation_service.proto\x12\x15\x61straflow.dataflow.v1\x1a)astraflow/dataflow/v1/admin_service.proto\x1a\"astraflow/options/v1/options.proto\"\x88\x01\n\x14GetEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12%\n\npage_token\x18\x04 \x01(\tB\x11\xfa\xf3\x18\rJ\x0b[0-9]{0,15}\"6\n\x07PassAtK\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xc8\x01\n\x05Score\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x61vg_at_k\x18\x06 \x01(\x01\x12\x31\n\tpass_at_k\x18\x07 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.PassAtK\x12\x1a\n\x12truncated_fraction\x18\x08 \x01(\x01\"T\n\x0cSampleResult\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\"r\n\nTaskResult\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x34\n\x07samples\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.SampleResult\"\xc8\x01\n\x15GetEvaluationResponse\x12\x36\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12,\n\x06scores\x18\x02 \x03(\x0b\x32\x1c.astraflow.dataflow.v1.Score\x12\x30\n\x05tasks\x18\x03 \x03(\x0b\x32!.astraflow.dataflow.v1.TaskResult\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t2\xd1\x01\n\x11\x45valuationService\x12w\n\rGetEvaluation\x12+.astraflow.dataflow.v1.GetEvaluationRequest\x1a,.astraflow.dataflow.v1.GetEvaluationResponse\"\x0b\xca\xf3\x18\x03\x03\x04\x02\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/evaluation_service.proto\x12\x15\x61straflow.dataflow.v1\x1a)astraflow/dataflow/v1/admin_service.proto\x1a\"astraflow/options/v1/options.proto\"\xbf\x01\n\x14GetEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\\\n\npage_token\x18\x04 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"6\n\x07PassAtK\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xc8\x01\n\x05Score\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x61vg_at_k\x18\x06 \x01(\x01\x12\x31\n\tpass_at_k\x18\x07 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.PassAtK\x12\x1a\n\x12truncated_fraction\x18\x08 \x01(\x01\"T\n\x0cSampleResult\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\"r\n\nTaskResult\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x34\n\x07samples\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.SampleResult\"\xc8\x01\n\x15GetEvaluationResponse\x12\x36\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12,\n\x06scores\x18\x02 \x03(\x0b\x32\x1c.astraflow.dataflow.v1.Score\x12\x30\n\x05tasks\x18\x03 \x03(\x0b\x32!.astraflow.dataflow.v1.TaskResult\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t2\xd1\x01\n\x11\x45valuationService\x12w\n\rGetEvaluation\x12+.astraflow.dataflow.v1.GetEvaluationRequest\x1a,.astraflow.dataflow.v1.GetEvaluationResponse\"\x0b\xca\xf3\x18\x03\x03\x04\x02\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\217@P\001'
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_token']._loaded_options = None
-  _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030\rJ\013[0-9]{0,15}'
+  _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030DJ\013[0-9]{0,15}z5pass next_page_token of the previous page, or nothing'
   _globals['_EVALUATIONSERVICE']._loaded_options = None
   _globals['_EVALUATIONSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_EVALUATIONSERVICE'].methods_by_name['GetEvaluation']._loaded_options = None
   _globals['_EVALUATIONSERVICE'].methods_by_name['GetEvaluation']._serialized_options = b'\312\363\030\003\003\004\002\320\363\030\001'
   _globals['_GETEVALUATIONREQUEST']._serialized_start=153
-  _globals['_GETEVALUATIONREQUEST']._serialized_end=289
-  _globals['_PASSATK']._serialized_start=291
-  _globals['_PASSATK']._serialized_end=345
-  _globals['_SCORE']._serialized_start=348
-  _globals['_SCORE']._serialized_end=548
-  _globals['_SAMPLERESULT']._serialized_start=550
-  _globals['_SAMPLERESULT']._serialized_end=634
-  _globals['_TASKRESULT']._serialized_start=636
-  _globals['_TASKRESULT']._serialized_end=750
-  _globals['_GETEVALUATIONRESPONSE']._serialized_start=753
-  _globals['_GETEVALUATIONRESPONSE']._serialized_end=953
-  _globals['_EVALUATIONSERVICE']._serialized_start=956
-  _globals['_EVALUATIONSERVICE']._serialized_end=1165
+  _globals['_GETEVALUATIONREQUEST']._serialized_end=344
+  _globals['_PASSATK']._serialized_start=346
+  _globals['_PASSATK']._serialized_end=400
+  _globals['_SCORE']._serialized_start=403
+  _globals['_SCORE']._serialized_end=603
+  _globals['_SAMPLERESULT']._serialized_start=605
+  _globals['_SAMPLERESULT']._serialized_end=689
+  _globals['_TASKRESULT']._serialized_start=691
+  _globals['_TASKRESULT']._serialized_end=805
+  _globals['_GETEVALUATIONRESPONSE']._serialized_start=808
+  _globals['_GETEVALUATIONRESPONSE']._serialized_end=1008
+  _globals['_EVALUATIONSERVICE']._serialized_start=1011
+  _globals['_EVALUATIONSERVICE']._serialized_end=1220
 # @@protoc_insertion_point(module_scope)

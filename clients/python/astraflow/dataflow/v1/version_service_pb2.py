@@ -27,7 +27,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"m\n\tStoreRead\x12\x32\n\x04kind\x18\x01 \x01(\x0e\x32$.astraflow.dataflow.v1.StoreReadKind\x12\x14\n\x03key\x18\x02 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\x12\x16\n\x05\x61\x66ter\x18\x03 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\"^\n\x10SignReadsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12:\n\x05reads\x18\x02 \x03(\x0b\x32 .astraflow.dataflow.v1.StoreReadB\t\xfa\xf3\x18\x05\x38\x01@\x80\x02\"T\n\x11SignReadsResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\x12\x31\n\x0evalid_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x96\x01\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12/\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12,\n\x15num_unreadable_before\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\xff\xff?A\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"\x83\x01\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12%\n\npage_token\x18\x04 \x01(\tB\x11\xfa\xf3\x18\rJ\x0b[0-9]{0,15}\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"`\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x17\n\x06reason\x18\x04 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08*}\n\rStoreReadKind\x12\x1f\n\x1bSTORE_READ_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13STORE_READ_KIND_GET\x10\x01\x12\x18\n\x14STORE_READ_KIND_HEAD\x10\x02\x12\x18\n\x14STORE_READ_KIND_LIST\x10\x03\x32\x87\x06\n\x0eVersionService\x12\x87\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"-\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12u\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x12l\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12r\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12i\n\tSignReads\x12\'.astraflow.dataflow.v1.SignReadsRequest\x1a(.astraflow.dataflow.v1.SignReadsResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/dataflow/v1/version_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"|\n\tStoreRead\x12\x41\n\x04kind\x18\x01 \x01(\x0e\x32$.astraflow.dataflow.v1.StoreReadKindB\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x14\n\x03key\x18\x02 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\x12\x16\n\x05\x61\x66ter\x18\x03 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\"w\n\x10SignReadsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12S\n\x05reads\x18\x02 \x03(\x0b\x32 .astraflow.dataflow.v1.StoreReadB\"\xfa\xf3\x18\x1e\x38\x01@\x80\x02z\x17\x61sk for fewer at a time\"T\n\x11SignReadsResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\x12\x31\n\x0evalid_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9e\x01\n\x0ePublishRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x37\n\x07version\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionB\x06\xfa\xf3\x18\x02X\x01\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12,\n\x15num_unreadable_before\x18\x04 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\xff\xff?A\"B\n\x0fPublishResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"2\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\npolicy_ids\x18\x02 \x03(\t\"@\n\rWatchResponse\x12/\n\x07version\x18\x01 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Version\"\xba\x01\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\\\n\npage_token\x18\x04 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"\x8b\x01\n\x14ListVersionsResponse\x12\x30\n\x08versions\x18\x01 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12(\n\x04pins\x18\x03 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"`\n\x11PinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x17\n\x06reason\x18\x04 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\"=\n\x12PinVersionResponse\x12\'\n\x03pin\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Pin\"I\n\x13UnpinVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\"*\n\x14UnpinVersionResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08*}\n\rStoreReadKind\x12\x1f\n\x1bSTORE_READ_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13STORE_READ_KIND_GET\x10\x01\x12\x18\n\x14STORE_READ_KIND_HEAD\x10\x02\x12\x18\n\x14STORE_READ_KIND_LIST\x10\x03\x32\x87\x06\n\x0eVersionService\x12\x87\x01\n\x07Publish\x12%.astraflow.dataflow.v1.PublishRequest\x1a&.astraflow.dataflow.v1.PublishResponse\"-\xca\xf3\x18\x02\x02\x03\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x06\x46\x45NCED\n\x08\x43ONFLICT\n\x0bVERSION_GAP\x12\x62\n\x05Watch\x12#.astraflow.dataflow.v1.WatchRequest\x1a$.astraflow.dataflow.v1.WatchResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x30\x01\x12u\n\x0cListVersions\x12*.astraflow.dataflow.v1.ListVersionsRequest\x1a+.astraflow.dataflow.v1.ListVersionsResponse\"\x0c\xca\xf3\x18\x04\x01\x02\x03\x04\xd0\xf3\x18\x01\x12l\n\nPinVersion\x12(.astraflow.dataflow.v1.PinVersionRequest\x1a).astraflow.dataflow.v1.PinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12r\n\x0cUnpinVersion\x12*.astraflow.dataflow.v1.UnpinVersionRequest\x1a+.astraflow.dataflow.v1.UnpinVersionResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12i\n\tSignReads\x12\'.astraflow.dataflow.v1.SignReadsRequest\x1a(.astraflow.dataflow.v1.SignReadsResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,18 +35,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.versi
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
+  _globals['_STOREREAD'].fields_by_name['kind']._loaded_options = None
+  _globals['_STOREREAD'].fields_by_name['kind']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
   _globals['_STOREREAD'].fields_by_name['key']._loaded_options = None
   _globals['_STOREREAD'].fields_by_name['key']._serialized_options = b'\372\363\030\003 \200\010'
   _globals['_STOREREAD'].fields_by_name['after']._loaded_options = None
   _globals['_STOREREAD'].fields_by_name['after']._serialized_options = b'\372\363\030\003 \200\010'
   _globals['_SIGNREADSREQUEST'].fields_by_name['reads']._loaded_options = None
-  _globals['_SIGNREADSREQUEST'].fields_by_name['reads']._serialized_options = b'\372\363\030\0058\001@\200\002'
+  _globals['_SIGNREADSREQUEST'].fields_by_name['reads']._serialized_options = b'\372\363\030\0368\001@\200\002z\027ask for fewer at a time'
+  _globals['_PUBLISHREQUEST'].fields_by_name['version']._loaded_options = None
+  _globals['_PUBLISHREQUEST'].fields_by_name['version']._serialized_options = b'\372\363\030\002X\001'
   _globals['_PUBLISHREQUEST'].fields_by_name['num_unreadable_before']._loaded_options = None
   _globals['_PUBLISHREQUEST'].fields_by_name['num_unreadable_before']._serialized_options = b'\372\363\030\t\021\000\000\000\000\377\377?A'
   _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\217@P\001'
   _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_token']._loaded_options = None
-  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030\rJ\013[0-9]{0,15}'
+  _globals['_LISTVERSIONSREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030DJ\013[0-9]{0,15}z5pass next_page_token of the previous page, or nothing'
   _globals['_PINVERSIONREQUEST'].fields_by_name['reason']._loaded_options = None
   _globals['_PINVERSIONREQUEST'].fields_by_name['reason']._serialized_options = b'\372\363\030\003 \200\002'
   _globals['_VERSIONSERVICE']._loaded_options = None
@@ -63,34 +67,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSERVICE'].methods_by_name['UnpinVersion']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_VERSIONSERVICE'].methods_by_name['SignReads']._loaded_options = None
   _globals['_VERSIONSERVICE'].methods_by_name['SignReads']._serialized_options = b'\312\363\030\001\001\320\363\030\001'
-  _globals['_STOREREADKIND']._serialized_start=1363
-  _globals['_STOREREADKIND']._serialized_end=1488
+  _globals['_STOREREADKIND']._serialized_start=1466
+  _globals['_STOREREADKIND']._serialized_end=1591
   _globals['_STOREREAD']._serialized_start=175
-  _globals['_STOREREAD']._serialized_end=284
-  _globals['_SIGNREADSREQUEST']._serialized_start=286
-  _globals['_SIGNREADSREQUEST']._serialized_end=380
-  _globals['_SIGNREADSRESPONSE']._serialized_start=382
-  _globals['_SIGNREADSRESPONSE']._serialized_end=466
-  _globals['_PUBLISHREQUEST']._serialized_start=469
-  _globals['_PUBLISHREQUEST']._serialized_end=619
-  _globals['_PUBLISHRESPONSE']._serialized_start=621
-  _globals['_PUBLISHRESPONSE']._serialized_end=687
-  _globals['_WATCHREQUEST']._serialized_start=689
-  _globals['_WATCHREQUEST']._serialized_end=739
-  _globals['_WATCHRESPONSE']._serialized_start=741
-  _globals['_WATCHRESPONSE']._serialized_end=805
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=808
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=939
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=942
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1081
-  _globals['_PINVERSIONREQUEST']._serialized_start=1083
-  _globals['_PINVERSIONREQUEST']._serialized_end=1179
-  _globals['_PINVERSIONRESPONSE']._serialized_start=1181
-  _globals['_PINVERSIONRESPONSE']._serialized_end=1242
-  _globals['_UNPINVERSIONREQUEST']._serialized_start=1244
-  _globals['_UNPINVERSIONREQUEST']._serialized_end=1317
-  _globals['_UNPINVERSIONRESPONSE']._serialized_start=1319
-  _globals['_UNPINVERSIONRESPONSE']._serialized_end=1361
-  _globals['_VERSIONSERVICE']._serialized_start=1491
-  _globals['_VERSIONSERVICE']._serialized_end=2266
+  _globals['_STOREREAD']._serialized_end=299
+  _globals['_SIGNREADSREQUEST']._serialized_start=301
+  _globals['_SIGNREADSREQUEST']._serialized_end=420
+  _globals['_SIGNREADSRESPONSE']._serialized_start=422
+  _globals['_SIGNREADSRESPONSE']._serialized_end=506
+  _globals['_PUBLISHREQUEST']._serialized_start=509
+  _globals['_PUBLISHREQUEST']._serialized_end=667
+  _globals['_PUBLISHRESPONSE']._serialized_start=669
+  _globals['_PUBLISHRESPONSE']._serialized_end=735
+  _globals['_WATCHREQUEST']._serialized_start=737
+  _globals['_WATCHREQUEST']._serialized_end=787
+  _globals['_WATCHRESPONSE']._serialized_start=789
+  _globals['_WATCHRESPONSE']._serialized_end=853
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=856
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=1042
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1045
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1184
+  _globals['_PINVERSIONREQUEST']._serialized_start=1186
+  _globals['_PINVERSIONREQUEST']._serialized_end=1282
+  _globals['_PINVERSIONRESPONSE']._serialized_start=1284
+  _globals['_PINVERSIONRESPONSE']._serialized_end=1345
+  _globals['_UNPINVERSIONREQUEST']._serialized_start=1347
+  _globals['_UNPINVERSIONREQUEST']._serialized_end=1420
+  _globals['_UNPINVERSIONRESPONSE']._serialized_start=1422
+  _globals['_UNPINVERSIONRESPONSE']._serialized_end=1464
+  _globals['_VERSIONSERVICE']._serialized_start=1594
+  _globals['_VERSIONSERVICE']._serialized_end=2369
 # @@protoc_insertion_point(module_scope)

@@ -173,8 +173,11 @@ Global___Missing: _TypeAlias = Missing  # noqa: Y015
 
 @_typing.final
 class Bounds(_message.Message):
-    """Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` aside; of a map,
-    for each key; of a message or an `optional` field, when it is set.
+    """Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` and `unique` aside;
+    of a map, for each key; of a message or an `optional` field, when it is set. Where nothing else is said, a text has at
+    most 256 characters and neither control characters nor line breaks, bytes are at most 1,024, a repeated field has at
+    most 1,024 elements and a map 256, a number is finite and at most 2^53, an enum has one of its known values, and times
+    are those that Duration and Timestamp may have.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -189,10 +192,15 @@ class Bounds(_message.Message):
     MAX_ITEMS_FIELD_NUMBER: _builtins.int
     PATTERN_FIELD_NUMBER: _builtins.int
     CLAMPED_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    UNIQUE_FIELD_NUMBER: _builtins.int
+    MULTILINE_FIELD_NUMBER: _builtins.int
+    POISON_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
     min: _builtins.float
-    """Smallest number; of a Duration, in seconds."""
+    """Smallest number, or number of an enum; of a Duration, in seconds."""
     max: _builtins.float
-    """Largest number; of a Duration, in seconds."""
+    """Largest number, or number of an enum; of a Duration, in seconds."""
     min_len: _builtins.int
     """Fewest characters."""
     max_len: _builtins.int
@@ -200,7 +208,7 @@ class Bounds(_message.Message):
     min_bytes: _builtins.int
     """Fewest bytes."""
     max_bytes: _builtins.int
-    """Most bytes; of a text, in UTF-8."""
+    """Most bytes; of a text, in UTF-8; of a message, as it travels."""
     min_items: _builtins.int
     """Fewest elements of a repeated field or a map."""
     max_items: _builtins.int
@@ -208,7 +216,21 @@ class Bounds(_message.Message):
     pattern: _builtins.str
     """RE2 expression that matches the whole text."""
     clamped: _builtins.bool
-    """A value outside is brought to its bound, and what is too long is cut, where otherwise the call is refused."""
+    """A value outside is brought to its bound, and what is too long is cut, where otherwise the call is refused. Control
+    characters become blanks, and a number that is none the smallest.
+    """
+    required: _builtins.bool
+    """The message must be set."""
+    unique: _builtins.bool
+    """No element is there twice."""
+    multiline: _builtins.bool
+    """Text of any characters, line breaks included."""
+    poison: _builtins.str
+    """Of an episode: the reason of OUTCOME_POISON by which it is refused for this field, or for what the field holds, where
+    otherwise the call is.
+    """
+    remedy: _builtins.str
+    """For people, said after value and limit: what to give or do instead, as a sentence without a full stop."""
     def __init__(
         self,
         *,
@@ -222,10 +244,15 @@ class Bounds(_message.Message):
         max_items: _builtins.int | None = ...,
         pattern: _builtins.str = ...,
         clamped: _builtins.bool = ...,
+        required: _builtins.bool = ...,
+        unique: _builtins.bool = ...,
+        multiline: _builtins.bool = ...,
+        poison: _builtins.str = ...,
+        remedy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_max_bytes", b"_max_bytes", "_max_items", b"_max_items", "_max_len", b"_max_len", "_min", b"_min", "_min_bytes", b"_min_bytes", "_min_items", b"_min_items", "_min_len", b"_min_len", "max", b"max", "max_bytes", b"max_bytes", "max_items", b"max_items", "max_len", b"max_len", "min", b"min", "min_bytes", b"min_bytes", "min_items", b"min_items", "min_len", b"min_len"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_max_bytes", b"_max_bytes", "_max_items", b"_max_items", "_max_len", b"_max_len", "_min", b"_min", "_min_bytes", b"_min_bytes", "_min_items", b"_min_items", "_min_len", b"_min_len", "clamped", b"clamped", "max", b"max", "max_bytes", b"max_bytes", "max_items", b"max_items", "max_len", b"max_len", "min", b"min", "min_bytes", b"min_bytes", "min_items", b"min_items", "min_len", b"min_len", "pattern", b"pattern"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_max_bytes", b"_max_bytes", "_max_items", b"_max_items", "_max_len", b"_max_len", "_min", b"_min", "_min_bytes", b"_min_bytes", "_min_items", b"_min_items", "_min_len", b"_min_len", "clamped", b"clamped", "max", b"max", "max_bytes", b"max_bytes", "max_items", b"max_items", "max_len", b"max_len", "min", b"min", "min_bytes", b"min_bytes", "min_items", b"min_items", "min_len", b"min_len", "multiline", b"multiline", "pattern", b"pattern", "poison", b"poison", "remedy", b"remedy", "required", b"required", "unique", b"unique"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
     _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
@@ -271,7 +298,7 @@ MISSING_FIELD_NUMBER: _builtins.int
 SCOPE_FIELD_NUMBER: _builtins.int
 COMMON_ERRORS_FIELD_NUMBER: _builtins.int
 bounds: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Bounds]
-"""Values that the field may have; absent when every value of its type is taken."""
+"""Values that the field may have; absent when those of its type's default are taken."""
 contract_version: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FileOptions, _builtins.int]
 """Version of all contracts together: astraflow.server.v1.ServerInfo says what it means. Set in one file."""
 roles: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]]

@@ -26,7 +26,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/blob.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x87\x01\n\x07\x42lobRef\x12\x14\n\x03uri\x18\x01 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x08\x12\x18\n\x06sha256\x18\x02 \x01(\x0c\x42\x08\xfa\xf3\x18\x04( 0 \x12 \n\tnum_bytes\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12*\n\nmedia_type\x18\x04 \x01(\tB\x16\xfa\xf3\x18\x12 \x80\x01J\r[!-~]+/[ -~]+\"\x96\x02\n\nStoreGrant\x12\x12\n\nuri_prefix\x18\x01 \x01(\t\x12\x31\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\x0e\x32!.astraflow.rollout.v1.StoreAccess\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x46\n\x0b\x63redentials\x18\x04 \x03(\x0b\x32\x31.astraflow.rollout.v1.StoreGrant.CredentialsEntry\x12\x14\n\x0csigned_reads\x18\x05 \x01(\x08\x1a\x32\n\x10\x43redentialsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"H\n\x07\x43odeRef\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x12-\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef*[\n\x0bStoreAccess\x12\x1c\n\x18STORE_ACCESS_UNSPECIFIED\x10\x00\x12\x15\n\x11STORE_ACCESS_READ\x10\x01\x12\x17\n\x13STORE_ACCESS_CREATE\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/blob.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xaf\x01\n\x07\x42lobRef\x12\x1e\n\x03uri\x18\x01 \x01(\tB\x11\xfa\xf3\x18\r \x80\x08r\x08\x62\x61\x64_blob\x12\"\n\x06sha256\x18\x02 \x01(\x0c\x42\x12\xfa\xf3\x18\x0e( 0 r\x08\x62\x61\x64_blob\x12*\n\tnum_bytes\x18\x03 \x01(\x04\x42\x17\xfa\xf3\x18\x13\t\x00\x00\x00\x00\x00\x00\xf0?r\x08\x62\x61\x64_blob\x12\x34\n\nmedia_type\x18\x04 \x01(\tB \xfa\xf3\x18\x1c \x80\x01J\r[!-~]+/[ -~]+r\x08\x62\x61\x64_blob\"\x96\x02\n\nStoreGrant\x12\x12\n\nuri_prefix\x18\x01 \x01(\t\x12\x31\n\x06\x61\x63\x63\x65ss\x18\x02 \x01(\x0e\x32!.astraflow.rollout.v1.StoreAccess\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x46\n\x0b\x63redentials\x18\x04 \x03(\x0b\x32\x31.astraflow.rollout.v1.StoreGrant.CredentialsEntry\x12\x14\n\x0csigned_reads\x18\x05 \x01(\x08\x1a\x32\n\x10\x43redentialsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"H\n\x07\x43odeRef\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x12-\n\x06\x62undle\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.BlobRef*[\n\x0bStoreAccess\x12\x1c\n\x18STORE_ACCESS_UNSPECIFIED\x10\x00\x12\x15\n\x11STORE_ACCESS_READ\x10\x01\x12\x17\n\x13STORE_ACCESS_CREATE\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\027io.astraflow.rollout.v1P\001ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\252\002\024Astraflow.Rollout.V1'
   _globals['_BLOBREF'].fields_by_name['uri']._loaded_options = None
-  _globals['_BLOBREF'].fields_by_name['uri']._serialized_options = b'\372\363\030\003 \200\010'
+  _globals['_BLOBREF'].fields_by_name['uri']._serialized_options = b'\372\363\030\r \200\010r\010bad_blob'
   _globals['_BLOBREF'].fields_by_name['sha256']._loaded_options = None
-  _globals['_BLOBREF'].fields_by_name['sha256']._serialized_options = b'\372\363\030\004( 0 '
+  _globals['_BLOBREF'].fields_by_name['sha256']._serialized_options = b'\372\363\030\016( 0 r\010bad_blob'
   _globals['_BLOBREF'].fields_by_name['num_bytes']._loaded_options = None
-  _globals['_BLOBREF'].fields_by_name['num_bytes']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
+  _globals['_BLOBREF'].fields_by_name['num_bytes']._serialized_options = b'\372\363\030\023\t\000\000\000\000\000\000\360?r\010bad_blob'
   _globals['_BLOBREF'].fields_by_name['media_type']._loaded_options = None
-  _globals['_BLOBREF'].fields_by_name['media_type']._serialized_options = b'\372\363\030\022 \200\001J\r[!-~]+/[ -~]+'
+  _globals['_BLOBREF'].fields_by_name['media_type']._serialized_options = b'\372\363\030\034 \200\001J\r[!-~]+/[ -~]+r\010bad_blob'
   _globals['_STOREGRANT_CREDENTIALSENTRY']._loaded_options = None
   _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_options = b'8\001'
-  _globals['_STOREACCESS']._serialized_start=619
-  _globals['_STOREACCESS']._serialized_end=710
+  _globals['_STOREACCESS']._serialized_start=659
+  _globals['_STOREACCESS']._serialized_end=750
   _globals['_BLOBREF']._serialized_start=127
-  _globals['_BLOBREF']._serialized_end=262
-  _globals['_STOREGRANT']._serialized_start=265
-  _globals['_STOREGRANT']._serialized_end=543
-  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_start=493
-  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_end=543
-  _globals['_CODEREF']._serialized_start=545
-  _globals['_CODEREF']._serialized_end=617
+  _globals['_BLOBREF']._serialized_end=302
+  _globals['_STOREGRANT']._serialized_start=305
+  _globals['_STOREGRANT']._serialized_end=583
+  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_start=533
+  _globals['_STOREGRANT_CREDENTIALSENTRY']._serialized_end=583
+  _globals['_CODEREF']._serialized_start=585
+  _globals['_CODEREF']._serialized_end=657
 # @@protoc_insertion_point(module_scope)

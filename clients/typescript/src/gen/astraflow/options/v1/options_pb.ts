@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/options/v1/options.proto.
  */
 export const file_astraflow_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSK6AgoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIQgYKBF9taW5CBgoEX21heEIKCghfbWluX2xlbkIKCghfbWF4X2xlbkIMCgpfbWluX2J5dGVzQgwKCl9tYXhfYnl0ZXNCDAoKX21pbl9pdGVtc0IMCgpfbWF4X2l0ZW1zKoUBCgRSb2xlEhQKEFJPTEVfVU5TUEVDSUZJRUQQABIQCgxST0xFX1JPTExPVVQQARIQCgxST0xFX1RSQUlORVIQAhIRCg1ST0xFX09QRVJBVE9SEAMSDwoLUk9MRV9WSUVXRVIQBBIOCgpST0xFX0FHRU5UEAUSDwoLUk9MRV9BTllPTkUQBipVCgVSZXRyeRIVChFSRVRSWV9VTlNQRUNJRklFRBAAEg4KClJFVFJZX1JFQUQQARIUChBSRVRSWV9JREVNUE9URU5UEAISDwoLUkVUUllfTkVWRVIQAypyCgVTY29wZRIVChFTQ09QRV9VTlNQRUNJRklFRBAAEhQKEFNDT1BFX1NFUlZFRF9SVU4QARIWChJTQ09QRV9WSVNJQkxFX1JVTlMQAhISCg5TQ09QRV9BTExfUlVOUxADEhAKDFNDT1BFX05PX1JVThAEOlUKBmJvdW5kcxIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYv44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkJvdW5kc1IGYm91bmRzOkkKEGNvbnRyYWN0X3ZlcnNpb24SHC5nb29nbGUucHJvdG9idWYuRmlsZU9wdGlvbnMYvo4DIAEoDVIPY29udHJhY3RWZXJzaW9uOlIKBXJvbGVzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuY4DIAMoDjIaLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJvbGVSBXJvbGVzOlMKBXJldHJ5Eh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuo4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJldHJ5UgVyZXRyeTpWCgZlcnJvcnMSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi7jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgZlcnJvcnM6WQoHbWlzc2luZxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLyOAyABKAsyHS5hc3RyYWZsb3cub3B0aW9ucy52MS5NaXNzaW5nUgdtaXNzaW5nOlMKBXNjb3BlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYwI4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlNjb3BlUgVzY29wZTpkCg1jb21tb25fZXJyb3JzEh8uZ29vZ2xlLnByb3RvYnVmLlNlcnZpY2VPcHRpb25zGL2OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5FcnJvcnNSDGNvbW1vbkVycm9yc0J8Chdpby5hc3RyYWZsb3cub3B0aW9ucy52MVABWkhnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvb3B0aW9ucy92MTtvcHRpb25zdjGqAhRBc3RyYWZsb3cuT3B0aW9ucy5WMWIGcHJvdG8z", [file_google_protobuf_descriptor]);
+  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSKPAwoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIEhAKCHJlcXVpcmVkGAsgASgIEg4KBnVuaXF1ZRgMIAEoCBIRCgltdWx0aWxpbmUYDSABKAgSDgoGcG9pc29uGA4gASgJEg4KBnJlbWVkeRgPIAEoCUIGCgRfbWluQgYKBF9tYXhCCgoIX21pbl9sZW5CCgoIX21heF9sZW5CDAoKX21pbl9ieXRlc0IMCgpfbWF4X2J5dGVzQgwKCl9taW5faXRlbXNCDAoKX21heF9pdGVtcyqFAQoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9ST0xMT1VUEAESEAoMUk9MRV9UUkFJTkVSEAISEQoNUk9MRV9PUEVSQVRPUhADEg8KC1JPTEVfVklFV0VSEAQSDgoKUk9MRV9BR0VOVBAFEg8KC1JPTEVfQU5ZT05FEAYqVQoFUmV0cnkSFQoRUkVUUllfVU5TUEVDSUZJRUQQABIOCgpSRVRSWV9SRUFEEAESFAoQUkVUUllfSURFTVBPVEVOVBACEg8KC1JFVFJZX05FVkVSEAMqcgoFU2NvcGUSFQoRU0NPUEVfVU5TUEVDSUZJRUQQABIUChBTQ09QRV9TRVJWRURfUlVOEAESFgoSU0NPUEVfVklTSUJMRV9SVU5TEAISEgoOU0NPUEVfQUxMX1JVTlMQAxIQCgxTQ09QRV9OT19SVU4QBDpVCgZib3VuZHMSHS5nb29nbGUucHJvdG9idWYuRmllbGRPcHRpb25zGL+OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5Cb3VuZHNSBmJvdW5kczpJChBjb250cmFjdF92ZXJzaW9uEhwuZ29vZ2xlLnByb3RvYnVmLkZpbGVPcHRpb25zGL6OAyABKA1SD2NvbnRyYWN0VmVyc2lvbjpSCgVyb2xlcxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLmOAyADKA4yGi5hc3RyYWZsb3cub3B0aW9ucy52MS5Sb2xlUgVyb2xlczpTCgVyZXRyeRIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLqOAyABKA4yGy5hc3RyYWZsb3cub3B0aW9ucy52MS5SZXRyeVIFcmV0cnk6VgoGZXJyb3JzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYu44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkVycm9yc1IGZXJyb3JzOlkKB21pc3NpbmcSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi8jgMgASgLMh0uYXN0cmFmbG93Lm9wdGlvbnMudjEuTWlzc2luZ1IHbWlzc2luZzpTCgVzY29wZRIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGMCOAyABKA4yGy5hc3RyYWZsb3cub3B0aW9ucy52MS5TY29wZVIFc2NvcGU6ZAoNY29tbW9uX2Vycm9ycxIfLmdvb2dsZS5wcm90b2J1Zi5TZXJ2aWNlT3B0aW9ucxi9jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgxjb21tb25FcnJvcnNCfAoXaW8uYXN0cmFmbG93Lm9wdGlvbnMudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L29wdGlvbnMvdjE7b3B0aW9uc3YxqgIUQXN0cmFmbG93Lk9wdGlvbnMuVjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
 
 /**
  * Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them).
@@ -66,21 +66,24 @@ export const MissingSchema: GenMessage<Missing> = /*@__PURE__*/
   messageDesc(file_astraflow_options_v1_options, 1);
 
 /**
- * Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` aside; of a map,
- * for each key; of a message or an `optional` field, when it is set.
+ * Values that a field of a request may have. Of a repeated field they hold for each element, `*_items` and `unique` aside;
+ * of a map, for each key; of a message or an `optional` field, when it is set. Where nothing else is said, a text has at
+ * most 256 characters and neither control characters nor line breaks, bytes are at most 1,024, a repeated field has at
+ * most 1,024 elements and a map 256, a number is finite and at most 2^53, an enum has one of its known values, and times
+ * are those that Duration and Timestamp may have.
  *
  * @generated from message astraflow.options.v1.Bounds
  */
 export type Bounds = Message<"astraflow.options.v1.Bounds"> & {
   /**
-   * Smallest number; of a Duration, in seconds.
+   * Smallest number, or number of an enum; of a Duration, in seconds.
    *
    * @generated from field: optional double min = 1;
    */
   min?: number | undefined;
 
   /**
-   * Largest number; of a Duration, in seconds.
+   * Largest number, or number of an enum; of a Duration, in seconds.
    *
    * @generated from field: optional double max = 2;
    */
@@ -108,7 +111,7 @@ export type Bounds = Message<"astraflow.options.v1.Bounds"> & {
   minBytes?: bigint | undefined;
 
   /**
-   * Most bytes; of a text, in UTF-8.
+   * Most bytes; of a text, in UTF-8; of a message, as it travels.
    *
    * @generated from field: optional uint64 max_bytes = 6;
    */
@@ -136,11 +139,48 @@ export type Bounds = Message<"astraflow.options.v1.Bounds"> & {
   pattern: string;
 
   /**
-   * A value outside is brought to its bound, and what is too long is cut, where otherwise the call is refused.
+   * A value outside is brought to its bound, and what is too long is cut, where otherwise the call is refused. Control
+   * characters become blanks, and a number that is none the smallest.
    *
    * @generated from field: bool clamped = 10;
    */
   clamped: boolean;
+
+  /**
+   * The message must be set.
+   *
+   * @generated from field: bool required = 11;
+   */
+  required: boolean;
+
+  /**
+   * No element is there twice.
+   *
+   * @generated from field: bool unique = 12;
+   */
+  unique: boolean;
+
+  /**
+   * Text of any characters, line breaks included.
+   *
+   * @generated from field: bool multiline = 13;
+   */
+  multiline: boolean;
+
+  /**
+   * Of an episode: the reason of OUTCOME_POISON by which it is refused for this field, or for what the field holds, where
+   * otherwise the call is.
+   *
+   * @generated from field: string poison = 14;
+   */
+  poison: string;
+
+  /**
+   * For people, said after value and limit: what to give or do instead, as a sentence without a full stop.
+   *
+   * @generated from field: string remedy = 15;
+   */
+  remedy: string;
 };
 
 /**
@@ -302,7 +342,7 @@ export const ScopeSchema: GenEnum<Scope> = /*@__PURE__*/
   enumDesc(file_astraflow_options_v1_options, 2);
 
 /**
- * Values that the field may have; absent when every value of its type is taken.
+ * Values that the field may have; absent when those of its type's default are taken.
  *
  * @generated from extension: astraflow.options.v1.Bounds bounds = 51007;
  */
