@@ -67,7 +67,7 @@ class QuietView:
 
 
 class LineView(QuietView):
-    """One line per step, evaluation, kind of failure, long wait and change of what the launcher does."""
+    """One line per step, evaluation, kind of failure, long wait, silent process, and change of what is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -80,6 +80,7 @@ class LineView(QuietView):
         self._waits: dict[tuple[str, str, str], admin_service_pb2.Wait] = {}
         self._trackers: set[tuple[str, str]] = set()
         self._failures: set[tuple[str, str]] = set()
+        self._silent: set[str] = set()
         self._stopped = False
 
     def show(self, observation: Observation, *, doing: str) -> None:
@@ -102,6 +103,7 @@ class LineView(QuietView):
         self._show_restarts(observation)
         self._show_failures(observation)
         self._show_waits(observation)
+        self._show_silent(observation)
         for policy, fault in observation.tracker_faults:
             if (policy, fault.tracker) not in self._trackers:
                 self._trackers.add((policy, fault.tracker))
@@ -155,6 +157,15 @@ class LineView(QuietView):
             if is_alarm(self._waits[key]):
                 self._write(observation, f"{_wait_title(self._waits[key])}: over")
         self._waits = now
+
+    def _show_silent(self, observation: Observation) -> None:
+        """Say which process stands still, and its end: it answers, or another one is in its place."""
+        now = set(observation.silent)
+        for name in sorted(now - self._silent):
+            self._write(observation, f"{name} does not answer: {observation.silent[name]}")
+        for name in sorted(self._silent - now):
+            self._write(observation, f"{name} does not answer: over")
+        self._silent = now
 
     def _write(self, observation: Observation, text: str) -> None:
         self._console.print(

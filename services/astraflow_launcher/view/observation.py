@@ -56,8 +56,8 @@ class Observation:
     """How those that were started again ended last."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Daemons that did not answer the last question, and why."""
-    silent: dict[str, float] = field(default_factory=dict)
-    """Children that are alive and have answered nothing, and for how many seconds."""
+    silent: dict[str, str] = field(default_factory=dict)
+    """Of those the processes that are alive and have answered nothing, and for how long."""
     first_reward_s: float | None = None
 
     @property

@@ -167,6 +167,21 @@ def test_what_is_wrong_is_told_at_once_with_its_remedy_and_its_end_and_told_agai
     assert "store_missing" in _text(observation)
 
 
+def test_a_process_that_stands_still_is_told_once_and_so_is_its_end() -> None:
+    view, output, observation = _lines()
+    for silent_s in (5, 6):
+        observation.silent = {"node-1": f"alive, and has answered nothing for {silent_s} s"}
+        view.show(observation, doing="running")
+    observation.silent = {}
+    view.show(observation, doing="running")
+    view.show(observation, doing="running")
+    told = [line.split("s  ", 1)[1] for line in output.getvalue().splitlines() if "node-1 does not" in line]
+    assert told == [
+        "node-1 does not answer: alive, and has answered nothing for 5 s",
+        "node-1 does not answer: over",
+    ]
+
+
 def test_a_long_start_is_told_again_as_it_goes_on() -> None:
     view, output, observation = _lines()
     for done in (0.1, 0.2, 0.4, 0.5, 0.9):
