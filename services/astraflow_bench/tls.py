@@ -106,14 +106,16 @@ def _row(what: str, unit: str, count: int, *, plain: list[_Turn], secure: list[_
 
 
 async def _push(client: AsyncClient, *, times: int, body: bytes) -> None:
-    episode = trajectory_pb2.Episode(run_id=_RUN, trajectories=[trajectory_pb2.TrajectoryItem(body=body)])
+    episode = trajectory_pb2.Episode(
+        run_id=_RUN, task_id="task", trajectories=[trajectory_pb2.TrajectoryItem(body=body)]
+    )
     request = pushes.PushEpisodeRequest(episode=episode)
     for _ in range(times):
         await client.call(client.trajectories.PushEpisode, request)
 
 
 async def _fetch(client: AsyncClient, *, num_mib: int) -> None:
-    request = batches.FetchBatchRequest(run_id=_RUN, policy_id="policy")
+    request = batches.FetchBatchRequest(run_id=_RUN, policy_id="policy", step=1)
     received = [len(item.body) async for item in client.stream(client.batches.FetchBatch, request)]
     if received != [_MIB] * num_mib:
         raise RuntimeError(f"asked for {num_mib} bodies of {_MIB} bytes, got {received}")

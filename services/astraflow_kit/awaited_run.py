@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from astraflow.client import RetryPolicy
+from astraflow.client import DEFAULT_TIMEOUT_S, RetryPolicy
 from astraflow.errors import (
     AstraflowError,
     InvalidArgumentError,
@@ -31,6 +31,7 @@ _RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=1.0)
 ONCE = RetryPolicy(total_s=0)
 """For the calls themselves: `AwaitedRun` repeats them."""
 _LOG_EVERY_S = 10.0
+_LEAST_TIMEOUT_S = 2.0
 
 
 @dataclass
@@ -48,6 +49,11 @@ class AwaitedRun:
     _started_s: float = field(default_factory=time.monotonic)
     _logged_s: float = -math.inf
     _failures: int = 0
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """Seconds that one call may take: not beyond patience, but never too short for a server that is there."""
+        return min(DEFAULT_TIMEOUT_S, max(self.patience_s, _LEAST_TIMEOUT_S))
 
     def wait_s_after(self, error: AstraflowError) -> float:
         """Seconds until the next try. Raises UnavailableError where patience ended, else what the daemon ends with."""

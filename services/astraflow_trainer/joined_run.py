@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.client import DEFAULT_TIMEOUT_S, Client
+from astraflow.client import Client
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import Recipe, ResolvedPolicy
@@ -56,7 +56,7 @@ def find_run(
     `stopped()`.
     """
     awaited = AwaitedRun(client.address, run_id, event="trainer.waits", role=_ROLE, patience_s=patience_s)
-    request, timeout_s = run_service_pb2.GetRunRequest(run_id=run_id), min(DEFAULT_TIMEOUT_S, patience_s)
+    request, timeout_s = run_service_pb2.GetRunRequest(run_id=run_id), awaited.answer_timeout_s
     while True:
         try:
             client.server_info(timeout_s=timeout_s, retry=ONCE)

@@ -177,7 +177,7 @@ async def test_a_node_whose_server_does_not_come_back_ends_and_leaves_what_it_ha
     server: Server, working: Working
 ) -> None:
     server.script.ack = asyncio.Event()
-    async with working("--server-gone-timeout-s", "2") as node:
+    async with working("--server-gone-timeout-s", "2", "--drain-timeout-s", "4") as node:
         await pushed(server.script, "held", 4)
         await server.stop()
         assert await node.ends_with() == 75

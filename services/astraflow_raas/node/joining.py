@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from astraflow.client import DEFAULT_TIMEOUT_S, AsyncClient, RetryPolicy
+from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, FencedError
 from astraflow.recipe import Recipe
@@ -53,7 +53,7 @@ async def find_run(client: AsyncClient, run_id: str, *, patience_s: float) -> Fo
 
 async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) -> run_pb2.Run:
     awaited = AwaitedRun(client.address, run_id, event="node.waits", role=_ROLE, patience_s=patience_s)
-    request, timeout_s = run_service_pb2.GetRunRequest(run_id=run_id), min(DEFAULT_TIMEOUT_S, patience_s)
+    request, timeout_s = run_service_pb2.GetRunRequest(run_id=run_id), awaited.answer_timeout_s
     while True:
         try:
             await client.server_info(timeout_s=timeout_s, retry=ONCE)

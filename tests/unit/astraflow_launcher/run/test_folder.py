@@ -44,12 +44,18 @@ def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: P
     assert again.recipe_yaml == first.recipe_yaml == tiny_recipe(f"{key}=3").yaml_text
 
 
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Of each file, when it was written and what is in it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
 def test_a_folder_that_another_launcher_has_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     first = open_run_folder(tiny_recipe(), data_dir=tmp_path)
-    before = {path: path.stat() for path in tmp_path.rglob("*")}
+    before = contents(tmp_path)
     with pytest.raises(ConflictError, match=f"in use by process {os.getpid()} "):
         opened("run.seed=3", data_dir=tmp_path)
-    assert {path: path.stat() for path in tmp_path.rglob("*")} == before
+    assert contents(tmp_path) == before
     first.lock.release()
 
 

@@ -1,9 +1,10 @@
 """Answers that mean the same, answers that do not, and answers that would cost a core for ever."""
 
+import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,6 +16,15 @@ from astraflow_raas.rewards.math_text import is_costly
 from astraflow_raas.rewards.math_verify import MathVerify
 
 DEFAULT = MathVerify()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_else_to_do() -> Iterator[None]:
+    """What other tests left is not collected in the second of an answer."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def graded(gold: str, completion: str, reward: MathVerify = DEFAULT) -> float:

@@ -206,9 +206,9 @@ def test_nothing_needed_is_deleted_and_nothing_else_stays(seed: int, lossy: bool
     play(seed, lossy=lossy, turns=200)
 
 
-@pytest.mark.ci
-@pytest.mark.timeout(900)
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=12)
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
 @given(seed=st.integers(0, 2**32 - 1), lossy=st.booleans())
 def test_nothing_needed_is_deleted_in_many_orders(seed: int, lossy: bool) -> None:
     play(seed, lossy=lossy, turns=500)
