@@ -150,16 +150,19 @@ class Observer:
         self._note_silent()
         self.observation.seconds = self.elapsed_s
         self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
+        self.observation.ends = {
+            child.spec.name: child.last_end for child in self._children if child.restarts
+        }
         self.updated.set()
 
     def _note_silent(self) -> None:
         """Say of those that are alive and silent for how long, in place of what their call said."""
         shown_as = {watched.child.spec.name: watched.name for watched in self._watched}
-        for name in self.observation.silent.keys() - self.child_watch.silent.keys():
-            self.observation.unreachable.pop(shown_as.get(name, name), None)
-        self.observation.silent = dict(self.child_watch.silent)
-        for name in self.observation.silent:
-            self.observation.unreachable[shown_as.get(name, name)] = self.child_watch.told(name)
+        silent = {shown_as.get(name, name): self.child_watch.told(name) for name in self.child_watch.silent}
+        for name in self.observation.silent.keys() - silent.keys():
+            self.observation.unreachable.pop(name, None)
+        self.observation.silent = silent
+        self.observation.unreachable |= silent
 
     async def _guarded(self, name: str, ask: Callable[[], Awaitable[None]]) -> None:
         # A function, not a coroutine: a round that is cancelled before it began would leave that one never awaited.

@@ -37,6 +37,8 @@ class Fault:
     """Roles whose process may be replaced."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of the loop that meets it."""
+    arguments: tuple[str, ...] = ()
+    """Of `astraflow dev` in that loop."""
     in_ci: bool = False
 
 
@@ -71,8 +73,24 @@ _SEEN: dict[str, dict[str, Any]] = {
     "launcher": {"goes_on": True},
 }
 """What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""
+_BETWEEN_S = 15
+"""Longer than nodes wait for a word of their server (`server_silence_s` + 2 s)."""
+_SILENCE_HERE_S = 25
+"""What the launcher waits in the loop that CI has, before it replaces a process."""
 FAULTS = (
-    *(_frozen(role, 5, loop="in turn", in_ci=True) for role in DAEMONS),
+    *(_frozen(role, 5, loop="in turn", in_ci=role not in ("dataflow", "node")) for role in DAEMONS),
+    # In ci in place of 5 s of these two: the same silence, and what follows it.
+    _frozen("dataflow", _BETWEEN_S, loop="in turn", in_ci=True, **_SEEN["dataflow"]),
+    Fault(
+        name="SIGSTOP for good: node",
+        loop="in turn",
+        done=lambda ground: ground.replaced("node"),
+        lasts_s=0.0,
+        restarts=("node", "engine"),
+        arguments=("--max-silence-s", str(_SILENCE_HERE_S)),
+        in_ci=True,
+        **_SEEN["node"],
+    ),
     *(_frozen(role, 30, loop="30 s", restarts=("engine",), **_SEEN[role]) for role in DAEMONS),
     *(
         _frozen(role, 180, loop=f"180 s: {role}", restarts=tuple(DAEMONS[:-1]), **_SEEN[role])

@@ -58,6 +58,14 @@ class Ground:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def replaced(self, role: str) -> Iterator[None]:
+        """A process stands still for good: somebody must kill it and start another one."""
+        first = self.require_pid(role)
+        os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: self.monkey.pid_of(role) not in (None, first), what=f"another {role}")
+        yield
+
     def require_pid(self, role: str) -> int:
         """The living process of a role; waits for one that is being started."""
         wait_for(lambda: self.monkey.pid_of(role), what=f"a living {role}")

@@ -140,9 +140,11 @@ class _Life:
     def meet_all(self, faults: Sequence[Fault]) -> Lived:
         ground = self._ground
         variables = {**ground.variables, "ASTRAFLOW_FAILPOINTS_LOG": str(self._files.hits)}
+        arguments = ["--steps", "100000"]
         for fault in faults:
             variables |= fault.variables
-        with dev(self._folder, "--steps", "100000", variables=variables) as launcher:
+            arguments += fault.arguments
+        with dev(self._folder, *arguments, variables=variables) as launcher:
             ground.monkey.launcher = launcher
             wait_for(
                 lambda: self._files.steps_taken() >= 1 or launcher.poll() is not None,
@@ -156,7 +158,7 @@ class _Life:
         if summary["conservation_error"]:
             found.violations.append(f"conservation error {summary['conservation_error']}")
         ledger = self._files.data_dir / "work" / "trainer-solver" / "ledger.jsonl"
-        audit_ledger(ledger)
+        audit_ledger(ledger, redis_lost_data=any("valkey" in row.restarted for row in rows))
         return Lived(rows, found.violations, found.figures)
 
     def _meet(self, fault: Fault) -> Row:
