@@ -27,6 +27,7 @@ KILLS = (
     ("publish", "weights.publish.uploading=kill@6"),
     ("publish", "weights.publish.before_manifest=kill@6"),
     ("publish", "weights.compaction.parts_uploaded=kill@1"),
+    ("publish", "weights.log_checkpoint.stored=kill@2"),
     ("collect", "weights.collection.tombstoned=kill@1"),
     ("collect", "weights.collection.deleting=kill@3"),
     ("publish", "weights.collection.deleting=kill@2"),
@@ -110,6 +111,7 @@ def check(store: ObjectStore, folder: Path) -> None:
     named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
     assert {info.key for info in store.list(KEYS.parts)} == named
     assert list(store.list(KEYS.intents)) == []
+    assert 1 <= len(list(store.list(KEYS.checkpoints))) <= 3
     mirror = Mirror(folder / "cold")
     mirror.advance(store, log, target=newest)
     assert same_model(mirror.load(), processes.model_of(newest))

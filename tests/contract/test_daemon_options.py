@@ -25,11 +25,10 @@ DAEMONS: dict[str, type[ProcessSettings]] = {
 }
 HIDDEN = {"failpoints", "failpoints_seed", "failpoints_log"}
 # Names that are not the setting's own with dashes: people and scripts use them.
+SERVING = ("dataflow", "raas", "trainer", "environment")
 OTHER_NAMES = {
-    **{
-        (name, "grpc_port"): ["--port", "--grpc-port"]
-        for name in ("dataflow", "raas", "trainer", "environment")
-    },
+    **{(name, "grpc_port"): ["--port", "--grpc-port"] for name in SERVING},
+    **{(name, "http_allowed_hosts"): ["--http-allowed-host"] for name in SERVING},
     ("raas", "engine_args"): ["--engine-arg"],
     ("raas", "environments"): ["--environment"],
     ("environment", "with_"): ["--with"],

@@ -203,6 +203,7 @@ MEDIA_TYPES = ["a/b", "image/" + "x" * 122], ["", "image", "image/" + "x" * 123]
 SLUGS = ["", "a_9", "a" * 64], ["A", "a b", "a" * 65]
 STORES = ["", "file:///a", "s3://bucket/a"], ["http://a", "file://a", "file:///a\n", f"s3://{'a' * 1024}"]
 CODE_PATHS = ["a.py", "data/a b.txt", "a" * 100], ["", ".py", "../a.py", "a/../b", "/a", "a//b", "a" * 101]
+NO_ENTRY = "9" * 20 + "-0"  # beyond the 64 bits of an entry's id in Redis
 READ = versions.StoreRead(kind=versions.STORE_READ_KIND_GET, key="run/solver/latest")
 ROWS = [
     Row(create(), "run.run_id", ["a", "a" * 64, "0-a"], ["", "a" * 65, "-a", "A"]),
@@ -294,9 +295,9 @@ ROWS = [
     Row(request_of(evaluations.GetEvaluationRequest), "page_size"),
     Row(request_of(evaluations.GetEvaluationRequest), "page_token", ["", "0"], ["x"]),
     Row(request_of(admin.ListDeadLettersRequest), "page_size"),
-    Row(request_of(admin.ListDeadLettersRequest), "page_token", ["", "1-0"], ["x", "1"]),
+    Row(request_of(admin.ListDeadLettersRequest), "page_token", ["", "1-0"], ["x", "1", NO_ENTRY]),
     *(
-        Row(request_of(kind), "dead_letter_ids", [["1-0"]], [["x"]], element=lambda i: f"{i + 1}-0")
+        Row(request_of(kind), "dead_letter_ids", [["1-0"]], [["x"], [NO_ENTRY]], element=lambda i: f"{i + 1}-0")
         for kind in (admin.RequeueDeadLettersRequest, admin.PurgeDeadLettersRequest)
     ),
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.environments.remote import EnvironmentUnavailable, RemoteEnvironment
+from support.attack import refusal
 from support.environments import ServedEnvironment, served_environment
 
 pytestmark = pytest.mark.integration
@@ -132,6 +133,22 @@ async def test_a_bad_environment_ends_its_own_session_only(
         await bad.close()
     await good.close()
     await service.until(lambda now: now["workers"]["ready"] == 2)
+
+
+async def test_a_deadline_that_no_worker_keeps_is_refused_and_ends_nothing(client: AsyncClient) -> None:
+    stub = EnvironmentServiceStub(client.channel)
+    task = task_pb2.Task(task_id="t1", data_json=b'{"start": 3}')
+    reset = contract.ResetRequest(session_id=uuid.uuid4().hex, environment="Counter", task=task)
+    await client.call(stub.Reset, reset)
+    step = contract.StepRequest(
+        session_id=reset.session_id, turn=1, action=task_pb2.Message(role="assistant", content="2")
+    )
+    step.deadline_duration.nanos = 1
+    refused = await refusal(stub.Step(step, timeout=20))  # past the client's own check
+    assert refused is not None
+    assert "deadline_duration is 1e-09 s, which must be 1 to 600 s" in refused.message
+    step.ClearField("deadline_duration")
+    assert (await client.call(stub.Step, step)).observation.metrics["sum"] == 5.0
 
 
 async def test_a_reset_waits_until_a_session_is_free(client: AsyncClient) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from astraflow.trainer.v1 import trainer_service_pb2_grpc
 from astraflow_environment.servicer import EnvironmentServicer
 from astraflow_environment.sessions import Sessions
 from astraflow_environment.settings import EnvironmentSettings
+from astraflow_kit.log import configure
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context, GrpcServer
 from astraflow_kit.settings import DaemonSettings
@@ -38,10 +39,21 @@ from support.raas_node import local_node
 pytestmark = pytest.mark.integration
 
 SEED, SERIALLY = 1, 200
+ONE_STORE = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
+"""Once is enough: what is refused is refused before any store."""
 COUNTS = [
     pytest.param(2_000, marks=[pytest.mark.ci, pytest.mark.timeout(600)], id="2000"),
     pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="100000"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path) -> Iterator[Path]:
+    """Written as a daemon writes them: what an attack adds to them is a part of what it costs."""
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        configure("attacked", log_format="json", stream=file)
+        yield path
 
 
 def rpcs(*services: str) -> list[str]:
@@ -105,6 +117,7 @@ async def known_of(world: World) -> tuple[dict[str, object], list[task_service_p
     return known, session
 
 
+@ONE_STORE
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rpc", rpcs(*(f"dataflow.v1.{service}" for service in ATTRIBUTES)))
 async def test_the_dataflow_server_answers_or_refuses_and_refused_calls_change_nothing(
@@ -252,6 +265,7 @@ class Scribbling(TrainerServicer):
         raise InvalidArgumentError("but too late")
 
 
+@ONE_STORE
 @pytest.mark.slow
 async def test_an_attack_finds_a_refused_call_that_writes(redis_url: str) -> None:
     servicer = Scribbling(Progress(), Controls(), run_id=redis_url, policy_id="solver")
@@ -262,6 +276,7 @@ async def test_an_attack_finds_a_refused_call_that_writes(redis_url: str) -> Non
     kept.close()
 
 
+@ONE_STORE
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rpc", rpcs("raas.v1.NodeService"))
 async def test_a_node_answers_or_refuses(world: World, tmp_path: Path, rpc: str, count: int) -> None:

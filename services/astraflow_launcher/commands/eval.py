@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from astraflow.commands import wording
+from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe, load_recipe
 from astraflow_launcher.commands.local_run import (
     AsJson,
@@ -109,12 +110,20 @@ def evaluate(
     options = Options(loaded=loaded, folder=folder, num_nodes=nodes, node_options=of_nodes, timeout_s=timeout)
     with folder.lock:
         summary = conduct(options, console, quiet=quiet)
-        text = to_json(found := _found(summary, run_id=folder.record.run_id))
+        text = to_json(found := _found(summary, run_id=folder.record.run_id, recipe=loaded.recipe))
         folder.summary.write_text(text + "\n")
     if as_json_:
         typer.echo(text)
-    else:
+    elif found["scores"]:
         wording.console().print(_as_table(found))
+    if found["scores"] and not quiet:
+        for policy, model in found["weights"].items():
+            console.print(
+                f"{policy}: {_start_text(model)}", style="dim", highlight=False, markup=False, soft_wrap=True
+            )
+        console.print(
+            f"each sample: {folder.samples}", style="dim", highlight=False, markup=False, soft_wrap=True
+        )
     for line in _troubles(found):
         console.print(line, style="bold red", markup=False, soft_wrap=True)
     if not found["complete"]:
@@ -133,12 +142,17 @@ def _load(
     return load_recipe(recipe, overrides=given, options=names | dict.fromkeys(models, "--weights"))
 
 
-def _found(summary: Summary, *, run_id: str) -> dict[str, Any]:
+def _found(summary: Summary, *, run_id: str, recipe: Recipe) -> dict[str, Any]:
     """The final JSON object."""
     samples = summary.heldout_samples or {"planned": 0, "results": 0, "per_task": 0}
     return {
         "run_id": run_id,
         "complete": 0 < samples["planned"] <= samples["results"],
+        "weights": {
+            name: recipe.policy(name).model.model_dump(mode="json", exclude_none=True)
+            for name in recipe.policies
+            if name not in recipe.snapshots
+        },
         "samples": samples,
         "scores": summary.heldout_scores,
         "metrics": summary.heldout_metrics,
@@ -147,6 +161,14 @@ def _found(summary: Summary, *, run_id: str) -> dict[str, Any]:
         "wall_s": summary.wall_s,
         "data_dir": summary.data_dir,
     }
+
+
+def _start_text(model: dict[str, Any]) -> str:
+    """What a policy started from."""
+    start = model.get("from_version")
+    if start is not None:
+        return f"version {start['version']} (step {start['step']}) of run {start['run']} in {start['store']}"
+    return str(model.get("path") or f"as the recipe begins ({next(iter(model))})")
 
 
 def _as_table(found: dict[str, Any]) -> Table:

@@ -262,7 +262,9 @@ class DevelopmentRun:
         try:
             await self._until(self._training_over, metrics, doing="running")
             await self._stop_trainers()
-            await self._until(self._trainers_ended, metrics, doing="finishing the step")
+            await self._until(
+                self._trainers_ended, metrics, doing="finishing the step" if self._trains else "ending"
+            )
             started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
             has_nodes = Part.RAAS not in self._options.without or started_by_hand
             if self._trains and has_nodes and observer.observation.versions:

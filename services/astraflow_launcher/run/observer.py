@@ -150,6 +150,9 @@ class Observer:
         self._note_silent()
         self.observation.seconds = self.elapsed_s
         self.observation.restarts = {child.spec.name: child.restarts for child in self._children}
+        self.observation.ends = {
+            child.spec.name: child.last_end for child in self._children if child.restarts
+        }
         self.updated.set()
 
     def _note_silent(self) -> None:

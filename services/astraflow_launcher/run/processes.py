@@ -63,6 +63,8 @@ class Child:
         self.spec = spec
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
+        self.last_end = ""
+        """How the process before this one ended, and why where it said so."""
         self.finished = asyncio.Event()
         """Set when the child ended and will not be started again."""
         self.exit_code: int | None = None
@@ -100,6 +102,7 @@ class Child:
                 self._refuse_when_broken()
                 await self._end_companions()
                 self.restarts += 1
+                self.last_end = self._last_end()
                 wait_s = self._backoff_s(lived_s=time.monotonic() - started_s)
                 log.warning("child.restarting", child=self.spec.name, exit_code=self.exit_code, wait_s=wait_s)
                 with contextlib.suppress(TimeoutError):
@@ -157,6 +160,13 @@ class Child:
             if failure is not None:
                 raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
             raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")
+
+    def _last_end(self) -> str:
+        # A killed process says nothing: what stands at the end of its log is older.
+        said = failure_in(self._end_of_log()) if (self.exit_code or 0) > 0 else None
+        return f"status {self.exit_code}" + (
+            f": {': '.join(said)}" if said else f", see {self.spec.log_path}"
+        )
 
     def replace(self) -> None:
         """Kill the process, which is alive and stands still: it is started again as when it dies."""

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer
 
 from astraflow.errors import InvalidArgumentError
@@ -78,9 +80,30 @@ def _models(
     elif folder.exists() or not _HUB_NAME.fullmatch(source):
         raise InvalidArgumentError(
             f"{_OPTION} {source}: neither a model (a folder with config.json, or a hub name like org/model) nor a run "
-            "(a folder with run.json, or the URI of a store with --run)"
+            "(a folder with run.json, or the URI of a store with --run)" + _of_no_policy(recipe, source)
         )
+    else:
+        _require_on_hub(source)
     return {own[0]: json.dumps({"path": source})}
+
+
+def _of_no_policy(recipe: Recipe, source: str) -> str:
+    name, separator, _ = source.partition("=")
+    return f"; nor is {name!r} a policy: the recipe has {', '.join(recipe.policies)}" if separator else ""
+
+
+def _require_on_hub(name: str) -> None:
+    """Raise when the trainer could not get the model, before minutes are spent on starting one."""
+    try:
+        hf_hub_download(name, "config.json")
+    except LocalEntryNotFoundError as error:
+        raise InvalidArgumentError(
+            f"{_OPTION} {name}: neither a folder nor downloaded before, and the hub cannot be reached: {error}"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise InvalidArgumentError(
+            f"{_OPTION} {name}: no folder, and the hub does not give it: {error}"
+        ) from error
 
 
 def _stored(source: str, *, run: str | None) -> tuple[str, str] | None:

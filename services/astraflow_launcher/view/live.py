@@ -35,6 +35,8 @@ __all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline", "tracker_te
 
 _LONG_WAIT_S = 5
 _DAMAGE_SHOWN_STEPS = 100
+_EVALUATION_PERIOD_S = 20
+"""Between two lines about an evaluation that goes on."""
 _SAID_AGAIN_SHARE = 0.25
 """Of a long phase: how much further it must be for another line."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -73,6 +75,8 @@ class LineView(QuietView):
         self._server_shown = False
         self._steps = 0
         self._evaluations: set[tuple[str, str]] = set()
+        self._evaluating: dict[tuple[str, str], float] = {}
+        self._restarts: dict[str, int] = {}
         self._waits: dict[tuple[str, str, str], admin_service_pb2.Wait] = {}
         self._trackers: set[tuple[str, str]] = set()
         self._failures: set[tuple[str, str]] = set()
@@ -95,6 +99,8 @@ class LineView(QuietView):
             if item.complete and key not in self._evaluations:
                 self._evaluations.add(key)
                 self._write(observation, _evaluation_line(item))
+        self._show_evaluating(observation)
+        self._show_restarts(observation)
         self._show_failures(observation)
         self._show_waits(observation)
         self._show_silent(observation)
@@ -102,6 +108,24 @@ class LineView(QuietView):
             if (policy, fault.tracker) not in self._trackers:
                 self._trackers.add((policy, fault.tracker))
                 self._write(observation, f"{policy} tracker {tracker_text(fault)}; training goes on")
+
+    def _show_evaluating(self, observation: Observation) -> None:
+        """Say of an evaluation that takes long how far it is."""
+        now = {(item.policy_id, item.evaluation_id): item for item in observation.evaluating}
+        self._evaluating = {
+            key: self._evaluating.get(key, observation.seconds + _EVALUATION_PERIOD_S) for key in now
+        }
+        for key, item in now.items():
+            if observation.seconds >= self._evaluating[key]:
+                self._evaluating[key] = observation.seconds + _EVALUATION_PERIOD_S
+                self._write(observation, _evaluating_text(item))
+
+    def _show_restarts(self, observation: Observation) -> None:
+        """Say of each child that was started again how it had ended."""
+        for name, count in observation.restarts.items():
+            if count > self._restarts.get(name, 0):
+                self._write(observation, _restart_text(observation, name))
+        self._restarts = dict(observation.restarts)
 
     def _show_failures(self, observation: Observation) -> None:
         """Say each kind of failure when it first happens, and why the server stopped the run."""
@@ -176,6 +200,12 @@ def render(observation: Observation, *, title: str, doing: str) -> RenderableTyp
         for policy in observation.policies() or sorted(observation.trainers)
     ]
     parts += _run_parts(observation)
+    parts += [Text(_evaluating_text(item)) for item in observation.evaluating]
+    parts += [
+        Text(_restart_text(observation, name), style="yellow")
+        for name, count in observation.restarts.items()
+        if count
+    ]
     for policy, fault in observation.tracker_faults:
         parts.append(Text(f"{policy} tracker {tracker_text(fault)}", style="yellow"))
     for name, why in sorted(observation.unreachable.items()):
@@ -286,6 +316,16 @@ def _damage(point: StepPoint) -> str:
     if not num_damaged:
         return ""
     return f"  DAMAGED: {num_damaged} newer checkpoint(s) were put aside, see checkpoint.damaged in the trainer's log"
+
+
+def _evaluating_text(item: admin_service_pb2.Evaluation) -> str:
+    return (
+        f"{item.policy_id} evaluates version {item.version}: {item.num_samples} of {item.num_planned} samples"
+    )
+
+
+def _restart_text(observation: Observation, name: str) -> str:
+    return f"RESTARTED {name} ({observation.restarts[name]}), it ended with {observation.ends.get(name, 'no word')}"
 
 
 def _evaluation_line(item: admin_service_pb2.Evaluation) -> str:

@@ -52,6 +52,8 @@ class Observation:
     """The newest evaluation with its scores, without tasks; read when the run ends."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Restarts of each child process."""
+    ends: dict[str, str] = field(default_factory=dict)
+    """How those that were started again ended last."""
     unreachable: dict[str, str] = field(default_factory=dict)
     """Daemons that did not answer the last question, and why."""
     silent: dict[str, str] = field(default_factory=dict)
@@ -151,6 +153,11 @@ class Observation:
     def num_evaluated(self) -> int:
         """Results of all evaluations so far."""
         return sum(item.num_samples for item in self.status.evaluations) if self.status is not None else 0
+
+    @property
+    def evaluating(self) -> list[admin_service_pb2.Evaluation]:
+        """Evaluations of trained policies that go on."""
+        return [item for item in self.status.evaluations if not item.complete] if self.status else []
 
     def evaluations(self, policy: str) -> list[admin_service_pb2.Evaluation]:
         """Complete evaluations of a policy, oldest first."""

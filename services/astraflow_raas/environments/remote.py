@@ -134,7 +134,7 @@ class RemoteEnvironment:
 
     def _deadline(self) -> Duration:
         deadline = Duration()
-        deadline.FromMilliseconds(max(1, int(self._timeout_s * 1000)))
+        deadline.FromMilliseconds(int(self._timeout_s * 1000))
         return deadline
 
     @property

@@ -44,7 +44,7 @@ class MultiTurnSettings(BaseModel):
     """Actions of an episode."""
     max_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 4096
     """Tokens of an episode: prompt, actions and observations. At most what the engine takes."""
-    turn_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    turn_timeout_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """Seconds the environment may take for a reset or an action."""
     deadline_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """Seconds after which no turn begins, and what was earned counts; 0: only `raas.episode_timeout_s`, which fails."""

@@ -43,7 +43,7 @@ class TwoPlayerSettings(BaseModel):
     """Moves of both players together; then it is a draw."""
     max_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 4096
     """Tokens of one player's trajectory; who has no room left to move has lost."""
-    turn_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    turn_timeout_s: Annotated[float, Field(ge=1, le=600)] = 30.0
     """Seconds the game may take for a reset or a move."""
 
     @model_validator(mode="after")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from astraflow.errors import NotFoundError, RecipeError
+from astraflow.errors import NotFoundError, RecipeError, UnavailableError
 from astraflow.plugins import Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings, StoredVersionSettings
 from astraflow_kit.plugins import make
@@ -47,15 +49,36 @@ def starting_model(
     """Return the directory of the initial model, making it when the cache does not hold it.
 
     `progress` is called with the finished share of a warm start, `access` says how to reach another run's store. Raises
-    PluginError and RecipeError for what the recipe says, OSError when a model cannot be loaded, and as stores do.
+    PluginError and RecipeError for what the recipe says, NotFoundError and UnavailableError for what the hub says,
+    OSError when a model cannot be loaded, and as stores do.
     """
     settings = joined.policy.model
     if settings.from_version is not None:
         return _of_other_run(settings.from_version, cache=cache, access=access)
     if settings.path is not None:
         local = Path(settings.path).expanduser()
-        return local if local.is_dir() else Path(snapshot_download(settings.path))
+        return local if local.is_dir() else _from_the_hub(settings.path)
     return _warm_started(joined, settings, cache=cache, threads=threads, progress=progress)
+
+
+def _from_the_hub(name: str) -> Path:
+    wanted = f"the recipe's model {name} is no folder on this machine"
+    try:
+        return Path(snapshot_download(name))
+    except LocalEntryNotFoundError as error:
+        raise UnavailableError(
+            f"{wanted}, and the hub cannot be reached for it: {error}; look at the name and the network, or download it"
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        kind = (
+            UnavailableError
+            if status == HTTPStatus.TOO_MANY_REQUESTS or (status or 0) >= 500
+            else NotFoundError
+        )
+        raise kind(
+            f"{wanted}, and the hub does not give it: {error}; look at the name, or set HF_TOKEN"
+        ) from error
 
 
 def asset_files(directory: Path) -> list[Path]:

@@ -420,10 +420,13 @@ def _limits(bounds: options_pb2.Bounds, infinite: float) -> tuple[float, float]:
 
 
 def _check_time(bounds: options_pb2.Bounds, time: Duration | Timestamp) -> None:
-    earliest, latest = _SECONDS[time.DESCRIPTOR.full_name]
+    described = time.DESCRIPTOR.full_name
+    earliest, latest = _SECONDS[described]
     if not earliest <= time.seconds <= latest:
         raise _Outside(f"is {time.seconds}", _range(earliest, latest)).within("seconds")
-    if not -_PER_S < time.nanos < _PER_S or time.seconds * time.nanos < 0:
+    # The nanos of a moment count forward whatever its sign, those of a duration have its sign.
+    sign = 1 if described == "google.protobuf.Timestamp" else time.seconds
+    if not -_PER_S < time.nanos < _PER_S or sign * time.nanos < 0:
         raise _Outside(f"is {time.nanos}", "which must be a part of a second, of its sign").within("nanos")
     least, most = _limits(bounds, math.inf)
     seconds = time.seconds + time.nanos / _PER_S

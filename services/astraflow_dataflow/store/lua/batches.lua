@@ -221,9 +221,9 @@ local function acquire(keys, a)
   local P, policy, step, base = keys[1], a.policy, tonumber(a.step), tonumber(a.base)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  note_heard(P, policy)
   local id = call('HGET', K.steps(P, policy), a.step)
   if id then
+    note_heard(P, policy)
     call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
     return { 'bound', id, call('HGET', K.batch(P, id), 'stage') }
   end
@@ -235,6 +235,7 @@ local function acquire(keys, a)
   if step ~= finished + 1 then
     return refuse('INVALID', 'step ' .. step .. ' cannot be bound: the last finished step is ' .. finished .. ', ask for ' .. finished + 1)
   end
+  note_heard(P, policy)
   if call('HGET', K.run(P), 'state') ~= 'active' then return { 'wait', 'run_finished', 'the run takes no more steps' } end
   local whose, last = turn(P)
   if whose and whose ~= policy then
@@ -397,9 +398,9 @@ local function renew_batch(keys, a)
   local P = keys[1]
   local refusal = fenced(P, a.policy, a.epoch)
   if refusal then return refusal end
-  note_heard(P, a.policy)
   local id = call('HGET', K.steps(P, a.policy), a.step)
   if not id then return unbound(P, a.policy, a.step) end
+  note_heard(P, a.policy)
   call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
   return 1
 end

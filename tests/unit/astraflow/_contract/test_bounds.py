@@ -139,6 +139,7 @@ PASSING: list[Message] = [
     runs.JoinRunRequest(node_id="n1", incarnation=LARGEST, max_concurrent_tasks=1),
     batches.AcquireBatchRequest(step=1, wait_duration=Duration(seconds=30)),
     tasks.FailTaskRequest(failure=tasks.LeaseFailure(detail="two\nlines")),
+    admin.RevokeTokenRequest(token={"token_id": "a", "expire_time": Timestamp(seconds=-1, nanos=1)}),
 ]
 
 
@@ -162,6 +163,15 @@ REFUSED: dict[str, Message] = {
     ),
     "RevokeTokenRequest.token.expire_time.seconds is": admin.RevokeTokenRequest(
         token=admin.RevokedToken(token_id="a", expire_time=Timestamp(seconds=2**63 - 1))
+    ),
+    "RevokeTokenRequest.token.expire_time.nanos is -1, which must be a part of a second": admin.RevokeTokenRequest(
+        token=admin.RevokedToken(token_id="a", expire_time=Timestamp(nanos=-1))
+    ),
+    "ResetRequest.deadline_duration is 1e-09 s, which must be 1 to 600 s": environment_service_pb2.ResetRequest(
+        session_id="s", deadline_duration=Duration(nanos=1)
+    ),
+    "PurgeDeadLettersRequest.dead_letter_ids[1] is '18446744073709551616-0'": admin.PurgeDeadLettersRequest(
+        dead_letter_ids=["1-0", f"{2**64}-0"]
     ),
     "PushEpisodeRequest.episode.node_id is 'n\\n1'": pushes.PushEpisodeRequest(
         episode=trajectory_pb2.Episode(task_id="t", node_id="n\n1")

@@ -132,11 +132,19 @@ def test_scores_are_a_table_on_stdout_by_source(run: Run, started: list[Options]
     assert len(started) == 1
 
 
+def test_the_end_says_what_was_scored_and_where_each_sample_is(run: Run, started: list[Options]) -> None:
+    told = run("--tasks", "1", "--data-dir", "data").errors
+    assert "solver: some/model" in told
+    assert f"each sample: {started[0].folder.samples}" in told
+    assert "each sample" not in run("--tasks", "1", "--quiet").errors
+
+
 def test_json_is_one_object_that_stays_in_the_folder(run: Run, started: list[Options]) -> None:
     ended = run("--json", "--tasks", "1", "--data-dir", "data")
     assert (ended.status, ended.json["complete"]) == (0, True)
     assert ended.json["samples"] == {"planned": 2, "results": 2, "per_task": 2}
     assert [score["source"] for score in ended.json["scores"]] == ["", "hard"]
+    assert ended.json["weights"] == {"solver": {"path": "some/model"}}
     assert Path("data/summary.json").read_text() == ended.output
     assert started[0].folder.root == Path("data").resolve()
 

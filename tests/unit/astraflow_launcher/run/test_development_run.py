@@ -164,7 +164,7 @@ async def test_ctrl_c_ends_a_run_of_no_steps_with_what_there_is(scene: Scene) ->
     scene.server.status.state = run_pb2.RUN_STATE_ACTIVE
     scene.interrupt_once_during("running")
     summary = await scene.run(without=ALL_BUT_NODES, overrides=("run.steps=0",))
-    assert scene.view.done == ["running", "finishing the step"]
+    assert scene.view.done == ["running", "ending"]
     assert (scene.server.updates, summary.heldout_last) == ([], 0.5)
 
 

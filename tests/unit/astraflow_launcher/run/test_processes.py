@@ -53,6 +53,7 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: child.running and _pid(child) != first, what="it runs")
         assert child.restarts == 1
+        assert child.last_end == f"status -9, see {child.spec.log_path}"
 
 
 @pytest.mark.parametrize(

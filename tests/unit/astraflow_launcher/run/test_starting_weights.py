@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from astraflow.errors import InvalidArgumentError, RecipeError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import parse_recipe
+from astraflow_launcher.run import starting_weights
 from astraflow_launcher.run.starting_weights import weight_overrides
 from support.published_models import published, read_log
 from support.recipes import TINY, tiny_recipe
@@ -47,8 +48,9 @@ def model(folder: Path, *, rows: int, tokens: Sequence[str] = ("a", "b", "c")) -
     return folder
 
 
-def test_a_folder_or_a_hub_name_is_a_model(tmp_path: Path) -> None:
+def test_a_folder_or_a_hub_name_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model(tmp_path / "model", rows=3)
+    monkeypatch.setattr(starting_weights, "hf_hub_download", lambda name, file: f"{name}/{file}")
     assert asked(str(folder)) == {"policies.solver.model": {"path": str(folder)}}
     assert asked("org/some-model") == {"policies.solver.model": {"path": "org/some-model"}}
 
@@ -89,11 +91,12 @@ def test_the_overrides_are_a_recipe(ran: Path) -> None:
 
 def test_of_several_policies_the_one_is_named(tmp_path: Path) -> None:
     recipe, folder = parse_recipe(TWO).recipe, model(tmp_path / "model", rows=3)
+    other = model(tmp_path / "other", rows=3)
     assert list(asked(f"critic={folder}", recipe=recipe)) == ["policies.critic.model"]
     with pytest.raises(InvalidArgumentError, match="critic, solver have weights of their own; say whose"):
         asked(str(folder), recipe=recipe)
     with pytest.raises(InvalidArgumentError, match="'critic' twice"):
-        asked(f"critic={folder}", "critic=org/model", recipe=recipe)
+        asked(f"critic={folder}", f"critic={other}", recipe=recipe)
 
 
 def test_a_version_that_is_not_there_is_named_with_those_that_are(ran: Path) -> None:
@@ -107,6 +110,16 @@ def test_a_version_that_is_not_there_is_named_with_those_that_are(ran: Path) -> 
 def test_what_is_neither_a_model_nor_a_run_is_refused(tmp_path: Path, weights: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"neither a model .* nor a run"):
         asked(weights.format(tmp=tmp_path))
+
+
+def test_a_model_that_neither_this_machine_nor_the_hub_has_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"org/model: neither a folder nor .* cannot be reached"):
+        asked("org/model")
+
+
+def test_a_policy_that_there_is_not_is_named_with_those_there_are(ran: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="nor is 'solvr' a policy: the recipe has solver"):
+        asked(f"solvr={ran}")
 
 
 def test_a_version_of_no_run_is_refused(tmp_path: Path) -> None:

@@ -77,6 +77,33 @@ def test_lines_tell_each_step_and_evaluation_once() -> None:
     assert [line.split("s  ", 1)[1][:12] for line in lines] == ["running", "solver step ", "solver evalu"]
 
 
+def test_a_long_evaluation_is_told_as_it_goes_on() -> None:
+    view, output, observation = _lines()
+    assert observation.status is not None
+    item = admin.Evaluation(policy_id="solver", evaluation_id="e", version=3, num_planned=90)
+    observation.status.evaluations.append(item)
+    for seconds, done in ((10, 0), (29, 20), (30, 30), (49, 40), (50, 60)):
+        observation.seconds, observation.status.evaluations[0].num_samples = float(seconds), done
+        view.show(observation, doing="running")
+    told = [line.split("s  ", 1)[1] for line in output.getvalue().splitlines() if "evaluates" in line]
+    assert told == [f"solver evaluates version 3: {done} of 90 samples" for done in (30, 60)]
+    assert "60 of 90 samples" in _text(observation)
+
+
+def test_each_restart_of_a_child_is_told_with_how_it_had_ended() -> None:
+    view, output, observation = _lines()
+    for count in (0, 1, 1, 2):
+        observation.restarts, observation.ends = (
+            {"node-1": count},
+            {"node-1": "status 75: UNAVAILABLE, no hub"},
+        )
+        view.show(observation, doing="running")
+    told = [line for line in output.getvalue().splitlines() if "RESTARTED" in line]
+    assert len(told) == 2
+    assert "RESTARTED node-1 (2), it ended with status 75: UNAVAILABLE, no hub" in told[1]
+    assert "RESTARTED node-1 (2)" in _text(observation)
+
+
 def test_an_evaluation_that_the_end_of_a_run_cut_off_has_no_mean() -> None:
     view, output, observation = _lines()
     assert observation.status is not None

@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
-from astraflow.errors import PluginError, RecipeError
+from astraflow.errors import AstraflowError, NotFoundError, PluginError, RecipeError, UnavailableError
 from astraflow.recipe.file import parse_recipe
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import load_causal_lm
+from astraflow_trainer.warm_start import starting_model as module
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from support.scripted_dataflow import RECIPE
 
@@ -88,6 +91,29 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_a_model_folder_is_used_as_it_is(bench: Bench, tmp_path: Path) -> None:
     assert bench.start_from(f" {{path: {tmp_path}}}") == tmp_path
     assert not bench.cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        (None, UnavailableError, "org/model is no folder .* the hub cannot be reached"),
+        (404, NotFoundError, "the hub does not give it: .* look at the name, or set HF_TOKEN"),
+        (401, NotFoundError, "the hub does not give it"),
+        (503, UnavailableError, "the hub does not give it"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_named_and_only_an_outage_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: int | None, kind: type[AstraflowError], said: str
+) -> None:
+    def refuse(name: str) -> str:
+        if answer is None:
+            raise LocalEntryNotFoundError("no connection")
+        request = httpx.Request("GET", f"https://hub/{name}")
+        raise HfHubHTTPError("no", response=httpx.Response(answer, request=request))
+
+    monkeypatch.setattr(module, "snapshot_download", refuse)
+    with pytest.raises(kind, match=said):
+        bench.start_from(" {path: org/model}")
 
 
 def test_assets_are_all_files_a_node_needs_besides_weights(tmp_path: Path) -> None:

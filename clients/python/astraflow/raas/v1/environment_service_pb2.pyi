@@ -140,7 +140,7 @@ class ResetRequest(_message.Message):
 
     @_builtins.property
     def deadline_duration(self) -> _duration_pb2.Duration:
-        """Time the reset may take; default 30 s. Passing it ends the session."""
+        """Time the reset may take; default 30 s. Passing it ends the session and its worker, with all that the worker holds."""
 
     def __init__(
         self,
@@ -220,7 +220,9 @@ class StepRequest(_message.Message):
 
     @_builtins.property
     def deadline_duration(self) -> _duration_pb2.Duration:
-        """Time the action may take; default 30 s. Passing it ends the session: its state is unknown."""
+        """Time the action may take; default 30 s. Passing it ends the session, whose state is unknown, and its worker, with all
+        that the worker holds.
+        """
 
     def __init__(
         self,
