@@ -44,6 +44,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "weights.publish.after_manifest": "the version is committed and not announced",
         "weights.compaction.parts_uploaded": "a merged delta's or snapshot's parts are stored, nothing names them",
         "weights.compaction.visible": "a merged delta or snapshot is offered, nobody has taken it",
+        "weights.log_checkpoint.stored": "a checkpoint of the log is stored, superseded ones are still there",
         "weights.collection.tombstoned": "a round of collection names its parts, nothing is decided",
         "weights.collection.deleting": "an added way or a part is about to be deleted; others may be",
         "weights.mirror.fetched": "all that a version is made of lies in the journal, the mirror is untouched",

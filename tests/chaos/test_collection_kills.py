@@ -1,7 +1,7 @@
 """Collectors beside publishers, in processes, over a folder and over S3: together, and killed in their windows."""
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from support.s3_server import S3Server
 from support.weight_models import POLICY, RUN, same_model
 from support.weight_processes import publish, read_log
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 KEYS = PolicyKeys(RUN, POLICY)
 VERSIONS = 24
@@ -27,10 +27,13 @@ KILLS = (
     ("publish", "weights.publish.uploading=kill@6"),
     ("publish", "weights.publish.before_manifest=kill@6"),
     ("publish", "weights.compaction.parts_uploaded=kill@1"),
+    ("publish", "weights.log_checkpoint.stored=kill@2"),
     ("collect", "weights.collection.tombstoned=kill@1"),
     ("collect", "weights.collection.deleting=kill@3"),
     ("publish", "weights.collection.deleting=kill@2"),
 )
+OVER_S3 = (KILLS[1], KILLS[4])
+"""One publisher, one collector: in ci the windows are walked through over a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(store=store, uri="s3://weights", environment=server.environment)
 
 
+@pytest.mark.ci
 def test_publishers_and_collectors_work_at_the_same_time(place: Place, tmp_path: Path) -> None:
     running = [
         place.start(task, tmp_path, number=1, versions=VERSIONS) for task in ("publish", "collect", "collect")
@@ -66,9 +70,20 @@ def test_publishers_and_collectors_work_at_the_same_time(place: Place, tmp_path:
     check(place.store, tmp_path)
 
 
-def test_whoever_is_killed_in_its_window_is_followed_up_by_the_next(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "kills"),
+    [
+        pytest.param("file", KILLS, marks=pytest.mark.ci),
+        pytest.param("s3", OVER_S3, marks=pytest.mark.ci),
+        pytest.param("s3", KILLS, marks=pytest.mark.soak),
+    ],
+    indirect=["place"],
+)
+def test_whoever_is_killed_in_its_window_is_followed_up_by_the_next(
+    place: Place, tmp_path: Path, kills: Sequence[tuple[str, str]]
+) -> None:
     publish(place.store, epoch=1, versions=VERSIONS // 3, collecting=True)
-    for number, (task, spec) in enumerate(KILLS):
+    for number, (task, spec) in enumerate(kills):
         folder, epoch = tmp_path / str(number), 10 + 10 * number
         folder.mkdir()
         if task == "collect":  # something to collect
@@ -96,6 +111,7 @@ def check(store: ObjectStore, folder: Path) -> None:
     named = {part.key for record in log.records for _, parts in paths_of(record) for part in parts}
     assert {info.key for info in store.list(KEYS.parts)} == named
     assert list(store.list(KEYS.intents)) == []
+    assert 1 <= len(list(store.list(KEYS.checkpoints))) <= 3
     mirror = Mirror(folder / "cold")
     mirror.advance(store, log, target=newest)
     assert same_model(mirror.load(), processes.model_of(newest))

@@ -10,11 +10,17 @@ import pytest
 
 from support.audit import Audit, audit
 from support.chaos import ROLES, Kill, Story, run_kills
-from support.kill_matrix import MATRIX
+from support.kill_matrix import IN_CI, MATRIX
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CELLS = [pytest.param(name, kill, id=f"{name}: {kill}") for name, kills in MATRIX.items() for kill in kills]
+_TIER = {name: pytest.mark.ci if name in IN_CI else pytest.mark.soak for name in MATRIX}
+RUNS = [pytest.param(name, marks=tier) for name, tier in _TIER.items()]
+CELLS = [
+    pytest.param(name, kill, id=f"{name}: {kill}", marks=_TIER[name])
+    for name, kills in MATRIX.items()
+    for kill in kills
+]
 
 
 class Lived(NamedTuple):
@@ -45,8 +51,8 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Lived]:
     return live
 
 
-def test_the_matrix_kills_every_process_in_at_least_thirty_windows() -> None:
-    kills = [kill for run in MATRIX.values() for kill in run]
+def test_ci_kills_every_process_in_at_least_thirty_windows() -> None:
+    kills = [kill for name in IN_CI for kill in MATRIX[name]]
     assert len({(kill.failpoint, kill.victim) for kill in kills}) >= 30
     assert {kill.victim for kill in kills} == set(ROLES)
 
@@ -62,7 +68,7 @@ def test_a_process_killed_in_the_window_comes_back(
     assert story.came_back(death)
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_lost_nothing_is_trained_twice_and_no_version_is_torn(
     lived: Callable[[str], Lived], name: str
 ) -> None:
@@ -72,7 +78,7 @@ def test_nothing_is_lost_nothing_is_trained_twice_and_no_version_is_torn(
     assert run.audit.figures["steps"] == run.story.summary["steps"] > 0
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", RUNS)
 def test_each_step_version_and_evaluation_has_one_line_of_metrics(
     lived: Callable[[str], Lived], name: str
 ) -> None:

@@ -33,7 +33,7 @@ from support.development import wait_for
 from support.published_models import ModelPublisher, new_collector, new_compactor, open_writer, read_log
 from support.weight_models import make_model, same_model, trained
 
-SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100)
+SETTINGS = PublishSettings(snapshot_every_versions=4, snapshot_chain_ratio=100, checkpoint_every_entries=6)
 PINNED = 2
 PATIENCE_S = 300.0
 MANY = 100_000

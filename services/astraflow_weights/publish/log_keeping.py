@@ -4,6 +4,7 @@ Invariant: creates what follows from the log, once, and deletes nothing but its 
 instant it leaves a log that reads the same. The compactor calls it.
 """
 
+from astraflow_kit import failpoints
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
@@ -27,6 +28,7 @@ def keep_log(store: ObjectStore, log: VersionLog, *, every_entries: int) -> None
     key, content = made
     # Whoever else made one of the same entries read the same log.
     store.put_if_absent(key, content)
+    failpoints.hit("weights.log_checkpoint.stored")
     log.checkpointed = log.next_sequence
     own_and_older = sorted(info.key for info in store.list(keys.checkpoints) if info.key <= key)
     for superseded in own_and_older[:-_KEPT]:
