@@ -100,11 +100,25 @@ async def serves(child: Child) -> bool | None:
             )
             await check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and await _is_closed(addresses.grpc):
             return None
-        # Any other answer shows that it moves.
-        return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        # Any answer shows that it moves, a refusal too.
+        return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
+
+
+async def _is_closed(address: str) -> bool:
+    """Whether nobody listens there. The kernel takes connections for a process that stands still."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
 
 
 def _cpu_s(pid: int) -> float:

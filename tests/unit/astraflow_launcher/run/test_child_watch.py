@@ -146,6 +146,9 @@ async def test_a_daemon_serves_while_its_event_loop_answers(
         with socket.create_server(("127.0.0.1", 0)) as listener:
             process.publish(f"127.0.0.1:{listener.getsockname()[1]}")
             assert await serves(process.child) is False, "it takes connections and answers nothing"
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as listener:
+            process.publish(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            assert await serves(process.child) is False, "a call that fails is no closed port"
 
 
 async def test_a_stopped_redis_answers_nothing_though_it_takes_connections(tmp_path: Path) -> None:
