@@ -1,9 +1,9 @@
 """Children that are alive and get nothing done: noticed, named and replaced.
 
-Invariant: a start takes as long as it takes, so a process that has not answered yet counts as silent only while it uses
-no processor time either, and for four times as long; time in which the launcher slept counts for nobody. What is
-replaced is killed first, and all that a child does is fenced by its incarnation, epoch or lease, so nothing of it can
-come late. `development_run` owns the watch.
+Invariant: a start takes as long as it takes, and so does an end, so a process that has not answered yet, or has closed
+its port, counts as silent only while it uses no processor time either, and for four times as long; time in which the
+launcher slept counts for nobody. What is replaced is killed first, and all that a child does is fenced by its
+incarnation, epoch or lease, so nothing of it can come late. `development_run` owns the watch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _START_GRACES, _START_SHOWN_S = 4, 60.0
 SHOWN_S = 5.0
 """A silence that is worth a person's attention."""
 
-Ask = Callable[[Child], Awaitable[bool]]
+Ask = Callable[[Child], Awaitable[bool | None]]
 
 
 class ChildWatch:
@@ -45,7 +45,7 @@ class ChildWatch:
         self._asked: list[tuple[Child, Ask]] = []
 
     def add(self, child: Child, ask: Ask) -> None:
-        """Watch a child: `ask` says whether it does what it is for, and raises nothing."""
+        """Watch a child: `ask` says whether it does what it is for, None when nobody listens; it raises nothing."""
         self._asked.append((child, ask))
 
     async def run(self) -> None:
@@ -60,8 +60,8 @@ class ChildWatch:
             process = child.process
             if process is None or process.pid != pid:
                 pid, num_answers = process.pid if process is not None else 0, 0
-            if child.running and await ask(child):
-                num_answers += 1
+            answered = await ask(child) if child.running else False
+            num_answers = 0 if answered is None else num_answers + answered
             silent_s = silence.look((pid, num_answers, None if num_answers else _cpu_s(pid)))
             self._note(child, silent_s if child.running else 0.0, starts=not num_answers)
             await asyncio.sleep(self._look_s)
@@ -86,11 +86,11 @@ class ChildWatch:
         return f"alive, and has answered nothing for {silent_s:.0f} s{then}"
 
 
-async def serves(child: Child) -> bool:
-    """Whether a daemon's event loop answers the health service."""
+async def serves(child: Child) -> bool | None:
+    """Whether a daemon's event loop answers the health service; None when its port is closed: it starts, or ends."""
     addresses = child.addresses
     if addresses is None:
-        return False
+        return None
     try:
         async with grpc.aio.insecure_channel(addresses.grpc, options=channel_options()) as channel:
             check = channel.unary_unary(
@@ -100,9 +100,25 @@ async def serves(child: Child) -> bool:
             )
             await check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and await _is_closed(addresses.grpc):
+            return None
         # Any answer shows that it moves, a refusal too.
         return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return True
+
+
+async def _is_closed(address: str) -> bool:
+    """Whether nobody listens there. The kernel takes connections for a process that stands still."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
 
 
 def _cpu_s(pid: int) -> float:

@@ -96,10 +96,15 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
 
 
 def _next_incarnation(path: Path) -> int:
-    """Higher than ever before in this folder, and than that of an earlier machine under the same name."""
+    """Higher than ever before in this folder, and than that of an earlier machine under the same name.
+
+    It is written twice: a damaged one that is another number might lie ahead of the time, and outlive its file.
+    """
     counter = path / "incarnation"
     try:
-        last = int(counter.read_bytes())
+        last, again = map(int, counter.read_bytes().split())
+        if last != again:
+            raise ValueError(f"{last} and {again}")
     except FileNotFoundError:
         last = 0
     except ValueError:
@@ -107,7 +112,7 @@ def _next_incarnation(path: Path) -> int:
         last = 0
     number = max(last + 1, int(time.time() * 1000))
     draft = path / ".incarnation"
-    draft.write_text(f"{number}\n")
+    draft.write_text(f"{number} {number}\n")
     draft.replace(counter)
     return number
 

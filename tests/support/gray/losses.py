@@ -32,8 +32,10 @@ class LivingRedis:
         self.kept = files.folder / "redis-kept"
         self._files = files
         self._launcher = launcher
-        for process in files.processes("appendonly"):
-            self._process = process
+        self._process = psutil.Process(dict(files.starts())["redis"])
+        [server] = files.processes("-m astraflow_dataflow")
+        words = server.cmdline()
+        self._address = words[words.index("--redis") + 1]
 
     def empty(self) -> None:
         """FLUSHALL, as by somebody who took it for another one."""
@@ -71,8 +73,7 @@ class LivingRedis:
                 client.client_unpause()
 
     def _client(self) -> "redis.Redis":
-        words = self._process.cmdline()
-        return redis.Redis(port=int(words[words.index("--port") + 1]), socket_timeout=10)
+        return redis.Redis.from_url(self._address, socket_timeout=10)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,10 +28,10 @@ class Answers:
     """Whether the children answer, as the test says."""
 
     def __init__(self) -> None:
-        self.given = True
+        self.given: bool | None = True
         self.asked = 0
 
-    async def __call__(self, child: Child) -> bool:
+    async def __call__(self, child: Child) -> bool | None:
         self.asked += 1
         return self.given
 
@@ -78,6 +79,20 @@ async def test_a_child_that_falls_silent_is_replaced_once_and_the_next_one_has_i
             answers.given = True
 
 
+async def test_a_child_that_has_closed_its_port_ends_in_its_own_time(
+    tmp_path: Path, used: list[float]
+) -> None:
+    answers, watch = Answers(), ChildWatch(grace_s=GRACE_S, look_s=0.02)
+    async with Supervisor(stop_grace_s=1) as supervisor:
+        process = await IdleProcess.start(supervisor, tmp_path, name="trainer-solver")
+        watch.add(process.child, answers)
+        async with watching(watch):
+            await eventually(lambda: answers.asked > 3, what="it has answered")
+            looks, answers.given = len(used), None
+            await eventually(lambda: len(used) > looks + 5 * GRACE_S / 0.02, what="more than a grace")
+            assert (process.child.restarts, watch.silent) == (0, {})
+
+
 async def test_a_child_that_hangs_before_its_first_answer_is_replaced_too(
     tmp_path: Path, used: list[float]
 ) -> None:
@@ -117,14 +132,23 @@ async def test_who_is_not_replaced_is_named_until_it_answers(
             assert process.child.restarts == 0
 
 
-async def test_a_daemon_serves_while_its_event_loop_answers(tmp_path: Path) -> None:
+async def test_a_daemon_serves_while_its_event_loop_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_launcher.run.child_watch._ANSWER_S", 0.3)
     async with Supervisor(stop_grace_s=1) as supervisor, serving(ScriptedNode(tokens=1)) as address:
         process = await IdleProcess.start(supervisor, tmp_path, name="node-1")
-        assert not await serves(process.child), "it has not said where"
+        assert await serves(process.child) is None, "it has not said where"
         process.publish(address)
         assert await serves(process.child), "a daemon without a health service answers that"
         process.publish("127.0.0.1:1")
-        assert not await serves(process.child)
+        assert await serves(process.child) is None, "nobody listens"
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            process.publish(f"127.0.0.1:{listener.getsockname()[1]}")
+            assert await serves(process.child) is False, "it takes connections and answers nothing"
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as listener:
+            process.publish(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            assert await serves(process.child) is False, "a call that fails is no closed port"
 
 
 async def test_a_stopped_redis_answers_nothing_though_it_takes_connections(tmp_path: Path) -> None:
