@@ -58,6 +58,8 @@ async def test_a_fork_begins_with_the_weights_and_the_optimizer_of_its_step(
     shown = await asyncio.to_thread(cli.run, "runs", "show", "forked", "--join", world.address)
     assert line in shown.output
     world.run_id = "forked"
+    origin = (await world.status()).policies[0].origin
+    assert (origin.run_id, origin.policy_id, origin.version, origin.step) == ("run", POLICY, 2, 2)
     trainer = TrainerProcess(world.address, tmp_path, name="forked", run_id="forked")
     async with trainers.recorded(world, trainer, steps=2):
         await trainer.lives(source_work_dir=str(source.work_dir))

@@ -28,6 +28,21 @@ async def test_the_first_failure_is_told_with_its_line_and_how_many_are_like_it(
     assert (await world.why()).dead_letters == (await world.status()).dead_letters
 
 
+async def test_an_evaluation_without_training_is_stopped_as_well(world: World) -> None:
+    counted = "{every_versions: 0, num_samples: 2, final_samples: 3}"
+    await world.create_run(
+        dataset="Counting", evaluation=counted, overrides=("run.steps=0",), max_identical_failures=3
+    )
+    trainer, node = await world.trainer(publish_first=False), await world.node()
+    await trainer.publish(version=0, step=0)
+    node.serving = {"solver": 0}
+    await fail(node, 3)
+    stopped = await world.until(lambda now: now.state == run_pb2.RUN_STATE_FINISHED)
+    assert "3 times in a row" in stopped.stopped_for
+    assert "recipe.py:111" in stopped.stopped_for
+    assert [(item.num_samples, item.complete) for item in stopped.evaluations] == [(0, True)]
+
+
 async def test_a_completed_task_ends_the_row_and_not_the_count(world: World) -> None:
     _, node = await world.started(dataset="Unevaluated")
     await fail(node, 2)

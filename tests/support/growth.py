@@ -20,7 +20,7 @@ from support.development import CHILDREN, RunFiles
 _BLOCKS = 12
 _STUDENT_T = 2.228
 """Quantile 0.975 for as many blocks less the two numbers of a line."""
-_PERIOD_S = 0.5
+_PERIOD_S = 0.25
 _STORE_LOG = "seq"
 
 

@@ -196,15 +196,12 @@ def _troubles(found: dict[str, Any]) -> list[str]:
     """What keeps the scores from being those of every sample; nothing when they are."""
     if found["complete"]:
         return []
-    samples, lines = found["samples"], []
+    samples = found["samples"]
+    results = f"{samples['results']} of {samples['planned']} samples have a result"
     if found["stopped_for"]:
-        lines.append(f"the run was stopped: {found['stopped_for']}")
-    lines += [
+        return [f"the run was stopped: {found['stopped_for']}", f"{results}; logs: {found['data_dir']}/logs"]
+    lines = [
         f"failed {item['count']} times, first {item['task_id']}: {item['reason']}: {item['detail']}"
         for item in found["failures"][:3]
     ]
-    lines.append(
-        f"{samples['results']} of {samples['planned']} samples have a result; go on with --data-dir "
-        f"{found['data_dir']}, or look into its logs"
-    )
-    return lines
+    return [*lines, f"{results}; go on with --data-dir {found['data_dir']}, or look into its logs"]

@@ -23,7 +23,7 @@ from astraflow.plugins import Message, Tool
 from astraflow_raas.policies.continuation import Continuation
 from astraflow_raas.policies.tool_calls import Called, Reader, reader_of
 
-_CACHED_PROMPTS = 4096
+_CACHED_PROMPTS = 256
 
 
 class Tokenizer(Protocol):

@@ -1,6 +1,7 @@
 """`astraflow eval` makes a run of no steps, prints its scores, and says by its status whether they are whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -8,6 +9,7 @@ from typing import Any, TextIO
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2, evaluation_service_pb2
+from astraflow_launcher.commands import eval as eval_command
 from astraflow_launcher.commands import local_run
 from astraflow_launcher.run.development_run import Options
 from astraflow_launcher.view.live import View
@@ -154,6 +156,22 @@ def test_samples_without_a_result_are_status_1_and_said(run: Run, started: list[
     assert ended.status == 1
     assert "3 of 4 samples have a result; go on with --data-dir" in ended.errors
     assert len(started) == 1
+
+
+def test_a_stopped_evaluation_says_why_and_not_to_go_on(
+    run: Run, started: list[Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "tasks failed alike 100 times in a row: KeyError (recipe.py:3); correct it and start a new run"
+    whole = eval_command.conduct
+
+    def conduct(*given: Any, **named: Any) -> Summary:
+        return replace(whole(*given, **named), stopped_for=why)
+
+    monkeypatch.setattr(eval_command, "conduct", conduct)
+    ended = run("--tasks", "2")
+    assert (ended.status, len(started)) == (1, 1)
+    assert f"the run was stopped: {why}" in ended.errors
+    assert "go on with" not in ended.errors
 
 
 def test_a_data_set_without_held_out_tasks_is_refused_before_anything_is_made(
