@@ -61,17 +61,10 @@ class Audit:
             self.violations.append(f"{text}{shown}")
 
 
-def audit(folder: Path, *, redis_lost_data: bool = False) -> Audit:
-    """Compare all records of the ended run below `folder`.
-
-    A Redis that lost its tail sends the trainer back to a checkpoint and may bind other groups to the steps after it
-    (docs/recovery.md), so only then what an older epoch wrote of them counts for nothing.
-    """
+def audit(folder: Path) -> Audit:
+    """Compare all records of the ended run below `folder`."""
     files, found = RunFiles(folder), Audit()
     pushed, ledger = read_pushes(files), files.read_ledger()
-    if redis_lost_data:
-        epochs = {line["step"]: line["epoch"] for line in sorted(ledger, key=lambda line: line["epoch"])}
-        ledger = [line for line in ledger if line["epoch"] == epochs[line["step"]]]
     scratch = folder / "audit"
     census = take_census(files.data_dir / "redis", RUN_ID, POLICY, scratch=scratch)
     trained = _check_steps(found, census, ledger)

@@ -167,13 +167,6 @@ FAULTS = (
         },
     ),
     Fault(
-        name="Redis set back by a moment",
-        loop="in turn",
-        done=Ground.redis_set_back,
-        lasts_s=0.0,
-        restarts=("valkey",),
-    ),
-    Fault(
         name="server's port: requests dropped",
         loop="in turn",
         done=lambda ground: ground.dropped("dataflow", answers=False),

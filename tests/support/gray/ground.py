@@ -141,28 +141,6 @@ class Ground:
             finally:
                 client.client_unpause()
 
-    @contextlib.contextmanager
-    def redis_set_back(self) -> Iterator[None]:
-        """Redis dies and comes back as it was a moment before: what it may lose is lost."""
-        folder, kept = self._mount_point("redis"), self.files.folder / "redis-kept"
-        with self.redis() as client:
-            client.client_pause(60_000, all=False)
-            shutil.copytree(folder, kept)
-            client.client_unpause()
-        taken = self.files.steps_taken()
-        wait_for(lambda: self.files.steps_taken() > taken, what="a step that is lost", period_s=0.01)
-        launcher, pid = self.require_pid("launcher"), self.require_pid("valkey")
-        os.kill(launcher, signal.SIGSTOP)  # it would start Redis again meanwhile
-        try:
-            os.kill(pid, signal.SIGKILL)
-            wait_for(lambda: self.monkey.pid_of("valkey") is None, what="its end", period_s=0.01)
-            shutil.rmtree(folder / "appendonlydir")
-            shutil.copytree(kept, folder, dirs_exist_ok=True)
-        finally:
-            os.kill(launcher, signal.SIGCONT)
-        shutil.rmtree(kept)
-        yield
-
     # ----------------------------------------------------------------- disks
 
     @contextlib.contextmanager

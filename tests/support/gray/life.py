@@ -154,12 +154,11 @@ class _Life:
             rows = [self._meet(fault) for fault in faults]
             ground.monkey.end_in_order()
             summary = finish(launcher, self._folder)
-        lost_data = any("valkey" in row.restarted for row in rows)
-        found = audit(self._folder, redis_lost_data=lost_data)
+        found = audit(self._folder)
         if summary["conservation_error"]:
             found.violations.append(f"conservation error {summary['conservation_error']}")
         ledger = self._files.data_dir / "work" / "trainer-solver" / "ledger.jsonl"
-        audit_ledger(ledger, redis_lost_data=lost_data)
+        audit_ledger(ledger)
         return Lived(rows, found.violations, found.figures)
 
     def _meet(self, fault: Fault) -> Row:
