@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, Connection, RetryPolicy, typed_stream
+from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from astraflow.errors import AstraflowError
@@ -35,6 +36,7 @@ NOW_S = time.time()
 CLAIMS: dict[str, Any] = {"runs": ["mine"], "pools": ["spot"], "policies": ["solver"]}
 NODE = token("node", "rollout", **CLAIMS)
 PUBLIC_PEM = SIGNING_KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+JOIN = "/astraflow.dataflow.v1.RunService/JoinRun"
 RUN = "/astraflow.dataflow.v1.RunService/GetRun"
 PUSH = "/astraflow.dataflow.v1.TrajectoryService/PushEpisode"
 
@@ -223,8 +225,12 @@ OTHERS = {
     "trajectories of another policy": (pushed(policies=("critic",)), DENIED, "policy"),
 }
 WRONG = {
-    "a node id that is a path": (lambda scene: scene.world.node("../../etc/passwd"), INVALID, ""),
-    "an id that breaks lines": (pushed(episode_id="a\nb"), INVALID, ""),
+    # Our own client refuses it.
+    "a node id that is a path": (
+        lambda scene: scene.raw(JOIN, runs.JoinRunRequest(node_id="../../etc/passwd").SerializeToString()),
+        INVALID,
+        "",
+    ),
     "an incarnation that was replaced": (lambda scene: scene.work(hello(incarnation=1)), "FENCED", ""),
     "joining as what was replaced": (lambda scene: scene.world.node("n1", incarnation=1), "FENCED", ""),
     "bytes of something else": (lambda scene: scene.raw(RUN, b"\xff" * 64), INVALID, ""),
@@ -247,6 +253,7 @@ QUARANTINED = {
     "a member that the task has not": (pushed(member=7), "poison"),
     "a body of somebody else": (poisoned(other_body), "poison"),
     "fewer tokens than it says": (poisoned(missing_tokens), "poison"),
+    "an id that breaks lines": (pushed(episode_id="a\nb"), "poison"),
     "an endless reward": (pushed(reward=float("inf")), "poison"),
 }
 
