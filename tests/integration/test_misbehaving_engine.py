@@ -27,7 +27,7 @@ from support.scripted_dataflow import result
 
 pytestmark = pytest.mark.integration
 
-REQUEST_TIMEOUT_S = 1.0
+REQUEST_TIMEOUT_S = 3.0
 
 
 @dataclass

@@ -46,11 +46,9 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         run_id = await self.registry.resolve(request.run_id)
-        life = await self.store.runs.life(run_id)
-        if not (request.state == run_pb2.RUN_STATE_FINISHING and life is Life.FINISHED):
-            wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
-            await self.store.runs.advance(run_id, wanted)
-            await self.durability.barrier()
+        wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
+        await self.store.runs.advance(run_id, wanted)
+        await self.durability.barrier()
         return pb.UpdateRunResponse(run=await self.store.runs.get(run_id))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
