@@ -3,7 +3,8 @@
 Invariant: a log and the `KEPT` older ones beside it (`node-1.log`, `node-1.1.log` the newest of them) take at most
 `MAX_BYTES` each, but for what is written between two looks, and read in that order they are what was written. The file
 that a process has open stays the same one, so whoever inherited it, Redis or a reward's own process too, goes on
-writing into it: it must be open to append. A kill at any point doubles lines at most. Used by who starts processes.
+writing into it: it must be open to append. A kill at any point doubles lines at most. Used by who starts processes, and
+by who goes on with a file of lines that an earlier process of its own wrote.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ MAX_BYTES = 16 * 2**20
 KEPT = 3
 _LOOK_S = 5.0
 _COPIED_BYTES = 2**20
+_LOOKED_AT_BYTES = 2**16
 
 
 async def ended_with_bounded_log(
@@ -65,6 +67,25 @@ def end_of(path: Path, *, num_bytes: int) -> str:
                 log.seek(max(0, size - (num_bytes - len(found))))
                 found = log.read() + found
     return found[-num_bytes:].decode(errors="replace")
+
+
+def drop_cut_line(path: Path) -> int:
+    """Remove the last line of a file of lines where a kill cut it short; returns how many bytes it had."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - _LOOKED_AT_BYTES)
+            file.seek(start)
+            found = file.read(whole - start).rfind(b"\n")
+            if found >= 0:
+                whole = start + found + 1
+                break
+            whole = start
+        if whole < end:
+            file.truncate(whole)
+    return end - whole
 
 
 def older(path: Path, number: int) -> Path:

@@ -260,9 +260,8 @@ class _Guard(grpc.aio.ServerInterceptor):
         """
         if not isinstance(request, bytes):
             return self._each_received(handler, rpc, request)
-        is_large = (
-            len(request) > _LARGE_BYTES
-        )  # read beside the event loop, which millions of elements would hold up
+        # Read beside the event loop, which millions of elements would hold up.
+        is_large = len(request) > _LARGE_BYTES
         read = partial(_read, request, handler, rpc=rpc)
         message = await asyncio.to_thread(read) if is_large else read()
         self._gate.narrow(rpc, message)  # who may not ask learns nothing of what would be right

@@ -117,13 +117,9 @@ def evaluate(
     elif found["scores"]:
         wording.console().print(_as_table(found))
     if found["scores"] and not quiet:
-        for policy, model in found["weights"].items():
-            console.print(
-                f"{policy}: {_start_text(model)}", style="dim", highlight=False, markup=False, soft_wrap=True
-            )
-        console.print(
-            f"each sample: {folder.samples}", style="dim", highlight=False, markup=False, soft_wrap=True
-        )
+        scored = (f"{policy}: {_start_text(model)}" for policy, model in found["weights"].items())
+        for line in (*scored, f"each sample: {folder.samples}"):
+            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     for line in _troubles(found):
         console.print(line, style="bold red", markup=False, soft_wrap=True)
     if not found["complete"]:

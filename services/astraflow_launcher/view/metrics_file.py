@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import drop_cut_line
 from astraflow_launcher.view.observation import Observation, StepPoint
 
 __all__ = ["MetricsFile", "read_lines", "to_json"]
@@ -24,7 +24,6 @@ __all__ = ["MetricsFile", "read_lines", "to_json"]
 log = get_logger(__name__)
 
 _COUNTERS = {"step": "step", "version": "version", "evaluation": "version"}
-_LOOKED_AT_BYTES = 2**16
 _NOT_METRICS = frozenset({"kind", "run_id", "policy", "step", "seconds"})
 
 
@@ -32,7 +31,7 @@ class MetricsFile:
     """Appends what is new in an observation. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, *, run_id: str) -> None:
-        _remove_cut_line(path)
+        drop_cut_line(path)
         self._newest: dict[tuple[str, str], int] = {}
         self._evaluations: set[tuple[object, ...]] = set()
         for line in read_lines(path):
@@ -140,24 +139,6 @@ def _line(content: bytes) -> dict[str, Any]:
     if line["kind"] == "step":
         _point(line)
     return line
-
-
-def _remove_cut_line(path: Path) -> None:
-    """Remove a last line that a kill cut short."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = whole = file.seek(0, os.SEEK_END)
-        while whole:
-            start = max(0, whole - _LOOKED_AT_BYTES)
-            file.seek(start)
-            found = file.read(whole - start).rfind(b"\n")
-            if found >= 0:
-                whole = start + found + 1
-                break
-            whole = start
-        if whole < end:
-            file.truncate(whole)
 
 
 def _point(line: Mapping[str, Any]) -> StepPoint:

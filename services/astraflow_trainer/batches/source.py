@@ -30,7 +30,7 @@ from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
-from astraflow_kit.log_files import older
+from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 
@@ -117,8 +117,8 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._max_bytes = max_bytes
-        if path.exists():
-            _drop_cut_line(path)
+        if num_bytes := drop_cut_line(path):
+            log.warning("ledger.cut_line_dropped", path=str(path), num_bytes=num_bytes)
 
     def append(self, batch: StepBatch, *, epoch: int, stage: str) -> None:
         """Record that `batch` reached `stage`."""
@@ -353,15 +353,6 @@ def _in_background(call: Callable[[], bool], *, period_s: float, name: str) -> I
     finally:
         done.set()
         thread.join()
-
-
-def _drop_cut_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            log.warning("ledger.cut_line_dropped", path=str(path), num_bytes=len(content) - whole)
-            file.truncate(whole)
 
 
 def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> TrainingRow:

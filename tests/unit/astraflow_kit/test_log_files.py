@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from astraflow_kit.log_files import KEPT, end_of, ended_with_bounded_log, older, rotate
+from astraflow_kit.log_files import KEPT, drop_cut_line, end_of, ended_with_bounded_log, older, rotate
 
 
 class Killed(BaseException):
@@ -136,3 +136,16 @@ raise SystemExit(3)
             child.kill()
     assert end_of(log, num_bytes=8) == "the end\n"
     assert not older(log, KEPT + 1).exists()
+
+
+@pytest.mark.parametrize("cut", [b"", b"c", b"c" * 200_000])
+@pytest.mark.parametrize("whole", [b"", b"a\nb\n"])
+def test_a_last_line_that_was_cut_short_goes_however_long(tmp_path: Path, whole: bytes, cut: bytes) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(whole + cut)
+    assert drop_cut_line(path) == len(cut)
+    assert path.read_bytes() == whole
+
+
+def test_a_file_that_is_not_there_has_no_line_to_drop(tmp_path: Path) -> None:
+    assert drop_cut_line(tmp_path / "lines") == 0

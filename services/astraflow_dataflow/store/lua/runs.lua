@@ -28,8 +28,8 @@ end
 local LIFE = { active = 1, finishing = 2, finished = 3 }
 
 -- advance: state. Moves a run on in its life: forward, or back to active, which continues it; what it has behind it changes nothing.
--- Only a run that is finishing becomes finished, so that a server that saw it finishing cannot end one that was continued meanwhile. `stopped_for` is why the server ends it early,
--- or ''. Returns the state it is in now.
+-- Only a run that is finishing becomes finished, so that a server that saw it finishing cannot end one that was continued meanwhile.
+-- `stopped_for` is why the server ends it early, or ''. Returns the state it is in now.
 SIGNATURE.advance = { 'state', 'stopped_for' }
 local function advance(keys, a)
   local P = keys[1]
