@@ -37,7 +37,8 @@ hypothesis.settings.load_profile("test")
 class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
     """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve.
 
-    All tests in containers are among those, so that there is one Docker daemon and one build of the images.
+    All tests in containers are among those, so that there is one Docker daemon and one build of the images. The rpcs
+    of the fuzzer go to whoever is free: in soak each takes minutes.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -47,6 +48,8 @@ class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdis
             "tests/deploy/test_compose",
             "tests/deploy/test_play_kube",
         )
+        if nodeid.startswith("tests/integration/test_hostile_requests"):
+            return nodeid
         return "tests/e2e" if nodeid.startswith(whole_loops) else nodeid.partition("::")[0]
 
 

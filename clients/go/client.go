@@ -44,6 +44,7 @@ type Client struct {
 	Batches      dataflowv1.BatchServiceClient
 	Versions     dataflowv1.VersionServiceClient
 	Evaluations  dataflowv1.EvaluationServiceClient
+	Samples      dataflowv1.SampleServiceClient
 	Admin        dataflowv1.AdminServiceClient
 	// Channel is what the services call through, for rpcs that none of them has.
 	Channel grpc.ClientConnInterface
@@ -174,6 +175,7 @@ func Connect(target string, options ...Option) (*Client, error) {
 		Batches:      dataflowv1.NewBatchServiceClient(calls),
 		Versions:     dataflowv1.NewVersionServiceClient(calls),
 		Evaluations:  dataflowv1.NewEvaluationServiceClient(calls),
+		Samples:      dataflowv1.NewSampleServiceClient(calls),
 		Admin:        dataflowv1.NewAdminServiceClient(calls),
 		Channel:      calls,
 		address:      chosen.join.Address,

@@ -18,6 +18,10 @@ Example: `astraflow dataflow --redis redis://127.0.0.1:6379 --port 7070 --http-p
 
 # `--help` and wrong settings must not wait for grpc and numpy, so each imports the server itself.
 def _run(settings: DataflowServerSettings) -> int:
+    if settings.processes > 1:
+        from astraflow_dataflow import processes
+
+        return processes.run(settings)
     from astraflow_dataflow import server
 
     return server.run(settings)

@@ -12,8 +12,7 @@ from enum import Enum
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.dataflow.v1.batch_pb2 import Batch
-from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
+from astraflow.dataflow.v1.batch_pb2 import Batch, BatchItem
 from astraflow.plugins import Group
 from astraflow.rollout.v1.task_pb2 import Lease
 
@@ -52,14 +51,6 @@ class CompleteTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
-    """What became of a pushed episode, with the task when this completed it and it waits to be settled."""
-
-    result: PushResult
-    completed: CompleteTask | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Offer:
     """What a node gets: leases, why there are not more, and whether another node might get something."""
 
@@ -69,13 +60,23 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What a node can do: `slots` tasks at once, each of which takes `task_s`."""
+
+    node_id: str
+    slots: int
+    task_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a selector wants of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes
-    that it wants others.
+    """What is wanted of `acquire`: `offer` asks for the ready groups, `take` binds the chosen ones, `wait` notes that a
+    selector wants others, `lack` that the batch needs others and what it lacks.
     """
 
     mode: str
     chosen: tuple[str, ...] = ()
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +86,37 @@ class Candidates:
     """
 
     outstanding: int
+    more_come: bool
+    """Whether others are outstanding, or may be leased yet."""
+    lacked_s: float
+    """Time since the step first lacked what its batch needs."""
     groups: tuple[tuple[str, float, bytes], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouteCount:
+    """Groups of one policy that a route took elsewhere: `verdict` is `evaluated_NAME` or `routed_NAME`."""
+
+    verdict: str
+    policy_id: str
+    groups: int
+    trajectories: int
+    reward_sum: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredEvaluation:
-    """One pass over held-out tasks."""
+    """One pass over held-out tasks, or over tasks that came with the request for it."""
 
     evaluation_id: str
     versions: Mapping[str, int]
-    """Of each trained policy."""
+    """Of each trained policy; while it waits, those that were named."""
     planned: int
-    """Samples, `samples_per_task` of each held-out task."""
+    """Samples, `samples_per_task` of each task."""
     samples_per_task: int
     final: bool
     state: str
-    """`open`, `complete` or `given_up`."""
+    """`waiting`, `open`, `complete`, `given_up` or `cancelled`."""
     fed: int
     done: int
     failed: int
@@ -111,11 +127,55 @@ class StoredEvaluation:
     metrics: Mapping[str, tuple[float, int]]
     """Of each episode metric: the sum, and of how many episodes."""
     complete_ms: int
+    create_ms: int = 0
+    requested: bool = False
+    """Somebody asked for it; the others are the recipe's."""
+    has_own_tasks: bool = False
+    reason: str = ""
+    """Why it was given up."""
 
     @property
     def is_scarce(self) -> bool:
-        """Whether it was given up with so few episodes that their mean says nothing."""
-        return self.state == "given_up" and 4 * self.done < self.planned
+        """Whether it was ended with so few episodes that their mean says nothing."""
+        return self.state in ("given_up", "cancelled") and 4 * self.done < self.planned
+
+    @property
+    def task_stem(self) -> str:
+        """What the ids of its tasks begin with: versions and name."""
+        versions = ".".join(map(str, self.versions.values()))
+        return f"{versions}:{self.evaluation_id}" if self.requested else self.evaluation_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveEntry:
+    """Trajectories of one group whose part in the run is over, not in the archive yet."""
+
+    entry_id: str
+    """`<milliseconds>-<number>`, ascending: when they were dropped or released."""
+    policy_id: str
+    step: int
+    """That they were bound to; else the next one of their policy."""
+    reason: str
+    """`trained`, or why they were dropped."""
+    batch_id: str
+    """Empty when they were in none."""
+    items: Sequence[BatchItem]
+    episode_ids: Sequence[str]
+    """Of each item."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveState:
+    """Trajectories of a run on their path to the archive, and why it cannot be written to, if so."""
+
+    waiting: int
+    waiting_bytes: int
+    written: int
+    written_bytes: int
+    given_up: int
+    given_up_ms: int
+    problem: str
+    problem_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +239,10 @@ class PolicyState:
     """The policy whose turn it is to train; empty where all do."""
     turn_ends_step: int = 0
     """The step of that policy that ends its turn."""
+    held: str = ""
+    """What the barrier of the run holds its groups back for: `batch`, `training POLICY STEP`, `ended`; else empty."""
+    lack: str = ""
+    """What the batch needs that the ready groups do not have."""
 
     @property
     def waits_for_turn_of(self) -> str:
@@ -198,6 +262,8 @@ class Audit:
     now_ms: int
     life: Life
     counters: Mapping[str, int]
+    is_whole: bool
+    """Whether what is held was counted in the stored groups; else it is what the counters say."""
     held_assembling: int
     held_ready: int
     held_in_batch: int
@@ -207,7 +273,25 @@ class Audit:
     retries: int
     policies: tuple[PolicyState, ...]
     admitted: int
-    """Training tasks that the windows have room for."""
+    """Training tasks that the windows and the quota have room for."""
+    leases: int = 0
+    max_leases: int = 0
+    """The quota of the run; 0 without one."""
+
+    @property
+    def quota_left(self) -> int | None:
+        """Leases that the quota has room for; None without one."""
+        return max(0, self.max_leases - self.leases) if self.max_leases else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recount:
+    """What counters and stored groups differed by at one moment: all zeros unless there is a defect."""
+
+    drift: Mapping[str, int]
+    """Counter − stored trajectories, by place."""
+    credit: Mapping[str, int]
+    """Outstanding groups − those that stored tasks were charged, by policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +306,22 @@ class Supply:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pending:
+    """What in a run only time changes."""
+
+    life: Life
+    num_open: int
+    """Tasks that were leased and are not settled."""
+    late_batches: frozenset[str]
+    """Batches whose lease is over."""
+    next_late_s: float | None
+    """Time until the lease of another one is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Event:
-    """A wake-up: `topic` is `work`, `run`, `ready <policy>`, `version <policy>`, `node <id>`, or `durable` (of this
-    process alone).
+    """A wake-up: `topic` is `work`, `run`, `due`, `ready <policy>`, `version <policy>`, `node <id>`, or `durable` (of
+    this process alone).
     """
 
     topic: str

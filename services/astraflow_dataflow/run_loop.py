@@ -2,8 +2,8 @@
 
 Expired leases and groups are swept, tasks left behind are settled, data sets are asked for tasks, evaluations
 are planned, fed and given up, and a finishing run is brought to its end. Every action is an idempotent call
-on Redis, so each server process may conduct every run. Event driven, with a sweep at least every half second.
-One per run and process, made by `server`.
+on Redis, so each server process may conduct every run. Event driven, with a sweep every half second while there is
+something that time may end. One per run and process, made by `server`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from astraflow_kit.metrics import Metrics
 log = get_logger(__name__)
 
 SWEEP_S = 0.5
-_SWEEP_LIMIT = 200
+IDLE_S = 30.0
+"""Between looks at a run in which nothing is leased, evaluated or late; whatever begins there is an event."""
+_SWEEP_LIMIT = 64
 _MIN_GAP_S = 0.01
 _RETRY_S = 1.0
 
@@ -58,24 +60,26 @@ class RunLoop:
     patience_s: float
     """Time without progress after which a superseded evaluation is given up."""
     _progress: dict[str, _Progress] = field(default_factory=dict)
-    _late: set[str] = field(default_factory=set)
-    _idle: bool = False
-    """The run is finished: nothing is due until it is continued."""
+    _late: frozenset[str] = frozenset()
+    _finished: bool = False
+    """Nothing is due until the run is continued."""
     _busy: bool = False
     """An evaluation is open or the run is finishing: every wake-up may be the one that moves it."""
     _sweep_at_s: float = 0.0
 
     async def run(self) -> None:
         """Conduct until the task is cancelled."""
-        topics = ["work", "run", *(f"version {policy_id}" for policy_id in self.context.policy_ids)]
+        topics = ["work", "run", "due", *(f"version {policy_id}" for policy_id in self.context.policy_ids)]
         with self.context.wakeups.subscribe(*topics) as news:
             while True:
                 try:
-                    await self._step({event.topic for event in await news.wait(SWEEP_S)})
+                    rest_s = self._sweep_at_s - self.clock.monotonic_s()
+                    await self._step({event.topic for event in await news.wait(rest_s)})
                 except NotFoundError:
                     await self.registry.forget(self.context.run_id)
                     return
                 except AstraflowError as error:
+                    self._sweep_at_s = 0.0
                     log.warning(
                         "run_loop.postponed",
                         run_id=self.context.run_id,
@@ -86,35 +90,44 @@ class RunLoop:
                 await asyncio.sleep(_MIN_GAP_S)
 
     async def _step(self, topics: set[str]) -> None:
-        """Answer a wake-up; `work` comes with every settled group, so alone it costs one call while nothing is due."""
+        """Answer a wake-up; `work` comes with every settled group, so alone it costs one call until the next sweep."""
         now_s = self.clock.monotonic_s()
-        if self._idle and "run" not in topics and now_s < self._sweep_at_s:
+        if "run" in topics:
+            await self.registry.refresh_plugins(self.context)
+        if self._finished and "run" not in topics and now_s < self._sweep_at_s:
             return
         if topics - {"work"} or self._busy or now_s >= self._sweep_at_s:
-            self._sweep_at_s = now_s + SWEEP_S
-            await self.tick()
+            self._sweep_at_s = now_s + await self.tick()
         else:
+            self._sweep_at_s = min(self._sweep_at_s, now_s + SWEEP_S)
             await self._feed_training()
 
-    async def tick(self) -> None:
-        """Do once whatever is due."""
+    async def tick(self) -> float:
+        """Do once whatever is due. Returns for how long nothing is, in seconds, unless there is news."""
         run_id = self.context.run_id
-        await self._sweep()
-        await self.settling.settle_left_behind(self.context)
-        await self._alarm_late_batches()
+        pending = await self.store.batches.pending(run_id)
+        if pending.num_open:
+            await self._sweep()
+            await self.settling.settle_left_behind(self.context)
+        self._alarm(pending.late_batches)
+        released = 0
         for policy_id in self.context.policy_ids:
-            await self.store.batches.release_durable(run_id, policy_id)
-        life = await self.store.runs.life(run_id)
+            released += await self.store.batches.release_durable(run_id, policy_id)
+        life = pending.life
         await self.registry.refresh_versions(self.context)
         if life is not Life.FINISHED:
             await self.snapshots.announce(self.context)
         if life is Life.ACTIVE:
             life = await self._stop_failing()
-        if life is Life.ACTIVE:
-            await self._feed_training()
+        is_fed = life is not Life.ACTIVE or await self._feed_training()
         if life is not Life.FINISHED:
             await self._evaluate(life)
-        self._idle = life is Life.FINISHED
+        self._finished = life is Life.FINISHED
+        is_over = self._finished or not (self._busy or pending.num_open)
+        self.context.is_idle = is_over and is_fed and not (released or pending.late_batches)
+        if not self.context.is_idle:
+            return SWEEP_S
+        return IDLE_S if pending.next_late_s is None else min(IDLE_S, pending.next_late_s)
 
     async def _stop_failing(self) -> Life:
         """End the run when every task fails in the same way; returns its life."""
@@ -128,28 +141,35 @@ class RunLoop:
         return Life.FINISHING
 
     async def _sweep(self) -> None:
-        leases, groups = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)
+        """Give back all that is over, in slices that hold Redis for a moment each."""
+        leases = groups = 0
+        is_full = True
+        while is_full:
+            expired, closed = await self.store.tasks.sweep(self.context.run_id, limit=_SWEEP_LIMIT)
+            leases, groups = leases + expired, groups + closed
+            is_full = max(expired, closed) == _SWEEP_LIMIT
         if leases:
             self.metrics.increment("astraflow_dataflow_leases_expired_total", leases)
             log.info("leases.expired", run_id=self.context.run_id, count=leases)
         if groups:
             log.info("groups.closed", run_id=self.context.run_id, count=groups, reason="deadline")
 
-    async def _feed_training(self) -> None:
+    async def _feed_training(self) -> bool:
+        """Ask for tasks. Returns False when the data set must be asked again though nothing happens."""
         try:
             await self.curation.feed_training(self.context)
         except PluginError as error:
             self._report_plugin(error)
-        else:
-            self.context.plugins.faults.clear("dataset", self.context.recipe.run.dataset.use)
+            return False
+        self.context.plugins.faults.clear("dataset", self.context.recipe.run.dataset.use)
+        return not self.context.skipped
 
     def _report_plugin(self, error: PluginError) -> None:
         name = self.context.recipe.run.dataset.use
         if self.context.plugins.faults.note("dataset", name, error):
             log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
 
-    async def _alarm_late_batches(self) -> None:
-        late = set(await self.store.batches.late(self.context.run_id))
+    def _alarm(self, late: frozenset[str]) -> None:
         for batch_id in late - self._late:
             log.warning(
                 "batch.lease_expired",
@@ -162,10 +182,10 @@ class RunLoop:
         newest, policies = self.context.newest_trained, self.context.trained_policies
         if life is Life.FINISHING and await self.store.runs.stopped_for(self.context.run_id):
             newest = {}  # what fails in every task would fail in the final evaluation, too
-        evaluations = await self.store.evaluations.all(self.context.run_id)
+        evaluations = await self.store.evaluations.current(self.context.run_id)
         # One pass evaluates all policies, so each must have a version.
         if newest and len(newest) == len(policies) and await self._plan(newest, evaluations, life):
-            evaluations = await self.store.evaluations.all(self.context.run_id)
+            evaluations = await self.store.evaluations.current(self.context.run_id)
         self._busy = life is Life.FINISHING or any(item.state == "open" for item in evaluations)
         for item in evaluations:
             if item.state == "open":
@@ -183,6 +203,10 @@ class RunLoop:
         plan: evaluation.Plan | None = evaluation.plan_final(newest, settings=settings)
         if life is not Life.FINISHING and self.context.recipe.trains:
             plan = evaluation.plan_periodic(newest, evaluations, settings=settings)
+            is_due = plan is not None
+            asked = evaluation.next_request(newest, evaluations, is_periodic_due=is_due)
+            if asked is not None:
+                return await self._open(asked)
         if plan is None or not plan.versions:
             return False
         is_new = await self.store.evaluations.plan(
@@ -201,6 +225,15 @@ class RunLoop:
                 final=plan.final,
             )
         return is_new
+
+    async def _open(self, asked: StoredEvaluation) -> bool:
+        """Open the pass that somebody asked for; returns False while another is open."""
+        opened = await self.store.evaluations.open_requested(
+            self.context.run_id, asked.evaluation_id, policies=self.context.trained_policies
+        )
+        if opened:
+            log.info("evaluation.opened", evaluation_id=asked.evaluation_id, num_samples=asked.planned)
+        return opened
 
     async def _advance(self, item: StoredEvaluation, *, newest: Mapping[str, int]) -> None:
         now_s, finished = self.clock.monotonic_s(), item.done + item.failed
@@ -237,7 +270,7 @@ class RunLoop:
         await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT)
         await self.settling.settle_left_behind(self.context, least_age_s=0.0)
         for item in evaluations:
-            if item.state == "open" and not (item.final and newest):
+            if item.state in ("waiting", "open") and not (item.final and newest):
                 await self.store.evaluations.give_up(run_id, item.evaluation_id, reason="run_finished")
         if not newest or evaluation.finals_complete(evaluations, newest=newest):
             log.info("run.finished", run_id=run_id)

@@ -7,7 +7,9 @@ run two over one Redis. Called by `__main__`, and by tests that want a server in
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from astraflow.dataflow.v1 import (
     batch_service_pb2_grpc,
     evaluation_service_pb2_grpc,
     run_service_pb2_grpc,
+    sample_service_pb2_grpc,
     task_service_pb2_grpc,
     trajectory_service_pb2_grpc,
     version_service_pb2_grpc,
@@ -25,6 +28,7 @@ from astraflow.dataflow.v1 import (
 from astraflow.errors import AstraflowError
 from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
+from astraflow_dataflow.episodes.archiving import Archives, Archiving
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
@@ -35,6 +39,7 @@ from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
 from astraflow_dataflow.servicers.evaluation_servicer import EvaluationServicer
 from astraflow_dataflow.servicers.run_servicer import RunServicer
+from astraflow_dataflow.servicers.sample_servicer import SampleServicer
 from astraflow_dataflow.servicers.scaler_servicer import ScalerServicer
 from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
@@ -65,6 +70,7 @@ from astraflow_kit.serve import GrpcServer
 log = get_logger(__name__)
 
 _LOOK_EVERY_S = 10.0
+_LOOK_AT_IDLE_EVERY_S = 60.0
 
 
 @dataclass
@@ -83,6 +89,7 @@ class Dataflow:
     durability: Durability
     grants: StoreGrants
     revoked_tokens: RevokedTokens
+    archives: Archives
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -110,10 +117,11 @@ class Dataflow:
             versions=versions,
             reporting=reporting,
             last_known=LastKnown(registry, reporting),
-            settling=Settling(store, metrics),
+            settling=Settling(store, registry, metrics),
             durability=Durability(connection, settings.durability),
             grants=_grants(settings),
             revoked_tokens=RevokedTokens(connection),
+            archives=Archives.over(settings.store, work_dir=settings.work_dir / "stores"),
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
@@ -123,7 +131,17 @@ class Dataflow:
 
     def start_run_loop(self, context: RunContext) -> None:
         """Start the background work of a run; called once per run and process."""
-        run_loop = RunLoop(
+        run_loop = self.run_loop(context)
+        context.tasks.append(background.start(run_loop.run, name="run_loop", run_id=context.run_id))
+        observing = Observing(context, self.store)
+        context.tasks.append(background.start(observing.run, name="observing", run_id=context.run_id))
+        if context.recipe.dataflow.archive is not None:
+            archiving = Archiving(context, self.store.archive, self.archives, self.metrics)
+            context.tasks.append(background.start(archiving.run, name="archiving", run_id=context.run_id))
+
+    def run_loop(self, context: RunContext) -> RunLoop:
+        """Return what conducts a run; nothing runs yet."""
+        return RunLoop(
             context=context,
             registry=self.registry,
             store=self.store,
@@ -134,10 +152,6 @@ class Dataflow:
             clock=SystemClock(),
             patience_s=self.settings.evaluation_patience_s,
         )
-        context.tasks.append(background.start(run_loop.run, name="run_loop", run_id=context.run_id))
-        if context.plugins.curators:
-            observing = Observing(context, self.store)
-            context.tasks.append(background.start(observing.run, name="observing", run_id=context.run_id))
 
     def forget(self, run_id: str) -> None:
         """A run was deleted: drop what is remembered of it."""
@@ -154,7 +168,9 @@ class Dataflow:
     def registrations(self) -> list[Registration]:
         """The services with their servicers."""
         store, registry, versions, durability = self.store, self.registry, self.versions, self.durability
-        runs = RunServicer(store, registry, versions, durability, self.grants, self.settings.batch_lease_s)
+        runs = RunServicer(
+            store, registry, versions, durability, self.grants, self.archives, self.settings.batch_lease_s
+        )
         leasing, silence_s = Leasing(store, self.metrics), self.settings.node_silence_s
         tasks = TaskServicer(store, registry, leasing, versions, durability, silence_s)
         ingest = Ingest(
@@ -164,7 +180,7 @@ class Dataflow:
             metrics=self.metrics,
             durability=durability,
         )
-        batching = Batching(store, self.settings.batch_lease_s)
+        batching = Batching(store, registry, self.settings.batch_lease_s)
         batches = BatchServicer(store, registry, batching, self.metrics, durability)
         return [
             (run_service_pb2_grpc.add_RunServiceServicer_to_server, runs),
@@ -180,7 +196,11 @@ class Dataflow:
             ),
             (
                 evaluation_service_pb2_grpc.add_EvaluationServiceServicer_to_server,
-                EvaluationServicer(store, registry),
+                EvaluationServicer(store, registry, durability),
+            ),
+            (
+                sample_service_pb2_grpc.add_SampleServiceServicer_to_server,
+                SampleServicer(registry, self.archives),
             ),
             (
                 admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
@@ -228,6 +248,7 @@ class RunKeeper:
         self._dataflow = dataflow
         self._stopped = asyncio.Event()
         self._following: list[asyncio.Task[None]] = []
+        self._looked_s: dict[str, float] = {}
 
     async def start(self) -> None:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
@@ -277,8 +298,13 @@ class RunKeeper:
             await self._look_at(run_id)
 
     async def _look_at(self, run_id: str) -> None:
+        known, now_s = self._dataflow.registry.known(run_id), time.monotonic()
+        if known and known.is_idle and now_s < self._looked_s.get(run_id, -math.inf) + _LOOK_AT_IDLE_EVERY_S:
+            return
+        self._looked_s[run_id] = now_s
         try:
             await self._dataflow.last_known.status(run_id)
+            await self._dataflow.reporting.recount_large(await self._dataflow.registry.get(run_id))
         except AstraflowError as error:
             # One run that cannot be served here (code that is not allowed, say) must not hide the others.
             log.warning("run.not_served", run_id=run_id, reason=error.reason, message=error.message)
@@ -306,6 +332,7 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         settings=settings,
         metrics=dataflow.metrics,
         revoked=dataflow.revoked_tokens.seen,
+        share_port=settings.share_port,
     )
     scaler = dataflow.scaler(ending=life.drain)
 

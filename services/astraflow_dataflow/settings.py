@@ -35,6 +35,12 @@ class DataflowServerSettings(StoreAddress):
     """Run the Python files that come with a recipe (data set, curators, filters, selector). They may do anything this
     user may do.
     """
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Server processes behind the address, each as good as a core. Callers are spread over them by connection; process
+    n has its pages and probes at their ports + n - 1.
+    """
+    share_port: Annotated[bool, CommandOption(hidden=True)] = False
+    """Whether others listen on the port as well; set by the process that starts several."""
     work_dir: Path = Path("~/.cache/astraflow/dataflow")
     """Folder for the code of recipes."""
     batch_lease_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0

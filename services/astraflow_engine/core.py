@@ -102,7 +102,7 @@ class EngineCore:
         self._version = version
         self._clock = clock
         self._adapters: dict[str, Adapter] = {}
-        self._paused = False
+        self.paused = False
         self._num_submitted = 0
         self._totals = Totals()
         self._rate = _TokenRate(clock)
@@ -110,16 +110,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return not self._paused and (self._scheduler.num_waiting > 0 or self._scheduler.num_running > 0)
+        return not self.paused and (self._scheduler.num_waiting > 0 or self._scheduler.num_running > 0)
 
     @property
     def num_live(self) -> int:
         """Requests accepted and not yet returned."""
         return self._scheduler.num_running + self._scheduler.num_waiting
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request. Raises QueueFull, or InvalidRequest when its rid is in progress, or its adapter
@@ -138,7 +134,7 @@ class EngineCore:
         """Let waiting requests in, and advance the running ones by one token unless all that entered have drawn theirs;
         returns those that ended.
         """
-        if self._paused:
+        if self.paused:
             return []
         admitted = self._scheduler.admit()
         completions, all_drawn = self._enter(admitted) if admitted else ([], False)
@@ -161,7 +157,7 @@ class EngineCore:
     def pause(self, mode: PauseMode) -> list[Completion]:
         """Stop drawing tokens until `resume`; new requests are accepted and wait. Pausing twice is
         allowed."""
-        self._paused = True
+        self.paused = True
         if mode is PauseMode.ABORT:
             return self.abort(lambda request: True)
         if mode is PauseMode.RETRACT:
@@ -171,7 +167,7 @@ class EngineCore:
 
     def resume(self) -> None:
         """Draw tokens again. Does nothing when the engine is not paused."""
-        self._paused = False
+        self.paused = False
 
     def swap(self, weights: Weights, *, version: str, flush_cache: bool) -> None:
         """Serve `weights` from the next pass on; tokens drawn before keep the old version's name.
@@ -179,7 +175,7 @@ class EngineCore:
         Prefix reuse ends at every swap. `flush_cache` asks, as SGLang does, that no keys and values survive
         at all: raises CacheInUse when the engine is paused with live requests, and changes nothing then.
         """
-        if flush_cache and self._paused:
+        if flush_cache and self.paused:
             self._refuse_when_live("flush_cache: true")
         failpoints.hit("engine.before_swap")
         for sequence in self._scheduler.live():
@@ -228,7 +224,7 @@ class EngineCore:
                 len(sequence.request.prompt) + len(sequence.tokens)
                 for _, sequence in self._scheduler.running()
             ),
-            paused=self._paused,
+            paused=self.paused,
             weight_version=self._version,
             tokens_per_s=self._rate.tokens_per_s if self.has_work else 0.0,
             **asdict(self._totals),

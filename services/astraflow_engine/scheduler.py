@@ -89,17 +89,13 @@ class SlotScheduler:
         self._limits = limits
         self._waiting: deque[Sequence] = deque()
         self._slots: list[Sequence | None] = [None] * num_slots
-        self._num_running = 0
+        self.num_running = 0
         self._rids: set[str] = set()
         self._held_steps = 0
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
 
     @property
     def extent(self) -> int:
@@ -149,7 +145,7 @@ class SlotScheduler:
         """Put an admitted request into an empty slot."""
         assert self._slots[slot] is None, f"slot {slot} is occupied"
         self._slots[slot] = sequence
-        self._num_running += 1
+        self.num_running += 1
 
     def finish(self, slot: int) -> Sequence:
         """Empty a slot for good and hand its request over."""
@@ -181,7 +177,7 @@ class SlotScheduler:
 
         Tolerates a quarter of holes, since refilling one is free and a move is not.
         """
-        while self._num_running < _DENSITY * self.extent:
+        while self.num_running < _DENSITY * self.extent:
             source, target = self.extent - 1, self._slots.index(None)
             self._slots[target], self._slots[source] = self._slots[source], None
             yield source, target
@@ -212,7 +208,7 @@ class SlotScheduler:
         sequence = self._slots[slot]
         assert sequence is not None, f"slot {slot} is empty"
         self._slots[slot] = None
-        self._num_running -= 1
+        self.num_running -= 1
         return sequence
 
 

@@ -28,8 +28,6 @@ from astraflow_kit.settings import (
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-__all__ = ["daemon_command"]
-
 S = TypeVar("S", bound=ProcessSettings)
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PARSED = (bool, int, float, Path, list[str])

@@ -16,6 +16,8 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "dataflow.bound": "a batch is bound to its step, its manifest is not sealed and the trainer knows nothing",
         "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
         "dataflow.deleted": "a run is marked as deleted, its keys are still there",
+        "dataflow.archive_sealed": "trajectories are about to be written to the archive, nothing of them is there",
+        "dataflow.archive_stored": "trajectories are in the archive, Redis still holds them",
         "dataflow.published": "a version is announced, the trainer has no answer",
         # raas
         "raas.joined": "the server counts on the node, nothing of it runs yet",

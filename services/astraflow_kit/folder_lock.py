@@ -22,8 +22,6 @@ from types import TracebackType
 from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow_kit.log import without_secrets
 
-__all__ = ["FolderLock", "lock_folder"]
-
 _NAME = "lock"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _MAX_COMMAND = 200

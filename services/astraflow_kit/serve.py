@@ -65,7 +65,6 @@ _OPTIONS = (
     # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # else a second daemon on the same port would silently take half of the calls
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -91,11 +90,14 @@ class GrpcServer:
         run_id: str = "",
         revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
+        share_port: bool = False,
     ) -> None:
         """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
-        revoked otherwise than by the settings' file; `port_setting` is what people call the port. Raises SettingsError
-        for keys or certificates that cannot be used.
+        revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
+        other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
         """
+        # Unasked, a second daemon on the same port would silently take half of the calls.
+        self._options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))
         self._registrations = registrations
         self._port_setting = port_setting
         self._settings = settings
@@ -125,7 +127,7 @@ class GrpcServer:
             run_id=self._run_id,
             metrics=self._metrics,
         )
-        self._server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[guard], options=self._options)
         for add, servicer in self._registrations:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

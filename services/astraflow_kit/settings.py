@@ -5,6 +5,7 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 `DaemonSettings` beside the class it configures; `daemon_command` makes its command line of it.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,15 +20,11 @@ from astraflow.connecting.connection import is_loopback
 from astraflow.errors import RequestError
 from astraflow_kit import failpoints
 from astraflow_kit.nearest import did_you_mean, nearest_names
+from astraflow_kit.setting_names import NAMES
 
 ENV_PREFIX = "ASTRAFLOW_"
-# A variable this close to one of ours is a misspelling; one further away belongs to another daemon.
+# A variable this close to a setting is a misspelling; one further away is something else's.
 _MISSPELLING_CUTOFF = 0.85
-# Commands take these from the same variables as daemons that dial do (`join_settings`).
-_OF_CALLERS = (
-    *("join", "join_file", "token_file", "ca_file", "public_ca", "server_name"),
-    *("client_cert_file", "client_key_file", "join_timeout_s", "run_id"),
-)
 
 S = TypeVar("S", bound="ProcessSettings")
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -182,6 +179,16 @@ def read_secret(path: Path) -> str:
     return secret
 
 
+def environment_of(settings: ProcessSettings) -> dict[str, str]:
+    """The environment of another process with these settings, whatever options and variables they came from."""
+    ours = {f"{ENV_PREFIX}{name.upper()}" for name in type(settings).model_fields}
+    given = settings.model_dump(mode="json", exclude_defaults=True)
+    return {name: value for name, value in os.environ.items() if name not in ours} | {
+        f"{ENV_PREFIX}{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in given.items()
+    }
+
+
 def given_up(settings: DaemonSettings) -> str:
     """What a reachable address lacks, and what that lets strangers do; empty when it has TLS and tokens."""
     lacks = []
@@ -194,12 +201,7 @@ def given_up(settings: DaemonSettings) -> str:
 
 def _refuse_misspelt_variables(kind: type[ProcessSettings]) -> None:
     prefix = str(kind.model_config.get("env_prefix", ENV_PREFIX))
-    names = {
-        *kind.model_fields,
-        *_OF_CALLERS,
-        *DaemonSettings.model_fields,
-    }  # the latter may be set for a daemon beside this one
-    known = [f"{prefix}{name}".upper() for name in sorted(names)]
+    known = [f"{prefix}{name}".upper() for name in sorted(NAMES | kind.model_fields.keys())]
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
             close = nearest_names(variable, known, cutoff=_MISSPELLING_CUTOFF)

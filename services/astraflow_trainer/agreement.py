@@ -16,8 +16,6 @@ from astraflow_weights.versions.identity import read_identity, remember_identity
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.standing import Doubt, Known, ServerStanding, compare
 
-__all__ = ["Comparison"]
-
 
 class Comparison:
     """What store and checkpoints know now, to compare a claim with."""

@@ -15,8 +15,6 @@ from typing import TypeVar
 
 from astraflow.errors import AstraflowError, PreconditionError
 
-__all__ = ["PAUSED", "Controls", "Orders", "RateChange"]
-
 PAUSED = "paused"
 Answer = TypeVar("Answer")
 
@@ -29,6 +27,9 @@ class Orders:
 
     stop: bool = False
     checkpoint: bool = False
+    """One that somebody waits for."""
+    checkpoint_due: bool = False
+    """One that nobody waits for."""
     learning_rate: float | None = None
 
 
@@ -47,18 +48,14 @@ class Controls:
         self._changed = threading.Condition()
         self._stop = False
         self._ended = False
-        self._pause_reason: str | None = None
+        self.pause_reason: str | None = None
+        """Why a pause was asked for; None when none is."""
         self._checkpoints: list[Future[int]] = []
         self._checkpoint_due = False
         self._rates: list[tuple[float, Future[RateChange]]] = []
         self._refusal = "the trainer has not begun to train; ask Status what it waits for, then ask again"
         self._last_step = 0
         self._replaying = False
-
-    @property
-    def pause_reason(self) -> str | None:
-        """Why a pause was asked for; None when none is."""
-        return self._pause_reason
 
     def stop_after_step(self) -> int:
         """Ask for an end after the step in hand; returns the last step that will be taken."""
@@ -72,14 +69,14 @@ class Controls:
         with self._changed:
             if self._stop or self._ended:
                 raise PreconditionError("the trainer is stopping; it takes no further step to pause before")
-            self._pause_reason = reason
+            self.pause_reason = reason
             self._changed.notify_all()
             return self._last_step
 
     def resume(self) -> int:
         """End a pause; returns the last step taken."""
         with self._changed:
-            self._pause_reason = None
+            self.pause_reason = None
             self._changed.notify_all()
             return self._last_step
 
@@ -116,7 +113,7 @@ class Controls:
     def begin(self, step: int) -> bool:
         """Take `step` in hand, unless something was asked first: then its batch waits, bound as it is."""
         with self._changed:
-            if self._pause_reason is not None or self._orders() is not None:
+            if self.pause_reason is not None or self._orders() is not None:
                 return False
             self._last_step = step
             return True
@@ -124,25 +121,30 @@ class Controls:
     def interrupts(self) -> bool:
         """Whether waiting for a batch should end because something was asked."""
         with self._changed:
-            return self._pause_reason is not None or self._orders() is not None
+            return self.pause_reason is not None or self._orders() is not None
 
     def take(self, *, waiting: Callable[[str], None]) -> Orders | None:
         """What to do next, None to go on training. Blocks while paused, telling `waiting` why."""
         while True:
             with self._changed:
                 orders = self._orders()
-                if orders is not None or self._pause_reason is None:
+                if orders is not None or self.pause_reason is None:
                     return orders
             waiting(PAUSED)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._pause_reason is None or self._orders() is not None, _PAUSE_POLL_S
+                    lambda: self.pause_reason is None or self._orders() is not None, _PAUSE_POLL_S
                 )
+
+    def checkpoint_begun(self) -> None:
+        """One that was due is under way."""
+        with self._changed:
+            self._checkpoint_due = False
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step`, the last step taken, is durable."""
         with self._changed:
-            asked, self._checkpoints, self._checkpoint_due = self._checkpoints, [], False
+            asked, self._checkpoints = self._checkpoints, []
         _answer(asked, lambda future: future.set_result(step))
 
     def learning_rate_set(self, peak: float, change: RateChange) -> None:
@@ -163,8 +165,12 @@ class Controls:
 
     def _orders(self) -> Orders | None:
         rate = self._rates[0][0] if self._rates and not self._replaying else None
-        checkpoint = bool(self._checkpoints) or self._checkpoint_due
-        orders = Orders(stop=self._stop, checkpoint=checkpoint, learning_rate=rate)
+        orders = Orders(
+            stop=self._stop,
+            checkpoint=bool(self._checkpoints),
+            checkpoint_due=self._checkpoint_due,
+            learning_rate=rate,
+        )
         return None if orders == Orders() else orders
 
     def _require_running(self) -> None:

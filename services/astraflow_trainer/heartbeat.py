@@ -19,8 +19,6 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.controls import PAUSED
 from astraflow_trainer.progress import Phase, Progress, State
 
-__all__ = ["Heartbeat", "Report", "report_of"]
-
 log = get_logger(__name__)
 
 _LOOK_S, _REPEAT_S = 0.25, 2.0

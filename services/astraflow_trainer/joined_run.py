@@ -6,21 +6,28 @@ only when its digest matches. Called once, at start.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from getpass import getuser
 from pathlib import Path
+from socket import gethostname
 
 from astraflow.client import Client
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe_changes import trainer_changes
 from astraflow_kit.awaited_run import ONCE, AwaitedRun
+from astraflow_kit.log import get_logger
+from astraflow_kit.log_files import drop_cut_line
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.recipe_code import install_code
 
-__all__ = ["JoinStopped", "JoinedRun", "find_run", "join_run"]
+log = get_logger(__name__)
 
 _ROLE = "trainer"
 
@@ -39,11 +46,32 @@ class JoinedRun:
     store_uri: str
     source: RecipeSource
     """The recipe's text and own code, for its plug-ins."""
+    changes: tuple[str, ...] = ()
+    """Where `recipe` differs from the one that the run was created with: `key: old → new`."""
 
     @property
     def policy(self) -> ResolvedPolicy:
         """The settings of the policy this trainer trains."""
         return self.recipe.policy(self.policy_id)
+
+    def record_changes(self, folder: Path, *, first_step: int) -> None:
+        """Add to the folder's history what of the run's recipe differs from `first_step` on, who wants it, and when.
+        Nothing is added when it is what differed before.
+        """
+        path = folder / "recipe_changes.jsonl"
+        drop_cut_line(path)
+        lines = path.read_text().splitlines() if path.exists() else []
+        if list(self.changes) == (json.loads(lines[-1])["changes"] if lines else []):
+            return
+        entry = {
+            "time": datetime.now(tz=UTC).isoformat(),
+            "user": f"{getuser()}@{gethostname()}",
+            "first_step": first_step,
+            "changes": self.changes,
+        }
+        with path.open("a") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        log.warning("recipe.changed", first_step=first_step, changes=self.changes)
 
 
 def find_run(
@@ -69,25 +97,44 @@ def find_run(
 
 
 def join_run(
-    run: run_pb2.Run, *, policy_id: str | None, work_dir: Path, allow_recipe_code: bool
+    run: run_pb2.Run,
+    *,
+    policy_id: str | None,
+    work_dir: Path,
+    allow_recipe_code: bool,
+    recipe_file: Path | None = None,
 ) -> JoinedRun:
-    """Read what the run says and choose the policy; the only policy when `policy_id` is None.
+    """Read what the run says and choose the policy; the only policy when `policy_id` is None. With `recipe_file` what
+    only the trainer reads is taken from there.
 
-    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or is damaged.
+    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or is damaged,
+    ConflictError when the file changes more, RecipeError when it holds no recipe.
     """
     source = RecipeSource(
         name=f"recipe of run {run.run_id}",
         text=run.recipe_yaml,
         folder=install_code(run.code, into=work_dir / "recipe", allowed=allow_recipe_code),
     )
-    recipe = parse_recipe(source.text, source=source.name).recipe
+    recipe, changes = parse_recipe(source.text, source=source.name).recipe, list[str]()
+    if recipe_file is not None:
+        source = replace(source, name=str(recipe_file), text=_text_of(recipe_file))
+        changed = parse_recipe(source.text, source=source.name).recipe
+        changes, recipe = trainer_changes(recipe, changed), changed
     return JoinedRun(
         run_id=run.run_id,
         recipe=recipe,
         policy_id=_choose(recipe, policy_id),
         store_uri=run.store_uri,
         source=source,
+        changes=tuple(changes),
     )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--recipe {path} cannot be read: {error}; name a YAML file") from error
 
 
 def _choose(recipe: Recipe, policy_id: str | None) -> str:

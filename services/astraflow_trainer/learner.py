@@ -1,15 +1,17 @@
 """Model, optimizer and checkpoints of one policy, put together from the recipe.
 
 Hands the policy's `trainer` settings to the compute core and offers the loop what `loop.Learner` names.
-FSDP2 over a mesh of the trainer's ranks, gloo; with one rank the layout is the same. Every method is a
-collective but `held`.
+FSDP2 over a mesh of the trainer's ranks, on the device of each; with one rank the layout is the same. Every method is
+a collective but `held`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -18,9 +20,11 @@ from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.lora import adapted
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.model.sharding import Compute, Placement, Recompute, shard
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
+from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
@@ -29,7 +33,8 @@ from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
-__all__ = ["PolicyLearner"]
+if TYPE_CHECKING:
+    import torch
 
 
 class PolicyLearner:
@@ -44,6 +49,8 @@ class PolicyLearner:
         checkpoint_dir: Path,
         group: RankGroup,
         snapshot: Where = "device",
+        recompute: Recompute = "none",
+        offload: bool = False,
         identity: str = "",
         seed: int = 0,
         moved: Callable[[], None] = lambda: None,
@@ -51,17 +58,21 @@ class PolicyLearner:
         """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
         an adapter begins with the numbers of `seed`. `moved` is called at each micro-batch.
 
-        `snapshot` says where the bits of the last version are kept when the model is on a GPU.
+        `snapshot` says where the bits of the last version are kept when the model is on a GPU; `recompute` and
+        `offload` as `Placement` has them.
         """
         self._group, self._ranks, self._moved = group, group.training, moved
-        causal_lm = load_causal_lm(model_dir)
-        if policy.lora is not None:
-            causal_lm = adapted(causal_lm, policy.lora, seed=seed)
-        self._policy = PolicyModel(causal_lm).train()
-        mesh = init_device_mesh("cpu", (group.size,))
-        shard(self._policy, mesh=mesh)
         training = policy.trainer
-        self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh)
+        placement = Placement(
+            compute=_compute(training.compute, group.device), recompute=recompute, offload=offload
+        )
+        mesh = init_device_mesh(group.device.type, (group.size,))
+        if policy.lora is None:
+            self._policy = load_policy(model_dir, mesh=mesh, placement=placement).train()
+        else:
+            self._policy = PolicyModel(adapted(load_causal_lm(model_dir), policy.lora, seed=seed)).train()
+            shard(self._policy.to(group.device), mesh=mesh, placement=placement)
+        self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh, placement=placement)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
@@ -69,6 +80,7 @@ class PolicyLearner:
             algorithm=training.algorithm,
             plugins=plugins,
             tokens_per_microbatch=training.tokens_per_microbatch,
+            gradient_sync=training.gradient_sync,
         )
         self._baselines: dict[str, float] = {}
         self._checkpoints = CheckpointStore(
@@ -157,12 +169,14 @@ class PolicyLearner:
         """Change the peak from the next step on; checkpoints hold it."""
         self._optimizer.set_learning_rate(peak)
 
-    def save(self, *, step: int, version: int) -> None:
-        """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
+    def stage(self, *, step: int, version: int) -> Callable[[], object]:
+        """Copy what a resume after `step` needs; what is returned makes that durable, called once, from any thread. A
+        checkpoint of the step that exists learns the learning rate.
+        """
         staged = self._checkpoints.stage(
             self._optimizer, step=step, version=version, baselines=self._baselines
         )
-        self._checkpoints.write(staged)
+        return partial(self._checkpoints.write, staged)
 
 
 def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | DetectedChanges:
@@ -171,10 +185,17 @@ def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | De
     return copies if copies.held.device.type == "cpu" else DetectedChanges(policy, snapshot=snapshot)
 
 
-def _reference(algorithm: AlgorithmSettings, *, model_dir: Path, mesh: DeviceMesh) -> PolicyModel | None:
+def _compute(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Compute:
+    """On a CPU bf16 costs agreement with the engine and saves no time."""
+    if wanted != "auto":
+        return wanted
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def _reference(
+    algorithm: AlgorithmSettings, *, model_dir: Path, mesh: DeviceMesh, placement: Placement
+) -> PolicyModel | None:
     """The initial model, frozen, where a KL term compares with it."""
     if algorithm.kl is None or algorithm.kl.reference is not KlReference.MODEL:
         return None
-    reference = PolicyModel(load_causal_lm(model_dir)).eval().requires_grad_(requires_grad=False)
-    shard(reference, mesh=mesh)
-    return reference
+    return load_policy(model_dir, mesh=mesh, placement=placement, frozen=True).eval()

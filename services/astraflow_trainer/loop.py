@@ -1,7 +1,7 @@
 """The training loop: acquire, intent, pack and train, ack, publish, checkpoint, mark durable.
 
 Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
-versions behind, a checkpoint is written after the versions of all steps it covers are announced, and a
+versions behind, a checkpoint is written beside it too, after the versions of all steps it covers are announced, and a
 step's payloads are released only after that. After a restart the loop replays the retained batches from the
 checkpoint on, verbatim, and continues. What operators ask is done between two steps. Every rank runs it
 alike; `RankBatches` lets the first one decide. `session` runs it in the training thread.
@@ -10,18 +10,18 @@ alike; `RankBatches` lets the first one decide. `session` runs it in the trainin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from statistics import fmean
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, get_args
 
 from astraflow.errors import PreconditionError, UnavailableError
-from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import Claim, StepBatch
+from astraflow_trainer.checkpoint_worker import CheckpointWorker
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
 from astraflow_trainer.publish.publishing import PUBLISH, ModelBytes, PublishWorker
@@ -29,39 +29,34 @@ from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
 
 log = get_logger(__name__)
 
-__all__ = ["Learner", "LoopSettings", "TrainingLoop"]
+
+_Blocking: TypeAlias = Literal["publish_copy_s", "publish_wait_s", "checkpoint_copy_s", "checkpoint_wait_s"]
+"""Copying, or waiting until enough versions are published or until the checkpoint before is written."""
 
 
 @dataclass
 class _Blocked:
-    """How long publishing held up the training thread since the record of the last step."""
+    """How long publishing and checkpoints held up the training thread since the record of the last step."""
 
-    copy_s: float = 0.0
-    """Copying the weights."""
-    wait_s: float = 0.0
-    """Waiting until enough versions are published."""
+    by_s: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
+    def by(self, what: _Blocking) -> Iterator[None]:
         started = time.monotonic()
         yield
-        self.copy_s += time.monotonic() - started
+        self.by_s[what] += time.monotonic() - started
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.wait_s += time.monotonic() - started
+    def __post_init__(self) -> None:
+        self.taken()
 
     def taken(self) -> dict[str, float]:
         """The figures of a step; counting begins anew."""
-        copy_s, wait_s = self.copy_s, self.wait_s
-        self.copy_s = self.wait_s = 0.0
-        return {
-            "publish_blocked_s": copy_s + wait_s,
-            "publish_copy_s": copy_s,
-            "publish_wait_s": wait_s,
+        by_s, self.by_s = self.by_s, dict.fromkeys(get_args(_Blocking), 0.0)
+        totals = {
+            f"{path}_blocked_s": sum(held_s for what, held_s in by_s.items() if what.startswith(path))
+            for path in ("publish", "checkpoint")
         }
+        return by_s | totals
 
 
 class Learner(Protocol):
@@ -73,8 +68,10 @@ class Learner(Protocol):
     def published_bytes(self) -> ModelBytes:
         """Return a copy of this rank's weights as they are published; it does not change until released."""
 
-    def save(self, *, step: int, version: int) -> None:
-        """Write a durable checkpoint that resumes after `step`; one that exists learns the learning rate."""
+    def stage(self, *, step: int, version: int) -> Callable[[], object]:
+        """Copy what a resume after `step` needs; what is returned makes that durable, in another thread. A checkpoint
+        of the step that exists learns the learning rate.
+        """
 
     @property
     def learning_rate(self) -> float:
@@ -123,6 +120,7 @@ class TrainingLoop:
         self._published: Mapping[int, int] = {}
         self._newest = 0
         self._blocked = _Blocked()
+        self._checkpoints = CheckpointWorker(publisher, durable=self._durable)
         self._num_damaged = 0
         self._saved_s = 0.0
         """When the newest checkpoint was made, by the monotonic clock."""
@@ -130,7 +128,8 @@ class TrainingLoop:
     def run(self, settings: LoopSettings) -> None:
         """Train to the last step, or until stopped; returns when everything is published and checkpointed."""
         try:
-            step = self._run(settings)
+            with self._checkpoints:
+                step = self._run(settings)
         except BaseException as error:
             self._controls.ended(UnavailableError(f"the trainer is ending: {error}"))
             raise
@@ -162,8 +161,9 @@ class TrainingLoop:
             version = version if taken.version is None else taken.version
             self._progress.stepped(taken)
             if step % settings.checkpoint_every_steps == 0:
-                saved = self._checkpoint(step, version=version)
+                saved = self._begin_checkpoint(step, version=version)
         self._progress.ended(Phase.STOPPING)
+        self._checkpoints.wait(waiting=self._say_what_fails)
         if step > saved:
             self._checkpoint(step, version=version)
         # Nobody else would announce the last version again to a server that forgot it.
@@ -175,6 +175,8 @@ class TrainingLoop:
 
     def _obey(self, orders: Orders, *, step: int, version: int) -> int:
         """Set the learning rate, if one was asked for, and make a checkpoint that holds it."""
+        if orders.checkpoint_due and not orders.checkpoint and orders.learning_rate is None:
+            return self._begin_checkpoint(step, version=version)
         previous = self._learner.learning_rate
         if orders.learning_rate is not None:
             self._learner.set_learning_rate(orders.learning_rate)
@@ -192,7 +194,7 @@ class TrainingLoop:
         newest_step = max(self._published, default=0)
         if batch.finished_before and batch.bound.step < newest_step and batch.bound.step in self._published:
             return self._published[batch.bound.step]
-        with self._blocked.copying(), self._progress.computing():
+        with self._blocked.by("publish_copy_s"), self._progress.computing():
             model = self._learner.published_bytes()
         self._publisher.submit(batch.bound.step, model)
         if batch.bound.step > newest_step:
@@ -200,7 +202,7 @@ class TrainingLoop:
             return self._newest
         # Equal bytes have their number already; others (a GPU's rounding, other groups after Redis lost the
         # batch) get the next one.
-        with self._blocked.waiting():
+        with self._blocked.by("publish_wait_s"):
             self._publisher.wait_until_done(waiting=self._say_what_fails)
         number = self._progress.state.version or 0
         self._newest = max(self._newest, number)
@@ -219,8 +221,9 @@ class TrainingLoop:
     def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         started = time.monotonic()
+        self._checkpoints.raise_failure()
         self._progress.waiting(PUBLISH)
-        with self._blocked.waiting():
+        with self._blocked.by("publish_wait_s"):
             self._publisher.wait_for_room(waiting=lambda: self._progress.waiting(self._publisher.waits_for))
         self._progress.waiting("batch")
         batch = self._source.acquire(
@@ -258,21 +261,29 @@ class TrainingLoop:
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
-        """Checkpoint, and let the server release what it covers.
+        """Checkpoint, and return when the server may release what it covers."""
+        self._begin_checkpoint(step, version=version)
+        with self._blocked.by("checkpoint_wait_s"):
+            self._checkpoints.wait(waiting=self._say_what_fails)
+        self._controls.checkpointed(step)
+        return step
 
-        Everything before is published first: a version that only a lost process had in memory could never be made
-        again from a checkpoint of a later step.
-        """
-        with self._blocked.waiting():
-            self._publisher.wait_until_done(waiting=self._say_what_fails)
-        self._learner.save(step=step, version=version)
-        failpoints.hit("trainer.checkpoint_written")
+    def _begin_checkpoint(self, step: int, *, version: int) -> int:
+        """Copy what a checkpoint holds, once the one before is written; the rest is done beside the next steps."""
+        with self._blocked.by("checkpoint_wait_s"):
+            self._checkpoints.wait(waiting=self._say_what_fails)
+        with self._blocked.by("checkpoint_copy_s"), self._progress.computing():
+            write = self._learner.stage(step=step, version=version)
+        self._checkpoints.submit(step, version=version, write=write)
+        self._controls.checkpoint_begun()
+        self._saved_s = time.monotonic()
+        return step
+
+    def _durable(self, step: int, version: int) -> None:
+        """A checkpoint is written: let the server release what it covers. Called in the worker's thread."""
         self._source.mark_durable(step)
         log.info("checkpoint.durable", step=step, version=version)
         self._progress.durable(step)
-        self._controls.checkpointed(step)
-        self._saved_s = time.monotonic()
-        return step
 
 
 def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
@@ -280,12 +291,14 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
     staleness = batch.staleness()
     named = {
         "reward_mean": metrics.reward_mean,
+        "overlong_penalty_mean": metrics.overlong_penalty_mean,
         "grad_norm": metrics.gradient_norm,
         "learning_rate": metrics.learning_rate,
         "clip_low": metrics.clip_low,
         "clip_high": metrics.clip_high,
         "num_trajectories": float(metrics.num_rows),
         "num_trained_trajectories": float(metrics.num_trained_rows),
+        "num_left_out_trajectories": float(metrics.num_left_out),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         **batch.completions(),

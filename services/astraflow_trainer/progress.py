@@ -18,8 +18,6 @@ from enum import Enum
 
 from astraflow_trainer.controls import PAUSED
 
-__all__ = ["KEPT_RECORDS", "Phase", "Progress", "State", "StepRecord"]
-
 KEPT_RECORDS = 256
 
 
@@ -122,8 +120,9 @@ class Progress:
     _records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=KEPT_RECORDS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clock: _Clock = field(default_factory=_Clock)
-    _moves: int = 0
-    _computing: int | None = None
+    num_moves: int = 0
+    """Grows whenever the thread that computes gets on."""
+    computing_thread: int | None = None
     """Thread that computes now, which then moves again and again."""
     _wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=set)
 
@@ -166,25 +165,15 @@ class Progress:
     def computing(self) -> Iterator[None]:
         """In the block this thread waits for nobody but the other ranks, and says `moved` again and again."""
         self.moved()
-        self._computing = threading.get_ident()
+        self.computing_thread = threading.get_ident()
         try:
             yield
         finally:
-            self._computing = None
+            self.computing_thread = None
 
     def moved(self) -> None:
         """A micro-batch is begun; called by the training thread alone."""
-        self._moves += 1
-
-    @property
-    def computing_thread(self) -> int | None:
-        """The thread that computes now; None when none does."""
-        return self._computing
-
-    @property
-    def num_moves(self) -> int:
-        """Grows whenever the thread that computes gets on."""
-        return self._moves
+        self.num_moves += 1
 
     def hangs(self, where: str) -> None:
         """Say what the training thread stands still in; empty once it moves. Called by the event loop."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -40,6 +41,7 @@ from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.publish.publishing import STORE_RETRY_S
+from astraflow_trainer.ranks.device import training_device
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
@@ -52,8 +54,6 @@ from astraflow_weights.errors import StoreFull, StoreMissing, StoreReadOnly
 from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.store.probing import probe_create_only
 from astraflow_weights.versions.log import VersionLog
-
-__all__ = ["check", "run"]
 
 _LOST_RANK_GRACE_S = 5.0
 _PATIENCE_SHARE = 0.25
@@ -240,7 +240,10 @@ class _Training:
 
 
 def _meet(rank: RankSettings, settings: TrainerSettings) -> RankGroup:
-    return join_rank_group(rank, timeout_s=settings.rank_timeout_s, silence_s=settings.rank_silence_s)
+    device = training_device(settings.device, local_rank=rank.local_rank or 0)
+    return join_rank_group(
+        rank, timeout_s=settings.rank_timeout_s, silence_s=settings.rank_silence_s, device=device
+    )
 
 
 def _client(settings: TrainerSettings) -> Client:
@@ -264,6 +267,7 @@ def _joined(run: run_pb2.Run, settings: TrainerSettings, *, folder: Path) -> Joi
         policy_id=settings.policy,
         work_dir=folder,
         allow_recipe_code=settings.allow_recipe_code,
+        recipe_file=settings.recipe,
     )
 
 
@@ -340,6 +344,6 @@ def _observe(
         metrics.increment(
             "astraflow_trainer_damaged_checkpoints_total", record.metrics["damaged_checkpoints"]
         )
-    for cause in ("copy", "wait"):
-        blocked_s = record.metrics[f"publish_{cause}_s"]
-        metrics.observe("astraflow_trainer_publish_blocked_seconds", blocked_s, cause=cause)
+    for path, cause in itertools.product(("publish", "checkpoint"), ("copy", "wait")):
+        blocked_s = record.metrics[f"{path}_{cause}_s"]
+        metrics.observe(f"astraflow_trainer_{path}_blocked_seconds", blocked_s, cause=cause)

@@ -16,8 +16,6 @@ from astraflow_trainer.trackers.feed import TrackerFeed
 if TYPE_CHECKING:
     import grpc.aio
 
-__all__ = ["TrainerServicer"]
-
 _WATCH_POLL_S = 5.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

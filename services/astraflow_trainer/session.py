@@ -41,21 +41,20 @@ from astraflow_trainer.model.lora import write_adapter_config
 from astraflow_trainer.model.resuming import Start, take_up
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
-from astraflow_trainer.publish.publishing import Announcer, PublishWorker
+from astraflow_trainer.publish.publishing import PublishWorker
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
 from astraflow_weights.errors import Fenced, StateInDoubt
 from astraflow_weights.publish.agreement import on_first_rank
+from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.versions.log import VersionLog
 
 log = get_logger(__name__)
-
-__all__ = ["TrainingSession", "own_folder"]
 
 
 class TrainingSession:
@@ -78,9 +77,8 @@ class TrainingSession:
         self._heartbeat = heartbeat
         self._client = client
         self._joined = joined
-        self._plugins = StepPlugins.made(
-            joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages
-        )
+        algorithm, roles = joined.policy.trainer.algorithm, joined.policy.advantages
+        self._plugins = StepPlugins.made(algorithm, source=joined.source, roles=roles)
         self._progress = progress
         self._controls = controls
         self._store = store
@@ -98,6 +96,7 @@ class TrainingSession:
             # Of this process alone, also where every restart has the same host name and process id.
             trainer_id=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
             ledger=Ledger(own_folder(settings, group.index) / "ledger.jsonl"),
+            settings=joined.policy.batches,
         )
 
     def run(self) -> None:
@@ -203,6 +202,8 @@ class TrainingSession:
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
+            recompute=self._settings.activation_checkpointing,
+            offload=self._settings.offload,
             identity=claim.identity,
             seed=self._joined.recipe.run.seed,
             moved=self._progress.moved,
@@ -230,10 +231,11 @@ class TrainingSession:
             _begin_as_forked(learner, policy=self._joined.policy, source_dir=self._settings.source_work_dir)
         if start.went_back:
             # Before anything is trained or published: from now on this is where a restart goes on.
-            learner.save(step=start.step, version=start.version)
+            learner.stage(step=start.step, version=start.version)()
             failpoints.hit("trainer.checkpoint_written")
             if self._is_first:
                 self._source.mark_durable(start.step)
+        self._joined.record_changes(own_folder(self._settings, self._group.index), first_step=start.step + 1)
         self._progress.claimed(epoch=claim.epoch, step=start.step, version=claim.version)
         log.info("policy.claimed", epoch=claim.epoch, step=start.step, version=start.version)
         self._train_from(start, learner=learner, claim=claim, publisher=publisher)
@@ -302,12 +304,10 @@ class TrainingSession:
 
     def _announcer(self, claim: Claim) -> Announcer | None:
         """The first rank's; it announces for all."""
+        if not self._is_first:
+            return None
         run_id, policy_id = self._joined.run_id, self._joined.policy_id
-        return (
-            Announcer(self._client, run_id=run_id, policy_id=policy_id, epoch=claim.epoch)
-            if self._is_first
-            else None
-        )
+        return Announcer(self._client, run_id=run_id, policy_id=policy_id, epoch=claim.epoch)
 
     def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
         """Step to the newest version that it published, on every rank."""
@@ -334,9 +334,8 @@ class TrainingSession:
         """The first rank makes it, which may take minutes; the others wait for it."""
         path = self._joined.policy.model.path
         if path is not None:
-            self._progress.starting(
-                "model_loading", detail=f"reads {path}, from the hub where it is not a folder"
-            )
+            detail = f"reads {path}, from the hub where it is not a folder"
+            self._progress.starting("model_loading", detail=detail)
         else:
             self._warm_start(0.0)
         if not self._is_first:

@@ -17,8 +17,6 @@ from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.settings import CommandOption, SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
 
-__all__ = ["RankSettings", "TrainerSettings", "load_rank_settings"]
-
 
 class TrainerSettings(JoinSettings, StoreAccess):
     """What a trainer can be told. Only `join` or `join_file` is required."""
@@ -29,6 +27,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
     """Policy to train; unset means the only one."""
     steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Last step to take, to continue a run beyond its recipe or to end early; 0 takes the recipe's run.steps."""
+    recipe: Path | None = None
+    """YAML file of the run's recipe with other settings of what only the trainer reads, to train by from the next step
+    on; `WORK_DIR/recipe_changes.jsonl` keeps what differs, who started it so, and from which step."""
     accept_data_loss: bool = False
     """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
     Redis had is given up. Take it away again once it has trained on."""
@@ -41,6 +42,13 @@ class TrainerSettings(JoinSettings, StoreAccess):
     """Folder for warm starts, which runs may share; unset keeps them in the work folder."""
     allow_recipe_code: bool = False
     """Import the Python files that come with the recipe. They may do anything this user may do."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What this rank computes on: `auto` is the GPU that LOCAL_RANK counts to where there is one, else the CPU."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What of a decoder layer the backward pass computes again instead of keeping it: nothing, all but matrix products
+    and attention, everything. Saves memory, costs time, changes no bit of a step."""
+    offload: bool = False
+    """Keep masters, moments and gradients in host memory, from where weights cross to the GPU layer by layer."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """torch threads of a training step."""
     warm_start_threads: Annotated[int, Field(ge=0, le=1024)] = 0

@@ -20,8 +20,6 @@ from astraflow_trainer.progress import Progress
 
 log = get_logger(__name__)
 
-__all__ = ["stalled"]
-
 _SHOWN_SHARE = 0.5
 
 

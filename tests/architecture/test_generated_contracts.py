@@ -50,3 +50,11 @@ def test_an_edited_and_an_orphaned_file_are_named(generated: Path) -> None:
 def test_only_versioned_packages_hold_generated_code() -> None:
     generated = [path for path in CLIENT_ROOT.rglob("*_pb2*.py*") if path.suffix in (".py", ".pyi")]
     assert [str(path) for path in generated if path.parent.name != "v1"] == []
+
+
+def test_the_typescript_client_exports_every_contract_of_the_dataflow_server() -> None:
+    source = REPOSITORY / "clients" / "typescript" / "src"
+    exports = (source / "dataflow.ts").read_text()
+    contracts = sorted((source / "gen/astraflow/dataflow/v1").glob("*_pb.ts"))
+    assert contracts
+    assert [path.stem for path in contracts if f"/{path.stem}.js" not in exports] == []

@@ -73,7 +73,7 @@ def test_a_look_up_resolves_by_the_room_tables(row: re.Match[str]) -> None:
 def defined(path: Path) -> set[str]:
     """Names of the functions, classes and constants that a module defines."""
     if path.suffix == ".lua":
-        return set(re.findall(r"^local function (\w+)", path.read_text(), re.M))
+        return set(re.findall(r"^(?:local function |function F\.)(\w+)", path.read_text(), re.M))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     tree = ast.parse(path.read_text())
     names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}

@@ -22,7 +22,7 @@ PROGRAMS = ("astraflow_bench.study", "astraflow_engine.changed_loader")
 # Called by a library by these names, never by us.
 CALLED_BY_LIBRARIES = {
     "get_credentials_async",
-    "list_commands", "resolve_command", "capture_signals", "intercept_service",
+    "list_commands", "resolve_command", "seekable", "capture_signals", "intercept_service",
     "add_generic_rpc_handlers", "add_registered_method_handlers",
 }  # fmt: skip
 # What a version log saw and passed over; a census of the store checks that it is right.

@@ -35,6 +35,7 @@ ATTRIBUTES = {
     "BatchService": "batches",
     "EvaluationService": "evaluations",
     "RunService": "runs",
+    "SampleService": "samples",
     "TaskService": "tasks",
     "TrajectoryService": "trajectories",
     "VersionService": "versions",

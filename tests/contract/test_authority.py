@@ -177,7 +177,8 @@ async def refusal_of(
     for *holders, field in fields_of(method.input_type, "run_id"):
         holder: Any = request
         for inner in holders:
-            holder = getattr(holder, inner.name)
+            held = getattr(holder, inner.name)
+            holder = held.add() if inner.is_repeated else held
         setattr(holder, field.name, RUN_IN_THE_REQUEST)
     shape = "_".join(
         "stream" if many else "unary" for many in (method.client_streaming, method.server_streaming)

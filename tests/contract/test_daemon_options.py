@@ -12,6 +12,7 @@ import typer
 from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_engine.settings import EngineSettings
 from astraflow_environment.settings import EnvironmentSettings
+from astraflow_kit.setting_names import NAMES
 from astraflow_kit.settings import ProcessSettings
 from astraflow_raas.settings import NodeSettings
 from astraflow_trainer.settings import TrainerSettings
@@ -23,7 +24,7 @@ DAEMONS: dict[str, type[ProcessSettings]] = {
     "engine": EngineSettings,
     "environment": EnvironmentSettings,
 }
-HIDDEN = {"failpoints", "failpoints_seed", "failpoints_log"}
+HIDDEN = {"failpoints", "failpoints_seed", "failpoints_log", "share_port"}
 # Names that are not the setting's own with dashes: people and scripts use them.
 SERVING = ("dataflow", "raas", "trainer", "environment")
 OTHER_NAMES = {
@@ -48,8 +49,14 @@ def test_every_setting_is_an_option_named_like_it_explained_in_a_panel_and_shown
         setting: OTHER_NAMES.get((name, setting), [f"--{setting.replace('_', '-')}"])
         for setting in DAEMONS[name].model_fields
     }
-    assert {setting for setting, option in found.items() if option.hidden} == HIDDEN
+    assert {setting for setting, option in found.items() if option.hidden} == HIDDEN & found.keys()
     assert [key for key, option in found.items() if len(option.help) < 8 or not option.rich_help_panel] == []
+
+
+def test_the_names_of_all_settings_are_in_one_table() -> None:
+    """By which a daemon knows that a variable is another one's, and no misspelling of its own."""
+    of_daemons = {setting for kind in DAEMONS.values() for setting in kind.model_fields}
+    assert of_daemons == NAMES
 
 
 @pytest.mark.parametrize("name", DAEMONS)

@@ -225,6 +225,7 @@ ROWS = [
     Row(submit(), "tasks.data_json", [json_of(KIB64)], [json_of(KIB64 + 1)]),
     Row(submit(), "tasks.group_size"),
     Row(submit(), "tasks.source"),
+    Row(submit(), "tasks.priority"),
     Row(request_of(tasks.LeaseTasksRequest), "max_tasks"),
     Row(request_of(tasks.LeaseTasksRequest, max_tasks=1), "wait_duration"),
     Row(request_of(tasks.RenewLeasesRequest), "lease_ids"),
@@ -247,6 +248,7 @@ ROWS = [
         for name in ("policy_id", "tensor", "problem")
     ),
     Row(trajectories.PushRequest(episode=push().episode), "sequence"),
+    Row(trajectories.PushRequest(sequence=1), "episodes", element=lambda _: push().episode),
     Row(push(), "episode.task_id"),
     Row(push(), "episode.episode_id", ["!", "~" * 128], ["", "a b", "é", "a" * 129], slugs=("bad_id",)),
     Row(push(), "episode.member"),
@@ -292,6 +294,23 @@ ROWS = [
     Row(request_of(admin.ListNodesRequest), "page_size"),
     Row(request_of(admin.DrainNodeRequest, node_id="gone"), "reason", *SLUGS),
     Row(admin.RevokeTokenRequest(), "token.token_id", ["a", "~" * 128], ["", "a b", "a" * 129]),
+    Row(
+        request_of(evaluations.RequestEvaluationRequest),
+        "evaluation_id",
+        ["a", "a" * 40],
+        ["", "A", "-a", "a" * 41],
+    ),
+    *(
+        Row(request_of(evaluations.RequestEvaluationRequest, evaluation_id="e"), name)
+        for name in ("num_tasks", "samples_per_task")
+    ),
+    Row(
+        request_of(evaluations.RequestEvaluationRequest, evaluation_id="e"),
+        "tasks",
+        element=lambda i: task_pb2.Task(task_id=f"own-{i}"),
+    ),
+    Row(request_of(evaluations.ListEvaluationsRequest), "page_size"),
+    Row(request_of(evaluations.ListEvaluationsRequest), "page_token", ["", "0"], ["x"]),
     Row(request_of(evaluations.GetEvaluationRequest), "page_size"),
     Row(request_of(evaluations.GetEvaluationRequest), "page_token", ["", "0"], ["x"]),
     Row(request_of(admin.ListDeadLettersRequest), "page_size"),

@@ -69,13 +69,14 @@ VALUES = {
     "RewardLimits": "processes timeout_s memory_mb max_calls timeout_reward",
     "Score": "reward metrics",
     "StepRequest": "policy step base_version num_groups max_staleness num_outstanding",
-    "TaskSpec": "task_id messages data source",
+    "TaskSpec": "task_id messages data source priority",
     "ToolCall": "id name arguments",
     "Trajectory": (
         "policy token_ids loss_mask logprobs version_spans reward role finish_reason metrics turn_spans"
     ),
     "TrajectorySummary": (
-        "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics"
+        "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics "
+        "response_digest"
     ),
 }
 

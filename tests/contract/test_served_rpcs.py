@@ -46,7 +46,7 @@ DESCRIPTORS = REPOSITORY / "clients" / "descriptors" / "astraflow.binpb"
 ANSWER_S = 20.0
 SERVED = (
     *("dataflow.v1.AdminService", "dataflow.v1.BatchService", "dataflow.v1.EvaluationService"),
-    "dataflow.v1.RunService",
+    *("dataflow.v1.RunService", "dataflow.v1.SampleService"),
     *("dataflow.v1.TaskService", "dataflow.v1.TrajectoryService", "dataflow.v1.VersionService"),
     *("raas.v1.EnvironmentService", "raas.v1.NodeService", "trainer.v1.TrainerService"),
 )

@@ -204,7 +204,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("option", ["grpc-port", "http-port"])
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
 def test_a_taken_port_names_its_holder_and_the_remedy(redis_url: str, taken: int, option: str) -> None:
     ended = command("dataflow", "--redis", redis_url, f"--{option}", f"{taken}")
     assert ended.returncode == 2

@@ -199,7 +199,6 @@ def a_taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
 async def test_what_is_wrong_at_a_server_is_named_too(world: World, tmp_path: Path) -> None:
     await world.create_run(store_uri=(tmp_path / "store").as_uri())
     with a_taken_port() as taken:

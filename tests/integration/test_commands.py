@@ -117,6 +117,8 @@ async def test_nodes_are_listed_and_sent_home(world: World) -> None:
     assert "n1 finishes 0 tasks and leaves" in drained.output
     [node] = (await astraflow(world, "nodes", "--json")).json
     assert node["drain_reason"] == "upgrade"
+    assert "it was drained for upgrade" in (await astraflow(world, "nodes", "undrain", "n1")).output
+    assert "n1 was not drained" in (await astraflow(world, "nodes", "undrain", "n1")).output
 
 
 async def test_nodes_say_where_they_are_what_they_cost_and_how_busy_they_are(world: World) -> None:

@@ -95,6 +95,36 @@ async def test_a_selector_chooses_the_groups_of_a_batch_and_may_wait_for_others(
     await world.has_account()
 
 
+async def test_shadow_plugins_are_asked_counted_and_obeyed_by_nobody(world: World) -> None:
+    trainer, node = await world.started(
+        dataset="Unevaluated",
+        curators=f'[{{use: "{OURS}:SkipAll", shadow: true}}]',
+        filters=f'[{{use: "{OURS}:EveryOther", shadow: true}}]',
+        selector=f'{{use: "{OURS}:LastFirst", shadow: true}}',
+        groups_per_step=1,
+        max_staleness=8,
+    )
+    assert await node.work(4) == [f"train-{index}" for index in range(4)]
+    batch = (await trainer.acquire(1)).batch
+    assert {item.task_id for item in batch.items} == {"train-0"}
+    await world.has_account(in_batch=2, ready=6, dropped={})
+    shadows = {shadow.kind: shadow for shadow in (await world.status()).shadows}
+    assert {kind: shadow.name for kind, shadow in shadows.items()} == {
+        "curator": f"{OURS}:SkipAll",
+        "filter": f"{OURS}:EveryOther",
+        "selector": f"{OURS}:LastFirst",
+    }
+    # The curator would have skipped every task, the filter every other group; the selector would have taken the last.
+    assert shadows["curator"].asked == shadows["curator"].differs > 0
+    assert [(shadows[kind].asked, shadows[kind].differs) for kind in ("filter", "selector")] == [
+        (4, 2),
+        (1, 1),
+    ]
+    # A shadow learns like any other.
+    state = await world.dataflow.store.plugin_states.entries("run", f"filter {OURS}:EveryOther")
+    assert state == {"groups": b"4"}
+
+
 async def test_two_trainers_that_race_for_a_step_bind_one_batch(world: World) -> None:
     selector = f'"{OURS}:LastFirst"'
     trainer, node = await world.started("t1", "t2", "t3", selector=selector, max_staleness=8)

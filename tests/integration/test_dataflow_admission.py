@@ -88,7 +88,7 @@ async def test_rounding_of_the_average_costs_no_group(world: World) -> None:
 
 
 async def test_the_acceptance_average_stays_a_share(world: World) -> None:
-    dropping = "[astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage]"
+    dropping = "[astraflow_dataflow.plugins.filters.drop_zero_advantage:DropZeroAdvantage]"
     _, node = await world.started(filters=dropping, groups_per_step=1, max_staleness=1, min_acceptance=0.05)
     raw, rng, seen = world.dataflow.connection.raw, random.Random(7), set()
     for number in range(24):

@@ -39,8 +39,6 @@ from support.raas_node import local_node
 pytestmark = pytest.mark.integration
 
 SEED, SERIALLY = 1, 200
-ONE_STORE = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
-"""Once is enough: what is refused is refused before any store."""
 COUNTS = [
     pytest.param(2_000, marks=[pytest.mark.ci, pytest.mark.timeout(600)], id="2000"),
     pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="100000"),
@@ -117,7 +115,6 @@ async def known_of(world: World) -> tuple[dict[str, object], list[task_service_p
     return known, session
 
 
-@ONE_STORE
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rpc", rpcs(*(f"dataflow.v1.{service}" for service in ATTRIBUTES)))
 async def test_the_dataflow_server_answers_or_refuses_and_refused_calls_change_nothing(
@@ -265,7 +262,6 @@ class Scribbling(TrainerServicer):
         raise InvalidArgumentError("but too late")
 
 
-@ONE_STORE
 @pytest.mark.slow
 async def test_an_attack_finds_a_refused_call_that_writes(redis_url: str) -> None:
     servicer = Scribbling(Progress(), Controls(), run_id=redis_url, policy_id="solver")
@@ -276,7 +272,6 @@ async def test_an_attack_finds_a_refused_call_that_writes(redis_url: str) -> Non
     kept.close()
 
 
-@ONE_STORE
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rpc", rpcs("raas.v1.NodeService"))
 async def test_a_node_answers_or_refuses(world: World, tmp_path: Path, rpc: str, count: int) -> None:

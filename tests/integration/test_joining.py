@@ -27,8 +27,7 @@ from support.dataflow_world import World, recipe_text, served, until
 from support.node_process import node_of
 from support.tls import Authority
 
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), ONE_REDIS]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
 @dataclass(frozen=True)

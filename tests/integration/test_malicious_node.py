@@ -215,6 +215,13 @@ OTHERS = {
         DENIED,
         "run",
     ),
+    "pack an episode of theirs": (
+        lambda scene: scene.stream(
+            pushes.PushRequest(sequence=1, episodes=[scene.episode(), scene.episode(run_id="theirs")]),
+        ),
+        DENIED,
+        "run",
+    ),
     "a run that is a path": (pushed(run_id="../theirs"), DENIED, "run"),
     "a run that ends a key": (pushed(run_id="mine}:x"), DENIED, "run"),
     "a reserved pool": (
@@ -243,6 +250,19 @@ WRONG = {
     "a session that says nothing": (lambda scene: scene.work(), "DEADLINE_EXCEEDED", ""),
     "pushes out of order": (
         lambda scene: scene.stream(pushes.PushRequest(sequence=7, episode=scene.episode())),
+        INVALID,
+        "",
+    ),
+    "more than a pack holds": (
+        lambda scene: scene.stream(pushes.PushRequest(sequence=1, episodes=[scene.episode()] * 65)),
+        INVALID,
+        "",
+    ),
+    "a push of nothing": (lambda scene: scene.stream(pushes.PushRequest(sequence=1)), INVALID, ""),
+    "one episode and several": (
+        lambda scene: scene.stream(
+            pushes.PushRequest(sequence=1, episode=scene.episode(), episodes=[scene.episode()])
+        ),
         INVALID,
         "",
     ),

@@ -22,7 +22,7 @@ from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support import misbehaving_engine as bad
 from support.misbehaving_engine import MisbehavingEngine, Misbehaviour
-from support.raas_parts import SAMPLING, SOLVER, leased, write_tokenizer
+from support.raas_parts import LIMITS, SAMPLING, SOLVER, leased, write_tokenizer
 from support.scripted_dataflow import result
 
 pytestmark = pytest.mark.integration
@@ -46,6 +46,7 @@ class Node:
             node_id="node-1",
             sampling={"solver": SAMPLING},
             roles={"solver": SOLVER},
+            row_limits=LIMITS,
             episode_timeout_s=30.0,
             coalesce_max_new_tokens=128,
         )

@@ -32,8 +32,7 @@ from support.node_process import NodeProcess, WeightPublisher, announce, node_of
 from support.scripted_dataflow import eventually
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), ONE_REDIS]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 happens = partial(eventually, patience_s=60.0)
 GATED = {"workflow": "support.node_plugins:Gated", "max_concurrent_tasks": 2, "episode_timeout_s": 600}

@@ -16,8 +16,7 @@ from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAIN
 from support.dataflow_world import Trainer, World
 from support.node_process import NodeProcess, WeightPublisher, announce, node_of, tiny_policy
 
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), ONE_REDIS]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 BOTH = ("solver", "verifier")
 WORKFLOW = "support.node_plugins:SolveAndVerify"
 

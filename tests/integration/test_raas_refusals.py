@@ -16,7 +16,6 @@ from support.scripted_dataflow import POLICY, RECIPE, RUN_ID, ScriptedDataflow, 
 from support.tokens import keys_file, token
 
 # The other Redis has the dataflow server's own tests: nodes never see it.
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 OPERATOR, VIEWER, NODE = token("ops", "operator"), token("watcher", "viewer"), token("node", "rollout")
@@ -98,7 +97,6 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
-@ONE_REDIS
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.ci) for name in CASES]
 )
@@ -154,7 +152,6 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     assert all(offered.tasks == 0 for offered in script.credits)
 
 
-@ONE_REDIS
 async def test_a_node_whose_name_is_taken_ends_and_disturbs_nobody(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path) as world:
         await world.create_run()

@@ -144,7 +144,6 @@ async def test_every_version_due_is_evaluated_at_exactly_that_version(world: Wor
 
 
 # Redis says how far its disk is from 7.2 on; before that, what is durable is not measured.
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
 async def test_the_spool_empties_as_the_servers_disk_catches_up(world: World, tmp_path: Path) -> None:
     await started(world)
     async with local_node(world.address, tmp_path) as local:

@@ -17,8 +17,7 @@ from support import engine_process, published_models, tiny_models, weight_fixtur
 from support.dataflow_world import World
 from support.node_process import WeightPublisher, announce, node_of, tiny_policy
 
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.usefixtures("quiet"), ONE_REDIS]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.usefixtures("quiet")]
 
 RUN, POLICY = "run", "solver"
 

@@ -15,7 +15,6 @@ from support.valkey import ValkeyServer
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 @pytest.mark.parametrize("moment", ["storing", "committed"])
 async def test_a_late_push_fills_nothing_that_another_node_has_filled(
     own_valkey: ValkeyServer, tmp_path: Path, moment: str

@@ -118,7 +118,6 @@ def trainer(world: World, folder: Path, *arguments: str) -> subprocess.Completed
 
 @pytest.mark.parametrize("arguments", [(), ("--check",)], ids=["start", "check"])
 @pytest.mark.parametrize("row", ["ignores create-only", "unreachable"], indirect=True)
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True)
 async def test_a_trainer_ends_before_it_claims_the_policy(
     row: Row, world: World, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:

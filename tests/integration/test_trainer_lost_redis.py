@@ -23,8 +23,7 @@ from support.valkey import ValkeyServer
 __all__ = ["forking"]
 
 STEPS, MORE_STEPS = 6, 7
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), ONE_REDIS]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @dataclass

@@ -24,8 +24,7 @@ __all__ = ["forking"]
 
 STEPS = 3
 PATIENT = RetryPolicy(total_s=60)
-ONE_REDIS = pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), ONE_REDIS]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def lose_all_after(server: ValkeyServer, *, size: int) -> None:

@@ -158,7 +158,7 @@ async def test_where_the_batches_were_released_published_weights_make_up_for_a_d
     undisturbed: Ending, world: World, tmp_path: Path
 ) -> None:
     resumed = await run_to_the_end(
-        world, tmp_path, failpoints="trainer.step_acked=kill@5", damage="step-000000000004"
+        world, tmp_path, failpoints="trainer.checkpoint_half_written=kill@3", damage="step-000000000004"
     )
     assert [path.name for path in damaged_in(tmp_path)] == ["damaged-1-step-000000000004"]
     # No step is taken twice or left out, and the versions up to the damage stay what they were.

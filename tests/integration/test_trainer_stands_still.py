@@ -46,7 +46,6 @@ async def test_a_training_thread_that_hangs_is_named_and_the_next_trainer_takes_
     await trainers.require_trained(world, steps=STEPS)
 
 
-@pytest.mark.parametrize("redis_binary", ["valkey"], indirect=True, scope="session")
 async def test_a_redis_that_stands_still_costs_a_trainer_time_and_nothing_else(
     own_valkey: ValkeyServer, tmp_path: Path
 ) -> None:

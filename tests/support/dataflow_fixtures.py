@@ -1,7 +1,7 @@
 """Fixtures of the dataflow tests: one Valkey per pytest process, one empty database and one server per test.
 
-Every test that asks for a Redis runs on Valkey, and under `.ci/run` once more on the system's redis-server, the oldest
-Redis that is supported.
+Every test that asks for a Redis runs on Valkey. Those of what is kept in it run once more under `.ci/run`, on the
+system's redis-server, the oldest Redis that is supported.
 
 Made visible by `tests/integration/conftest.py` and `tests/contract/conftest.py`.
 """
@@ -15,11 +15,31 @@ from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served
 from support.valkey import ValkeyServer, flush, server_binary, system_redis
 
+OF_WHAT_IS_KEPT = (
+    "test_archive",
+    "test_bad_redis",
+    "test_data_plugins",
+    "test_dataflow_",
+    "test_requested_evaluations",
+    "test_revoked_tokens",
+    "test_run_life",
+    "test_task_priorities",
+)
+"""How the names of the modules begin whose tests run on both."""
 
-@pytest.fixture(scope="session", params=["valkey", pytest.param("redis7", marks=pytest.mark.ci)])
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Both servers for the tests of what is kept in Redis."""
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if "redis_binary" in metafunc.fixturenames and name.startswith(OF_WHAT_IS_KEPT):
+        both = ["valkey", pytest.param("redis7", marks=pytest.mark.ci)]
+        metafunc.parametrize("redis_binary", both, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def redis_binary(request: pytest.FixtureRequest) -> str:
     """The server program a test runs on."""
-    return server_binary() if request.param == "valkey" else system_redis()
+    return system_redis() if getattr(request, "param", "") == "redis7" else server_binary()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -32,13 +32,19 @@ class DataflowProcess:
         self._redis_url = redis_url
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, failpoints: str = "") -> None:
+    @property
+    def pid(self) -> int:
+        """The process that was started."""
+        assert self._process is not None, "start it first"
+        return self._process.pid
+
+    def start(self, *, failpoints: str = "", options: Sequence[str] = ()) -> None:
         """Start and wait until it serves."""
         address_file = self.folder / "address.json"
         address_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "astraflow_dataflow", "--redis", self._redis_url]
         command += ["--port", str(self.port), "--address-file", str(address_file)]
-        command += ["--work-dir", str(self.folder), "--log-format", "json"]
+        command += ["--work-dir", str(self.folder), "--log-format", "json", *options]
         arming = {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(self.failpoints_log)}
         tests = str(Path(__file__).parents[1])
         paths = {"PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}

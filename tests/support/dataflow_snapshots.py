@@ -39,6 +39,7 @@ AUDIT = Audit(
     now_ms=1000,
     life=Life.ACTIVE,
     counters={},
+    is_whole=True,
     held_assembling=0,
     held_ready=0,
     held_in_batch=0,

@@ -50,6 +50,7 @@ class Walk:
     step: int = 1
     version: int = 0
     number: int = 0
+    checks: int = 0
 
     async def run(self, steps: int) -> None:
         """Take random steps, checking the counts after each."""
@@ -194,6 +195,11 @@ class Walk:
             if policy.outstanding != policy.charged
         ] == []
         assert set(drift(audit, trained_in_log=account.trained).values()) == {0}
+        self.checks += 1
+        in_slices = (
+            await self.world.dataflow.store.audits.recount("run", most=3) if self.checks % 8 == 0 else None
+        )
+        assert in_slices is None or set(in_slices.drift.values()) | set(in_slices.credit.values()) == {0}
         ends = self.outcomes.items()
         counted = {name: self.trajectories[name] for name, outcome in ends if outcome in COUNTED}
         assert account.ingested == sum(counted.values())
@@ -236,17 +242,21 @@ class Walk:
 
 
 @asynccontextmanager
-async def walking(url: str, folder: Path, seed: int) -> AsyncIterator[Walk]:
+async def walking(
+    url: str, folder: Path, seed: int, *, kind: type[Walk] = Walk, **recipe: object
+) -> AsyncIterator[Walk]:
     """A walk over a new run with two nodes and a trainer."""
     async with served(url, folder) as world:
         await world.create_run(
             dataset="Counting",
             group_size=2,
             max_attempts=2,
-            filters='["astraflow_dataflow.plugins.drop_zero_advantage:DropZeroAdvantage"]',
+            max_poison=0,
+            filters='["astraflow_dataflow.plugins.filters.drop_zero_advantage:DropZeroAdvantage"]',
             evaluation="{every_versions: 0, num_samples: 1, final_samples: 1}",
+            **recipe,  # type: ignore[arg-type]
         )
-        walk = Walk(rng=random.Random(seed), world=world)
+        walk = kind(rng=random.Random(seed), world=world)
         walk.trainer = await world.trainer()
         walk.nodes = [await world.node("n1"), await world.node("n2")]
         yield walk

@@ -21,7 +21,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from astraflow import plugins
-from astraflow.client import DEFAULT_TIMEOUT_S, AsyncClient, RetryPolicy
+from astraflow.client import DEFAULT_TIMEOUT_S, AsyncClient, RetryPolicy, typed_stream
 from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
@@ -53,6 +53,7 @@ ATTRIBUTES = {
     "BatchService": "batches",
     "EvaluationService": "evaluations",
     "RunService": "runs",
+    "SampleService": "samples",
     "TaskService": "tasks",
     "TrajectoryService": "trajectories",
     "VersionService": "versions",
@@ -320,10 +321,16 @@ class Node:
         """Push one episode; with the watermark."""
         return await self.world.ask(pushes.PushEpisodeResponse, episode=episode, timeout_s=60)
 
+    async def pack(self, *episodes: trajectory_pb2.Episode) -> list[pushes.PushResult]:
+        """Push several episodes in one message; what became of each."""
+        trajectories = self.world.client.trajectories
+        call = self.world.client.open(trajectories.Push)
+        await call.write(pushes.PushRequest(sequence=1, episodes=episodes))
+        return list((await anext(typed_stream(call))).results)
+
     async def outcome(self, episode: trajectory_pb2.Episode) -> str:
         """Push one episode; the outcome's name."""
-        result = await self.push(episode)
-        return pushes.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
+        return outcome_name(await self.push(episode))
 
     def episode(self, lease: task_pb2.Lease, member: int, **changes: object) -> trajectory_pb2.Episode:
         """A good episode for one member of a lease."""
@@ -457,6 +464,11 @@ class Trainer:
         return batch
 
 
+def outcome_name(result: pushes.PushResult) -> str:
+    """What became of an episode, `ACCEPTED` for OUTCOME_ACCEPTED."""
+    return pushes.Outcome.Name(result.outcome).removeprefix("OUTCOME_")
+
+
 def make_trajectory(
     trajectory_id: str,
     *,
@@ -465,16 +477,24 @@ def make_trajectory(
     num_prompt: int = 4,
     num_response: int = 4,
     version: int = 0,
+    swapped_to: int | None = None,
     reward: float = 1.0,
 ) -> trajectory_pb2.TrajectoryItem:
-    """A good trajectory: a prompt that is not trained on, and a response that is."""
+    """A good trajectory: a prompt that is not trained on, and a response that is.
+
+    The second half of the response was sampled by the version `swapped_to`, if one is given.
+    """
     num_tokens = num_prompt + num_response
+    half = num_prompt + num_response // 2
+    spans: tuple[tuple[int, int, int], ...] = ((num_prompt, num_tokens, version),)
+    if swapped_to is not None:
+        spans = ((num_prompt, half, version), (half, num_tokens, swapped_to))
     mask = np.arange(num_tokens) >= num_prompt
     columns = Columns(
         token_ids=np.arange(num_tokens, dtype=np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
-        version_spans=((num_prompt, num_tokens, version),),
+        version_spans=spans,
     )
     header = trajectory_pb2.TrajectoryHeader(
         trajectory_id=trajectory_id,
@@ -483,7 +503,7 @@ def make_trajectory(
         num_tokens=num_tokens,
         num_trainable_tokens=num_response,
         min_version=version,
-        max_version=version,
+        max_version=version if swapped_to is None else swapped_to,
         reward=reward,
         finish_reason="stop",
     )
@@ -503,6 +523,7 @@ def make_episode(
     policies: Sequence[str] = ("solver",),
     reward: float = 1.0,
     version: int | Mapping[str, int] = 0,
+    swapped_to: int | None = None,
     failed: bool = False,
     hedge: bool = False,
     num_response: int = 4,
@@ -516,6 +537,7 @@ def make_episode(
             reward=reward,
             version=version if isinstance(version, int) else version[policy],
             num_response=num_response,
+            swapped_to=swapped_to,
         )
         for policy in policies
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from astraflow.plugins import Episode, Policy, TaskSpec
-from astraflow.recipe import ResolvedRole
+from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import task_pb2
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.policies.served_policy import ServedPolicy
@@ -30,6 +30,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SOLVER = ResolvedRole("solver", "solver", is_trained=True)
+LIMITS = {"solver": RowLimits(max_tokens=8192, vocab_size=None)}
 SAMPLING = task_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8)
 
 

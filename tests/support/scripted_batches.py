@@ -250,6 +250,7 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
                 source="sums",
                 member=1,
                 turn=index,
+                truncated=index == 1,
             )
             for index in range(BATCH_SIZE)
         ],
@@ -280,4 +281,5 @@ def _payload(trajectory_id: str) -> bytes:
     )
     trajectory = encode_columns(columns, trajectory_id=trajectory_id)
     trajectory.sampling.temperature = 0.5
+    trajectory.version_spans[0].recomputed = True
     return trajectory.SerializeToString()

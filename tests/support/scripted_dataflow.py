@@ -153,8 +153,11 @@ class ScriptedDataflow(
     receipts: list[str] = field(default_factory=list)
     failures: list[tasks.LeaseFailure] = field(default_factory=list)
     pushes: list[trajectory_pb2.Episode] = field(default_factory=list)
+    packs: list[int] = field(default_factory=list)
+    """Episodes of each push message."""
     push_streams: int = 0
     max_unacked: int = 0
+    _unacked: int = 0
 
     _sessions: list["asyncio.Queue[Respond | None]"] = field(default_factory=list)
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -236,6 +239,7 @@ class ScriptedDataflow(
         self, request_iterator: AsyncIterator[trajectories.PushRequest], context: Context
     ) -> AsyncIterator[trajectories.PushResponse]:
         self.push_streams += 1
+        self._unacked = 0
         if self.push_fault is not None:
             await context.abort(self.push_fault, "as the test asked")
         received: asyncio.Queue[trajectories.PushRequest] = asyncio.Queue()
@@ -245,16 +249,16 @@ class ScriptedDataflow(
             while True:
                 taking = asyncio.create_task(received.get())
                 await asyncio.wait((taking, broken), return_when=asyncio.FIRST_COMPLETED)
-                if taking.done():
-                    self.max_unacked = max(self.max_unacked, received.qsize() + 1)
-                    if self.ack is not None:
-                        acking = asyncio.create_task(self.ack.wait())
-                        await asyncio.wait((acking, broken), return_when=asyncio.FIRST_COMPLETED)
+                if taking.done() and self.ack is not None:
+                    acking = asyncio.create_task(self.ack.wait())
+                    await asyncio.wait((acking, broken), return_when=asyncio.FIRST_COMPLETED)
                 if broken.done():
                     taking.cancel()
                     await context.abort(*_LOST)
                 request = taking.result()
-                yield trajectories.PushResponse(sequence=request.sequence, result=self.judge(request.episode))
+                self._unacked -= len(request.episodes)
+                results = [self.judge(episode) for episode in request.episodes]
+                yield trajectories.PushResponse(sequence=request.sequence, results=results)
         finally:
             reading.cancel()
             broken.cancel()
@@ -265,7 +269,10 @@ class ScriptedDataflow(
         received: "asyncio.Queue[trajectories.PushRequest]",
     ) -> None:
         async for request in requests:
-            self.pushes.append(request.episode)
+            self.pushes += request.episodes
+            self.packs.append(len(request.episodes))
+            self._unacked += len(request.episodes)
+            self.max_unacked = max(self.max_unacked, self._unacked)
             received.put_nowait(request)
 
     async def _record(self, requests: AsyncIterator[tasks.WorkRequest]) -> None:

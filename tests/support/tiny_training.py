@@ -33,6 +33,7 @@ def make_row(
     group: str | RowOrigin = "g",
     name: str = "t",
     temperature: float = 1.0,
+    truncated: bool = False,
 ) -> TrainingRow:
     """A row of prompt and completion ids; log-probs default to −1."""
     num_tokens = len(prompt) + len(completion)
@@ -48,6 +49,7 @@ def make_row(
         version_spans=(VersionSpan(len(prompt), num_tokens, 0),),
         reward=reward,
         temperature=temperature,
+        truncated=truncated,
     )
 
 

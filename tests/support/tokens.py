@@ -11,7 +11,7 @@ from jwt.algorithms import OKPAlgorithm
 KEY_ID = "suite"
 SIGNING_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
-HOUR_S = 3600
+HOUR_S, DAY_S = 3600, 86400
 
 
 def jwk(key: Ed25519PrivateKey = SIGNING_KEY, *, key_id: str = KEY_ID) -> dict[str, str]:
@@ -35,7 +35,10 @@ def token(
     key_id: str = KEY_ID,
     **claims: object,
 ) -> str:
-    """A token of the role for all runs, valid for an hour; `claims` replace its own, None leaves one out."""
+    """A token of the role for all runs; `claims` replace its own, None leaves one out.
+
+    Valid for a day: many are made when tests are collected, and a slow machine gets to the last of them after an hour.
+    """
     now_s = int(time.time())
     usual: dict[str, object] = {
         "iss": "astraflow",
@@ -47,7 +50,7 @@ def token(
         "policies": ["*"],
         "iat": now_s,
         "nbf": now_s,
-        "exp": now_s + HOUR_S,
+        "exp": now_s + DAY_S,
         "jti": f"jti-{subject}",
     }
     kept = {name: value for name, value in (usual | claims).items() if value is not None}

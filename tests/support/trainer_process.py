@@ -14,7 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from astraflow.columns import Columns, encode_columns
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.errors import UnavailableError
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit.lifecycle import read_address_file
@@ -227,7 +228,9 @@ async def push_groups(world: World, *, count: int, seed: int = 0) -> None:
     """
 
     async def has_a_version() -> bool:
-        return (await world.status()).policies[0].HasField("version")
+        with suppress(UnavailableError):  # a busy machine's Redis may be silent for a while
+            return (await world.status()).policies[0].HasField("version")
+        return False
 
     await until(has_a_version, within_s=90)
     draw = np.random.default_rng(seed)
@@ -274,6 +277,11 @@ def tiny_model(folder: Path, *, seed: int = 0) -> Path:
 def newest_checkpoint(work_dir: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """Step and content of the newest checkpoint: masters, moments and random state."""
     path = max((work_dir / "checkpoints").glob("step-*"))
+    return int(path.name.removeprefix("step-")), read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """Content of a checkpoint."""
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {}
     for name, entry in metadata.items():
@@ -282,7 +290,7 @@ def newest_checkpoint(work_dir: Path) -> tuple[int, dict[str, torch.Tensor]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that one process loads alone, which is the intent
         load_tensors(tensors, storage_reader=FileSystemReader(path), no_dist=True)
-    return int(path.name.removeprefix("step-")), tensors
+    return tensors
 
 
 def newest_baselines(work_dir: Path) -> dict[str, float]:

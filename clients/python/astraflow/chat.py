@@ -129,4 +129,5 @@ def task_from_proto(task: task_pb2.Task) -> TaskSpec:
         raise ValueError(f"task {task.task_id}: data_json is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"task {task.task_id}: data_json is {type(data).__name__}, expected an object")
-    return TaskSpec(task.task_id, tuple(map(message_from_proto, task.messages)), data, source=task.source)
+    messages = tuple(map(message_from_proto, task.messages))
+    return TaskSpec(task.task_id, messages, data, source=task.source, priority=task.priority)

@@ -51,12 +51,18 @@ COMMANDS: dict[str, Subcommand] = {
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
     "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),
     "trace": Subcommand("astraflow.commands.trace", "Follow one task to its weights.", "", _LOOK),
+    "samples": Subcommand("astraflow.commands.samples", "Look at what was trained on or dropped.", "", _LOOK),
     "support-bundle": Subcommand(
         "astraflow_launcher.commands.support_bundle", "Pack what a report needs.", "dev", _LOOK
     ),
-    "nodes": Subcommand("astraflow.commands.nodes", "List nodes, or drain one.", "", _OPERATE),
+    "nodes": Subcommand(
+        "astraflow.commands.nodes", "List nodes, drain one, or take that back.", "", _OPERATE
+    ),
     "dead-letters": Subcommand(
         "astraflow.commands.dead_letters", "Requeue or delete failed tasks.", "", _OPERATE
+    ),
+    "evaluations": Subcommand(
+        "astraflow.commands.evaluations", "Ask for an evaluation, or see one.", "", _OPERATE
     ),
     "runs": Subcommand("astraflow.commands.runs", "Create, follow and end runs.", "", _OPERATE),
     "ca": Subcommand("astraflow_launcher.commands.ca", "Issue certificates of your own.", "tools", _OPERATE),

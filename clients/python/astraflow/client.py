@@ -40,6 +40,7 @@ from astraflow.dataflow.v1 import (
     batch_service_pb2_grpc,
     evaluation_service_pb2_grpc,
     run_service_pb2_grpc,
+    sample_service_pb2_grpc,
     task_service_pb2_grpc,
     trajectory_service_pb2_grpc,
     version_service_pb2_grpc,
@@ -257,6 +258,7 @@ class AsyncClient(_Calls):
         self.batches = batch_service_pb2_grpc.BatchServiceStub(self.channel)
         self.versions = version_service_pb2_grpc.VersionServiceStub(self.channel)
         self.evaluations = evaluation_service_pb2_grpc.EvaluationServiceStub(self.channel)
+        self.samples = sample_service_pb2_grpc.SampleServiceStub(self.channel)
         self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
 
     async def call(
@@ -354,6 +356,7 @@ class Client(_Calls):
         self.batches = batch_service_pb2_grpc.BatchServiceStub(self.channel)
         self.versions = version_service_pb2_grpc.VersionServiceStub(self.channel)
         self.evaluations = evaluation_service_pb2_grpc.EvaluationServiceStub(self.channel)
+        self.samples = sample_service_pb2_grpc.SampleServiceStub(self.channel)
         self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
 
     def call(

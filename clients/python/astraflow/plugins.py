@@ -114,15 +114,15 @@ def _decoded(call: ToolCall) -> Any:  # noqa: ANN401 - JSON
 class TaskSpec:
     """One prompt, or environment start, as a dataset yields it.
 
-    `task_id` must be a pure function of the dataset's index, so that submitting twice is harmless. `data` is
-    any JSON-serialisable mapping that the workflow and the reward understand (the gold answer, for example);
-    at most 64 KiB. `source` names the part of the data set it is from, for curators and selectors that mix.
+    `task_id` is a pure function of the dataset's index, so that submitting twice is harmless; `data` is JSON of at most
+    64 KiB, `source` the part of the data set. A higher `priority` (0 to 3) is leased first.
     """
 
     task_id: str
     messages: tuple[Message, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    priority: int = 0
 
 
 @runtime_checkable
@@ -429,7 +429,7 @@ class Workflow(Protocol):
 class TrajectorySummary:
     """What the server knows of one trajectory without reading its tokens; versions are weight versions.
 
-    In a run it is the contract's own message with these fields, to be read only; tests of a plug-in make these.
+    In a run it is the contract's own message, to be read only; tests make these. Equal responses have equal digests.
     """
 
     reward: float
@@ -440,6 +440,7 @@ class TrajectorySummary:
     max_version: int = 0
     finish_reason: str = "stop"
     metrics: Mapping[str, float] = field(default_factory=dict)
+    response_digest: int = 0
 
 
 class _OfTrajectories:
@@ -505,7 +506,7 @@ class Curator(Protocol):
 class ReadyGroup(_OfTrajectories):
     """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready.
 
-    Of its trajectories `finish_reason` and `metrics` are not kept.
+    Of its trajectories `finish_reason`, `metrics` and `response_digest` are not kept.
     """
 
     group_id: str

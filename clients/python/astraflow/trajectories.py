@@ -21,6 +21,8 @@ from astraflow.rollout.v1 import trajectory_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from astraflow.recipe import RowLimits
+
 __all__ = [
     "MAX_METRICS",
     "MAX_TOKENS",
@@ -30,6 +32,7 @@ __all__ = [
     "Trained",
     "check_columns",
     "check_reward",
+    "check_row",
     "check_spans",
     "check_trainable",
     "check_turns",
@@ -71,8 +74,10 @@ REASONS: Mapping[str, str] = {
     "positive_logprob": "a log-prob is above 0",
     "spans_not_covering": "a trainable token has no version",
     "token_out_of_range": "a token id is not in [0, 2^31)",
+    "token_unknown": "a token id is outside the vocabulary of the policy's model",
     "too_large": "the message is larger than one push may be",
     "too_long": "more than 1,048,576 tokens",
+    "too_long_to_train": "more tokens than `trainer.tokens_per_microbatch`",
     "too_many_draws": "more than 64 draws of snapshot policies in an episode",
     "too_many_media": "more than 256 media",
     "too_many_trajectories": "more than 64 trajectories in an episode",
@@ -188,6 +193,22 @@ def check_trainable(name: str, *, first_token_trained: bool, temperature: float)
         raise BadTrajectory(
             "first_token_trained",
             f"{name}: token 0 is in the loss mask, but nothing predicts it; begin with a prompt, or clear its bit",
+        )
+
+
+def check_row(name: str, token_ids: NDArray[np.integer], limits: RowLimits) -> None:
+    """Raise BadTrajectory for a row that no trainer of its policy can train on. O(T)."""
+    if len(token_ids) > limits.max_tokens:
+        raise BadTrajectory(
+            "too_long_to_train",
+            f"{name}: {len(token_ids)} tokens, trainer.tokens_per_microbatch is {limits.max_tokens}; raise it, or "
+            "bound prompts, turns and max_new_tokens",
+        )
+    if limits.vocab_size is not None and (largest := int(token_ids.max())) >= limits.vocab_size:
+        raise BadTrajectory(
+            "token_unknown",
+            f"{name}: token id {largest}, the model knows ids from 0 to {limits.vocab_size - 1}; encode with this "
+            "policy's own tokenizer",
         )
 
 

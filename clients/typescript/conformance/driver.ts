@@ -49,6 +49,7 @@ const SERVICES: Record<string, [keyof astraflow.Client, DescService]> = {
   AdminService: ["admin", dataflow.AdminService],
   BatchService: ["batches", dataflow.BatchService],
   EvaluationService: ["evaluations", dataflow.EvaluationService],
+  SampleService: ["samples", dataflow.SampleService],
   RunService: ["runs", dataflow.RunService],
   TaskService: ["tasks", dataflow.TaskService],
   TrajectoryService: ["trajectories", dataflow.TrajectoryService],

@@ -8,6 +8,7 @@ import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
 import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
 import { EvaluationService } from "./gen/astraflow/dataflow/v1/evaluation_service_pb.js";
 import { RunService } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
+import { SampleService } from "./gen/astraflow/dataflow/v1/sample_service_pb.js";
 import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { VersionService } from "./gen/astraflow/dataflow/v1/version_service_pb.js";
@@ -40,6 +41,7 @@ export class Client {
   readonly batches: ServiceClient<typeof BatchService>;
   readonly versions: ServiceClient<typeof VersionService>;
   readonly evaluations: ServiceClient<typeof EvaluationService>;
+  readonly samples: ServiceClient<typeof SampleService>;
   readonly admin: ServiceClient<typeof AdminService>;
   /** `HOST:PORT`. */
   readonly address: string;
@@ -66,6 +68,7 @@ export class Client {
     this.batches = serviceClient(BatchService, transport, settings);
     this.versions = serviceClient(VersionService, transport, settings);
     this.evaluations = serviceClient(EvaluationService, transport, settings);
+    this.samples = serviceClient(SampleService, transport, settings);
     this.admin = serviceClient(AdminService, transport, settings);
   }
 

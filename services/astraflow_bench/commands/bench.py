@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from astraflow_bench.commands.bench_dataflow import dataflow
 from astraflow_bench.commands.bench_policies import policies
 from astraflow_bench.commands.bench_rewards import rewards
 from astraflow_bench.commands.bench_rollout import rollout
 from astraflow_bench.commands.bench_tls import tls
+from astraflow_bench.commands.bench_trainer import trainer
 from astraflow_bench.commands.bench_wan import wan
-from astraflow_bench.commands.results_folder import made
+from astraflow_bench.commands.results_folder import AsJson, WriteFolder
 from astraflow_bench.machine import Origin
 from astraflow_bench.weights import benchmark as measure
 from astraflow_bench.weights import experts
@@ -29,10 +30,12 @@ from astraflow_weights.codec.kernel import Isa
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command()(wan)
+app.command()(dataflow)
 app.command()(policies)
 app.command()(rewards)
 app.command()(rollout)
 app.command()(tls)
+app.command()(trainer)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]
 _MERGE_SPAN = 8
@@ -64,11 +67,8 @@ def weights(
         int, typer.Option(min=0, help="Steps of the small model that is really trained; 0 leaves it out.")
     ] = 60,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", callback=made, help="Also write weights-bench.json and .md there."),
-    ] = None,
+    as_json: AsJson = False,
+    write: WriteFolder = None,
 ) -> None:
     """Bytes and CPU of weight versions, against entropy bounds, peers' encodings and one memcpy.
 
@@ -114,7 +114,7 @@ def detect(
     density: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share that changes.")] = 0.01,
     repeats: Annotated[int, typer.Option(min=1, help="Tries of each timing; the least counts.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Finding and compacting the changes of an 8B-shaped model, against reading both copies of it once.
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from astraflow_bench import policies as measurement
-from astraflow_bench.commands.results_folder import made
+from astraflow_bench.commands.results_folder import AsJson, WriteFolder
 from astraflow_bench.machine import Origin
 from astraflow_bench.policies import MAX_NO_CREDIT, MAX_WALL_RATIO, Comparison, Difference
 from astraflow_launcher.view.metrics_file import to_json
@@ -29,11 +29,8 @@ def policies(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", callback=made, help=f"Also write {_PAGE}.json and .md there."),
-    ] = None,
+    as_json: AsJson = False,
+    write: WriteFolder = None,
 ) -> None:
     """Reward per step and wall time of policies trained in one run, against each of them trained alone.
 

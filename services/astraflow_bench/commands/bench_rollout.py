@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
-import json
 import os
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from astraflow_bench.commands.results_folder import made
-from astraflow_bench.machine import Origin
-from astraflow_bench.rollout.figures import Figure
+from astraflow_bench.commands.figures_page import load_note, say, show
+from astraflow_bench.commands.results_folder import AsJson, WriteFolder
 
 __all__ = ["rollout"]
 
@@ -43,11 +38,8 @@ def rollout(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only the smallest model: figures mean little.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", callback=made, help=f"Also write {_PAGE}.json and .md there."),
-    ] = None,
+    as_json: AsJson = False,
+    write: WriteFolder = None,
 ) -> None:
     """What rollouts cost: the CPU engine beside transformers and SGLang, the node, swaps, the OpenAI endpoint.
 
@@ -67,43 +59,8 @@ def rollout(
     python = sglang_python if sglang_python.exists() else None
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="astraflow-rollout-") as folder:
-        figures = asyncio.run(measure(sizes, recipe=recipe, sglang=python, folder=Path(folder), say=_say))
-    notes = [f"load average before: {load:.1f}, after: {os.getloadavg()[0]:.1f}"]
+        figures = asyncio.run(measure(sizes, recipe=recipe, sglang=python, folder=Path(folder), say=say))
+    notes = [load_note(load)]
     if python is None:
         notes.append(f"SGLang was not measured: there is no {sglang_python}; `make sglang-env` makes it")
-    _show(figures, notes, as_json=as_json, write=write)
-
-
-def _show(figures: Sequence[Figure], notes: Sequence[str], *, as_json: bool, write: Path | None) -> None:
-    """Print and write what was found; status 1 when a target was missed."""
-    origin = Origin.here()
-    text = _as_json(figures, notes, origin)
-    table = "\n".join([*_rows(figures), "", *(f"* {note}" for note in notes)])
-    if write is not None:
-        head = "# Rollouts\n\nWritten by `astraflow bench rollout`; [what the rows mean](../bench.md#rollouts).\n"
-        place = f"* machine: {origin.machine}\n* date: {origin.date}, commit {origin.commit}"
-        (write / f"{_PAGE}.json").write_text(f"{text}\n")
-        (write / f"{_PAGE}.md").write_text(f"{head}\n{place}\n\n{table}\n")
-    typer.echo(text if as_json else table)
-    if any(figure.met is False for figure in figures):
-        raise typer.Exit(1)
-
-
-def _as_json(figures: Sequence[Figure], notes: Sequence[str], origin: Origin) -> str:
-    rows = [dataclasses.asdict(figure) | {"met": figure.met} for figure in figures]
-    return json.dumps({"figures": rows, "notes": notes, "origin": dataclasses.asdict(origin)}, indent=1)
-
-
-def _rows(figures: Sequence[Figure]) -> list[str]:
-    rows = ["| figure | engine | value | target | met |", "|---|---|---|---|---|"]
-    for figure in figures:
-        value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
-        least, most = figure.least, figure.most
-        target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else ""
-        met = {True: "yes", False: "**no**", None: ""}[figure.met]
-        rows.append(f"| {figure.what} | {figure.engine} | {value} {figure.unit} | {target} | {met} |")
-    return rows
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    show(figures, notes, page=_PAGE, title="Rollouts", as_json=as_json, write=write)

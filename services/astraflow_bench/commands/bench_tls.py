@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from astraflow_bench.commands.results_folder import AsJson
 from astraflow_bench.tls import measure
 from astraflow_kit.log import configure
 
@@ -21,7 +22,7 @@ def tls(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; medians count.")] = 9,
     mib: Annotated[int, typer.Option(min=1, help="Pushes and fetches of 1 MiB in a round.")] = 64,
     calls: Annotated[int, typer.Option(min=1, help="Small calls in a round.")] = 400,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Pushes, fetches and small calls over TLS with a token, beside the same without, in one run."""
     configure("bench", level="error")

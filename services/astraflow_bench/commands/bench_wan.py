@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from astraflow_bench.commands.results_folder import made
+from astraflow_bench.commands.results_folder import AsJson, WriteFolder
 from astraflow_bench.machine import Origin
 from astraflow_bench.wan import experiment, report
 from astraflow_bench.wan.experiment import Options
@@ -49,11 +49,8 @@ def wan(
     ] = False,
     time_limit: Annotated[float, typer.Option(min=10, help="Seconds after which it gives up.")] = 1500.0,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/bench.md.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", callback=made, help="Also write wan.json and wan.md there."),
-    ] = None,
+    as_json: AsJson = False,
+    write: WriteFolder = None,
 ) -> None:
     """Publisher, store and two nodes in network namespaces, on links of a real rate and round trip; needs root.
 

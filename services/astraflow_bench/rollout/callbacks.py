@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow_bench.rollout.figures import Figure
+from astraflow_bench.figures import Figure
 from astraflow_bench.rollout.watching import sitecustomize
 
 MOST_CPU_MS = 50.0
@@ -46,7 +46,7 @@ class CallbackWatch:
         which = f" ({callback})" if cpu_ms > MOST_CPU_MS else ""
         return Figure(
             what=f"{name}: longest callback of the node{which}",
-            engine="",
+            subject="",
             value=cpu_ms,
             unit="CPU-ms",
             most=MOST_CPU_MS,

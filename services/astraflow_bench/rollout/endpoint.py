@@ -16,7 +16,7 @@ import httpx
 from astraflow.plugins import Message, Policy, VersionSpan
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
-from astraflow_bench.rollout.figures import Figure
+from astraflow_bench.figures import Figure
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.base import GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ async def measure_endpoint(folder: Path, *, calls: int) -> list[Figure]:
     rounds = max(1, calls // _CALLS_PER_EPISODE)
     through_handle = await _by_handle(sampler, rounds=rounds)
     through_endpoint = await _by_endpoint(sampler, rounds=rounds)
-    row = partial(Figure, engine="", unit="CPU-ms")
+    row = partial(Figure, subject="", unit="CPU-ms")
     return [
         row(what="a chat call through a handle", value=through_handle),
         row(what="a chat call through the OpenAI endpoint", value=through_endpoint),

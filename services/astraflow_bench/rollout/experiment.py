@@ -13,8 +13,8 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from astraflow_bench.figures import Figure
 from astraflow_bench.rollout.endpoint import measure_endpoint
-from astraflow_bench.rollout.figures import Figure
 from astraflow_bench.rollout.generation import measure_generation
 from astraflow_bench.rollout.models import QUICKSTART, SMALL, Workload, prompts, save_model
 from astraflow_bench.rollout.node import Load, measure_node
@@ -106,7 +106,7 @@ def _per_gigabyte(name: str, found: list[ServedFigures]) -> list[Figure]:
         return []
     small, large = found[0], found[-1]
     slope = (large.swap_s - small.swap_s) / ((large.model_bytes - small.model_bytes) / 1e9)
-    return [Figure(what="swap, per GB of bf16", engine=name, value=slope, unit="s")]
+    return [Figure(what="swap, per GB of bf16", subject=name, value=slope, unit="s")]
 
 
 def _loads(sizes: Sizes) -> list[Load]:

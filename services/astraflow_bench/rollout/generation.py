@@ -4,14 +4,13 @@ Invariant: all run the same prompts on the same weights in fp32, one thread each
 processes do to the machine falls on all; CPU time is compared, and a row is the least of several turns.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import Qwen3ForCausalLM
 
-from astraflow_bench.rollout.figures import Figure
+from astraflow_bench.figures import Figure, least_cpu_seconds
 from astraflow_bench.rollout.models import LONGEST_PROMPT, Workload
 from astraflow_engine.core import CoreLimits, EngineCore
 from astraflow_engine.model_config import load_model_config
@@ -38,34 +37,22 @@ def measure_generation(folder: Path, workload: Workload, *, repeats: int, what: 
     try:
         runs = {name: _generate(folder, workload, *path) for name, path in _PATHS.items()}
         runs[_CPU_ENGINE] = _engine_run(folder, workload)
-        seconds = _measure(runs, repeats=repeats)
+        seconds = least_cpu_seconds(runs, repeats=repeats)
     finally:
         torch.set_num_threads(threads)
     rates = {name: workload.num_tokens / spent for name, spent in seconds.items()}
     best = max(rates[name] for name in _PATHS)
     figures = [
-        Figure(what=what, engine=name, value=rate, unit="tokens/CPU-s") for name, rate in rates.items()
+        Figure(what=what, subject=name, value=rate, unit="tokens/CPU-s") for name, rate in rates.items()
     ]
     ratio = Figure(
         what=f"{what}, over the best of transformers",
-        engine=_CPU_ENGINE,
+        subject=_CPU_ENGINE,
         value=rates[_CPU_ENGINE] / best,
         unit="×",
         least=LEAST_RATIO,
     )
     return [*figures, ratio]
-
-
-def _measure(runs: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
-    """Least CPU-seconds of each run, after one unmeasured turn: a busy machine only ever adds."""
-    spent: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
-            started = time.process_time()
-            run()
-            if turn:
-                spent[name].append(time.process_time() - started)
-    return {name: min(times) for name, times in spent.items()}
 
 
 def _engine_run(folder: Path, workload: Workload) -> Callable[[], list[Completion]]:

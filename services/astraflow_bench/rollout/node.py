@@ -24,8 +24,8 @@ import psutil
 
 from astraflow.plugins import Dataset
 from astraflow.recipe.file import load_recipe
+from astraflow_bench.figures import Figure
 from astraflow_bench.rollout.callbacks import CallbackWatch
-from astraflow_bench.rollout.figures import Figure
 from astraflow_bench.rollout.models import Shape
 from astraflow_kit.plugins import RecipeSource, make
 from astraflow_raas.engine.base import GenerateCall
@@ -92,8 +92,8 @@ async def measure_node(recipe: Path, load: Load, *, folder: Path) -> list[Figure
 def _figures(load: Load, through: Sequence[_Turn], direct: Sequence[_Turn]) -> list[Figure]:
     engine_s, alone_s = _per(through, "engine_s", "tokens"), _per(direct, "engine_s", "tokens")
     rate, share = (
-        partial(Figure, engine="CPU engine", unit="tokens/CPU-s"),
-        partial(Figure, engine="", unit="of 1"),
+        partial(Figure, subject="CPU engine", unit="tokens/CPU-s"),
+        partial(Figure, subject="", unit="of 1"),
     )
     most = MOST_OVERHEAD if load.is_target else None
     passes = _per(through, "tokens", "passes") / _per(direct, "tokens", "passes")

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from astraflow.dataflow.v1 import version_pb2
-from astraflow_bench.rollout.figures import Figure, cpu_seconds
+from astraflow_bench.figures import Figure, cpu_seconds
 from astraflow_bench.rollout.models import Workload
 from astraflow_raas.engine.base import GenerateCall, Generation
 from astraflow_raas.engine.command import EngineCommand
@@ -161,7 +161,7 @@ async def measure_served(
         pauses, delays = await _swaps(load, versions, swaps=swaps)
     model_bytes = sum(bits.nbytes for bits in versions.model.values())
     size = f"{model_bytes / 1e6:.0f} MB"
-    row, ms = partial(Figure, engine=name), partial(Figure, engine=name, unit="ms")
+    row, ms = partial(Figure, subject=name), partial(Figure, subject=name, unit="ms")
     figures = [
         row(what=f"over HTTP, {size}", value=rate, unit="tokens/CPU-s"),
         ms(what=f"swap, {size}, median", value=1e3 * median(pauses)),
@@ -171,7 +171,7 @@ async def measure_served(
         row(what=f"calls made again, {size}", value=load.num_repeated, unit="calls"),
         Figure(
             what=f"tokens lost in {swaps} swaps, {size}",
-            engine=name,
+            subject=name,
             value=load.num_lost,
             unit="tokens",
             most=0,

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow.plugins import StepRequest
-from astraflow_dataflow.batches.selecting import selection
+from astraflow_dataflow.batches.needs import suited
+from astraflow_dataflow.batches.replay import priorities
+from astraflow_dataflow.batches.selecting import ready_group, selection
 from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.staleness import histogram
-from astraflow_dataflow.runs.registry import RunContext
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.batches import BoundStep, stage_name
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
@@ -38,6 +42,7 @@ class Batching:
     """Hands batches to trainers."""
 
     store: Store
+    registry: RunRegistry
     lease_s: float
 
     async def acquire(
@@ -48,10 +53,15 @@ class Batching:
         Raises FencedError, NotFoundError, InvalidArgumentError.
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
-        topics = (f"ready {request.policy_id}", f"version {request.policy_id}", "run")
+        topics = [f"ready {request.policy_id}", f"version {request.policy_id}", "run"]
+        needs = context.recipe.policy(request.policy_id).batches.batch_needs
+        if context.recipe.dataflow.barrier == "phase" or needs:
+            # Comes with every settled group, also those that were dropped or are of other policies.
+            topics.append("work")
         with context.wakeups.subscribe(*topics) as news:
             while True:
                 left_s = deadline_s - asyncio.get_running_loop().time()
+                await self.registry.refresh_plugins(context)
                 reply = await self._try(context, request, wait_s=max(0.0, left_s))
                 if reply is None:
                     continue
@@ -74,8 +84,9 @@ class Batching:
             lease_s=self.lease_s,
             wait_s=wait_s,
         )
-        selector, flow = context.plugins.selector, context.recipe.dataflow
-        if selector is None:
+        plugins, batches = context.plugins, context.recipe.policy(request.policy_id).batches
+        selector, needs = plugins.selector, batches.batch_needs
+        if selector is None and needs is None:
             return _without_offer(await acquire())
         reply = await acquire(selection=Selection(mode="offer"))
         if not isinstance(reply, Candidates):
@@ -84,12 +95,24 @@ class Batching:
             policy=request.policy_id,
             step=request.step,
             base_version=request.base_version,
-            num_groups=flow.groups_per_step,
-            max_staleness=flow.max_staleness,
+            num_groups=batches.fresh_groups,
+            max_staleness=batches.max_staleness,
             num_outstanding=reply.outstanding,
         )
-        chosen = await selection(self.store, context, selector, ready=reply, request=asked)
-        return _without_offer(await acquire(selection=chosen))
+        groups = [ready_group(*group) for group in reply.groups]
+        wanted = obeyed = None
+        if selector is not None:
+            wanted = await selection(self.store, context, selector, groups=groups, request=asked)
+            obeyed = None if selector.shadow else wanted
+        if needs is not None:
+            obeyed = suited(reply, groups, needs, num_groups=asked.num_groups, chosen=obeyed)
+        bound = _without_offer(await acquire(selection=obeyed))
+        if selector is not None and selector.shadow and wanted and bound and bound.HasField("batch"):
+            nearest = {group.group_id for group in groups[: asked.num_groups]}
+            differs = len(set(wanted.chosen) - nearest)
+            if wanted.chosen:
+                plugins.shadows.note("selector", selector.name, asked=asked.num_groups, differs=differs)
+        return bound
 
     async def _manifest(self, context: RunContext, request: BoundStep) -> batch_pb2.Batch:
         """Return the bound batch of a step, sealing it first when nobody has. Raises FencedError, NotFoundError."""
@@ -97,7 +120,9 @@ class Batching:
         if batch.digest:
             return batch
         batch.digest = batch_digest([item.trajectory_id for item in batch.items])
-        ages = histogram((item.min_version for item in batch.items), base_version=batch.base_version)
+        ages = histogram(
+            (item.min_version for item in batch.items if not item.use), base_version=batch.base_version
+        )
         await self.store.batches.seal(context.run_id, batch, staleness=ages)
         log.info(
             "batch.bound",
@@ -123,11 +148,25 @@ class Batching:
                 f"trajectories {sorted(strangers)[:5]} are not in batch {batch.batch_id}; ask for ids of its items"
             )
         chosen = list(request.trajectory_ids) or members
-        for start in range(0, len(chosen), PAYLOADS_PER_READ):
-            chunk = chosen[start : start + PAYLOADS_PER_READ]
-            bodies = await self.store.batches.payloads(context.run_id, chunk)
-            for trajectory_id, body in zip(chunk, bodies, strict=True):
-                yield trajectory_id, body
+        keys = await self.store.batches.payload_keys(context.run_id, chosen)
+        async with aclosing(self._bodies(keys)) as bodies:
+            for trajectory_id in chosen:
+                yield trajectory_id, await anext(bodies)
+
+    async def _bodies(self, keys: Sequence[str]) -> AsyncGenerator[bytes, None]:
+        """Yield what is stored there; the next ones are read while the trainer is sent these."""
+        starts = range(0, len(keys), PAYLOADS_PER_READ)
+        reads = (self.store.batches.payloads(keys[start : start + PAYLOADS_PER_READ]) for start in starts)
+        ahead = [asyncio.create_task(read) for read in islice(reads, 2)]
+        try:
+            while ahead:
+                for body in await ahead[0]:
+                    yield body
+                del ahead[0]
+                ahead += [asyncio.create_task(read) for read in islice(reads, 1)]
+        finally:
+            for read in ahead:
+                read.cancel()
 
     async def ack(self, context: RunContext, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
         """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""
@@ -136,7 +175,10 @@ class Batching:
             raise ConflictError(
                 f"the digest is not that of batch {batch_id}; fetch the batch again and train on what was handed out"
             )
-        recorded = await self.store.batches.ack(context.run_id, request)
+        replay = context.recipe.policy(request.policy_id).batches.replay
+        by_priority = replay is not None and replay.order == "priority"
+        found = priorities(batch) if by_priority and request.stage == pb.BATCH_STAGE_TRAINED else {}
+        recorded = await self.store.batches.ack(context.run_id, request, priorities=found)
         failpoints.hit("dataflow.acked")
         policy_id, stage = request.policy_id, stage_name(recorded)
         log.info("batch.acked", policy_id=policy_id, step=request.step, batch_id=batch_id, stage=stage)

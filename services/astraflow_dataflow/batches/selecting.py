@@ -14,7 +14,7 @@ from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
-from astraflow_dataflow.records import Candidates, Selection
+from astraflow_dataflow.records import Selection
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
@@ -29,19 +29,21 @@ async def selection(
     context: RunContext,
     selector: DataPlugin[Selector],
     *,
-    ready: Candidates,
+    groups: Sequence[ReadyGroup],
     request: StepRequest,
 ) -> Selection | None:
     """Return what the selector makes of ready groups; None when it failed."""
-    work = partial(asyncio.to_thread, choose, selector, ready, request, context.plugins.faults)
+    work = partial(asyncio.to_thread, choose, selector, groups, request, context.plugins.faults)
     return await with_states(store.plugin_states, context.run_id, [selector], work)
 
 
 def choose(
-    selector: DataPlugin[Selector], ready: Candidates, request: StepRequest, faults: PluginFaults
+    selector: DataPlugin[Selector],
+    candidates: Sequence[ReadyGroup],
+    request: StepRequest,
+    faults: PluginFaults,
 ) -> Selection | None:
     """Ask the selector; None when it raises or answers something else than ready groups or nothing."""
-    candidates = [ready_group(*group) for group in ready.groups]
     try:
         with faults.timed("selector", selector.name):
             answer = selector.made.select(candidates, request)

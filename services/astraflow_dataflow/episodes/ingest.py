@@ -1,6 +1,6 @@
 """Ingest: pushed episodes are validated, committed in micro-batches, and their groups settled.
 
-An acknowledgement is given only after Redis answered the commit. Whatever arrived while one pipeline was in
+An acknowledgement is given only after Redis answered the commit. Whatever arrived while one commit was in
 flight goes into the next, so the cost per episode falls under load and the latency does not rise without. One
 per process, made by `server`; called by the trajectory service.
 """
@@ -8,20 +8,17 @@ per process, made by `server`; called by the trajectory service.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
-from astraflow.errors import (
-    AstraflowError,
-    UnavailableError,
-    UnknownVersionError,
-)
+from astraflow.errors import AstraflowError, UnavailableError, UnknownVersionError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.episodes.settling import Settling
-from astraflow_dataflow.records import Committed, CompleteTask
+from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.snapshots import results
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
@@ -29,6 +26,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
+from astraflow_dataflow.store.tasks import Pushed
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -36,7 +34,10 @@ from astraflow_kit.unit_of_work import task_correlation
 
 log = get_logger(__name__)
 
-EPISODES_PER_PIPELINE = 64
+EPISODES_PER_COMMIT = 64
+"""When this many are there, no more are waited for; a commit holds Redis for a millisecond or two."""
+_CHECKED_AT_ONCE = 16
+"""Trajectories that are checked before others have their turn."""
 _VERSION_GRACE_S = 1.0
 _ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 _INTERRUPTED = "the commit was interrupted; push again"
@@ -44,8 +45,8 @@ _INTERRUPTED = "the commit was interrupted; push again"
 
 @dataclass(frozen=True)
 class _Waiting:
-    episode: trajectory_pb2.Episode
-    result: asyncio.Future[PushResult]
+    episodes: Sequence[trajectory_pb2.Episode]
+    pushed: asyncio.Future[Sequence[Pushed]]
 
 
 @dataclass
@@ -59,116 +60,145 @@ class Ingest:
     durability: Durability
     _queues: dict[str, tuple[RunContext, asyncio.Queue[_Waiting]]] = field(default_factory=dict)
 
-    async def push(self, context: RunContext, episode: trajectory_pb2.Episode) -> PushResult:
-        """Take one episode in and return what became of it, after the commit has reached the durability asked for.
+    async def push(self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]) -> list[Pushed]:
+        """Take episodes in and return what became of each, after the commit has reached the durability asked for.
 
-        Raises UnknownVersionError for a version not announced yet,
-        PayloadMissingError when the push must be repeated, UnavailableError when Redis is away.
+        An episode's error is UnknownVersionError for a version not announced yet, PayloadMissingError when the push
+        must be repeated. Raises UnavailableError when Redis is away.
         """
         started_s = asyncio.get_running_loop().time()
         # A stream carries many tasks, so its metadata cannot say which one this line is about.
-        bind(correlation_id=task_correlation(episode.task_id), task_id=episode.task_id)
-        await self._wait_for_version(context, episode)
-        demand = evaluation.demand_of(episode.task_id, context.trained_policies)
-        expectation = Expectation(
-            newest_versions=context.newest_versions,
-            roles=context.trained_roles,
-            demand=demand,
-            blob_prefix=context.blob_prefix,
-        )
-        try:
-            check_episode(episode, expectation)
-        except BadTrajectory as problem:
-            result = await self.store.episodes.quarantine(
-                context.run_id, episode, reason=problem.slug, detail=problem.detail
-            )
-            log.warning("episode.quarantined", reason=problem.slug, detail=problem.detail)
-        else:
-            result = await self._enqueue(context, episode)
-        self.durability.note(context.run_id, result.position)
-        await self.durability.barrier()
-        result.durability = self.durability.reached
-        outcome = Outcome.Name(result.outcome).removeprefix("OUTCOME_").lower()
-        self.metrics.increment("astraflow_dataflow_pushes_total", outcome=outcome)
+        bind(correlation_id=task_correlation(episodes[0].task_id), task_id=episodes[0].task_id)
+        await self._wait_for_versions(context, episodes)
+        problems = await _problems(context, episodes)
+        judged = list(zip(episodes, problems, strict=True))
+        bad = [(one, problem) for one, problem in judged if isinstance(problem, BadTrajectory)]
+        good = [one for one, problem in judged if problem is None]
+        refused = iter(await self._quarantine(context, bad) if bad else ())
+        committed = iter(await self._enqueue(context, good) if good else ())
+        pushed = [
+            next(committed)
+            if problem is None
+            else next(refused)
+            if isinstance(problem, BadTrajectory)
+            else problem
+            for problem in problems
+        ]
+        await self._acknowledge(context, [one for one in pushed if isinstance(one, PushResult)])
         self.metrics.observe("astraflow_dataflow_push_seconds", asyncio.get_running_loop().time() - started_s)
-        return result
+        return pushed
 
-    async def _wait_for_version(self, context: RunContext, episode: trajectory_pb2.Episode) -> None:
-        """Give an announcement that is on its way a moment to arrive."""
-        if unknown_version(episode, newest_versions=context.newest_versions) is None:
+    async def _acknowledge(self, context: RunContext, taken: Sequence[PushResult]) -> None:
+        """Wait until what was taken is as durable as it must be."""
+        if not taken:
+            return
+        self.durability.note(context.run_id, max(result.position for result in taken))
+        await self.durability.barrier()
+        for result in taken:
+            result.durability = self.durability.reached
+        for outcome, number in Counter(result.outcome for result in taken).items():
+            name = Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+            self.metrics.increment("astraflow_dataflow_pushes_total", number, outcome=name)
+
+    async def _quarantine(
+        self, context: RunContext, refused: Sequence[tuple[trajectory_pb2.Episode, BadTrajectory]]
+    ) -> Sequence[Pushed]:
+        for episode, problem in refused:
+            log.warning(
+                "episode.quarantined",
+                task_id=episode.task_id,
+                reason=problem.slug,
+                detail=problem.detail,
+            )
+        return await self.store.episodes.quarantine(context.run_id, refused)
+
+    async def _wait_for_versions(
+        self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]
+    ) -> None:
+        """Give announcements that are on their way a moment to arrive."""
+
+        def all_known() -> bool:
+            newest = context.newest_versions
+            return all(unknown_version(episode, newest_versions=newest) is None for episode in episodes)
+
+        if all_known():
             return
         topics = [f"version {policy_id}" for policy_id in context.policy_ids]
         with context.wakeups.subscribe(*topics) as news:
             await self.registry.refresh_versions(context)
-            if unknown_version(episode, newest_versions=context.newest_versions) is None:
-                return
-            await news.wait(_VERSION_GRACE_S)
-            await self.registry.refresh_versions(context)
-        sentence = unknown_version(episode, newest_versions=context.newest_versions)
-        if sentence is not None:
-            raise UnknownVersionError(sentence, retry_after_s=1.0)
+            if not all_known():
+                await news.wait(_VERSION_GRACE_S)
+                await self.registry.refresh_versions(context)
 
-    async def _enqueue(self, context: RunContext, episode: trajectory_pb2.Episode) -> PushResult:
-        committed: asyncio.Future[PushResult] = asyncio.get_running_loop().create_future()
-        await self._queue_of(context).put(_Waiting(episode, committed))
-        result = await committed
+    async def _enqueue(
+        self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]
+    ) -> Sequence[Pushed]:
+        pushed: asyncio.Future[Sequence[Pushed]] = asyncio.get_running_loop().create_future()
+        await self._queue_of(context).put(_Waiting(episodes, pushed))
+        results = await pushed
         failpoints.hit("dataflow.committed")
-        return result
+        return results
 
     def _queue_of(self, context: RunContext) -> asyncio.Queue[_Waiting]:
-        """The run's queue; its loop is started on first use and ends with the context."""
+        """The run's queue; its loops are started on first use and end with the context."""
         owner, queue = self._queues.get(context.run_id, (None, None))
         if queue is None or owner is not context:
-            queue = asyncio.Queue(maxsize=4 * EPISODES_PER_PIPELINE)
+            queue, complete = asyncio.Queue(maxsize=4 * EPISODES_PER_COMMIT), asyncio.Queue[CompleteTask]()
             self._queues[context.run_id] = (context, queue)
-            work = partial(self._run, context, queue)
-            context.tasks.append(background.start(work, name="ingest", run_id=context.run_id))
+            for name, work in (
+                ("ingest", partial(self._run, context, queue, complete)),
+                ("settle", partial(self._settle, context, complete)),
+            ):
+                context.tasks.append(background.start(work, name=name, run_id=context.run_id))
         return queue
 
-    async def _run(self, context: RunContext, queue: asyncio.Queue[_Waiting]) -> None:
+    async def _run(
+        self, context: RunContext, queue: asyncio.Queue[_Waiting], complete: asyncio.Queue[CompleteTask]
+    ) -> None:
         """Commit what arrives, until cancelled. Groups are settled beside the next commits."""
         try:
-            async with asyncio.TaskGroup() as settlers:
-                while True:
-                    batch = [await queue.get()]
-                    while len(batch) < EPISODES_PER_PIPELINE and not queue.empty():
-                        batch.append(queue.get_nowait())
-                    for task in await self._commit(context, batch):
-                        settlers.create_task(self._settle(context, task), name=f"settle {task.task_id}")
+            while True:
+                batch = [await queue.get()]
+                number = len(batch[0].episodes)
+                while number < EPISODES_PER_COMMIT and not queue.empty():
+                    batch.append(queue.get_nowait())
+                    number += len(batch[-1].episodes)
+                for task in await self._commit(context, batch):
+                    complete.put_nowait(task)
         finally:
             while not queue.empty():
-                _answer(queue.get_nowait().result, UnavailableError(_INTERRUPTED, retry_after_s=0.2))
+                _answer(queue.get_nowait().pushed, UnavailableError(_INTERRUPTED, retry_after_s=0.2))
 
     async def _commit(self, context: RunContext, batch: Sequence[_Waiting]) -> list[CompleteTask]:
         """Commit a batch, answer its pushers, and return the tasks it completed."""
         failpoints.hit("dataflow.storing")
-        replies: Sequence[Committed | AstraflowError]
+        episodes = [episode for waiting in batch for episode in waiting.episodes]
         try:
-            replies = await self.store.episodes.commit(
-                context.run_id,
-                [waiting.episode for waiting in batch],
-                horizon_s=context.recipe.dataflow.group_deadline_s,
+            pushed, completed = await self.store.episodes.commit(
+                context.run_id, episodes, horizon_s=context.recipe.dataflow.group_deadline_s
             )
-        except AstraflowError as error:
-            replies = [error] * len(batch)
-        except BaseException:
+        except BaseException as error:
             # A defect or a stop: whoever waits must not wait for ever, and may push again.
+            told = error if isinstance(error, AstraflowError) else UnavailableError(_INTERRUPTED)
             for waiting in batch:
-                _answer(waiting.result, UnavailableError(_INTERRUPTED))
+                _answer(waiting.pushed, told)
+            if told is error:
+                return []
             raise
-        for waiting, reply in zip(batch, replies, strict=True):
-            _answer(waiting.result, reply)
+        answers = iter(pushed)
+        for waiting in batch:
+            _answer(waiting.pushed, [next(answers) for _ in waiting.episodes])
         if context.recipe.snapshots:
             accepted = [
-                waiting.episode
-                for waiting, reply in zip(batch, replies, strict=True)
-                if isinstance(reply, Committed) and reply.result.outcome in _ACCEPTED
+                episode
+                for episode, result in zip(episodes, pushed, strict=True)
+                if isinstance(result, PushResult) and result.outcome in _ACCEPTED
             ]
             try:
                 await self._rate(context, accepted)
             except AstraflowError as error:
                 log.warning("ratings.missed", episodes=len(accepted), message=error.message)
-        return [reply.completed for reply in replies if isinstance(reply, Committed) and reply.completed]
+        return completed
 
     async def _rate(self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]) -> None:
         """Change ratings by what these episodes ended with: once each, or never where the server dies here."""
@@ -184,19 +214,57 @@ class Ingest:
             if rated:
                 await self.store.versions.rate(context.run_id, policy_id, rated)
 
-    async def _settle(self, context: RunContext, task: CompleteTask) -> None:
-        bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)
-        try:
-            await self.settling.settle(context, task)
-        except AstraflowError as error:
-            # The task stays listed as unsettled: the run loop settles it.
-            log.warning("group.settle_postponed", message=error.message)
+    async def _settle(self, context: RunContext, complete: asyncio.Queue[CompleteTask]) -> None:
+        """Settle tasks until cancelled, all that were completed since the last ones together."""
+        while True:
+            tasks = [await complete.get()]
+            while not complete.empty():
+                tasks.append(complete.get_nowait())
+            bind(correlation_id=task_correlation(tasks[0].task_id), task_id=tasks[0].task_id)
+            try:
+                await self.settling.settle(context, tasks)
+            except AstraflowError as error:
+                # The tasks stay listed as unsettled: the run loop settles them.
+                log.warning("group.settle_postponed", message=error.message)
 
 
-def _answer(future: asyncio.Future[PushResult], reply: Committed | AstraflowError) -> None:
+async def _problems(
+    context: RunContext, episodes: Sequence[trajectory_pb2.Episode]
+) -> list[BadTrajectory | UnknownVersionError | None]:
+    """What is wrong with each episode."""
+    problems, checked = list[BadTrajectory | UnknownVersionError | None](), 0
+    for episode in episodes:
+        problems.append(_problem(context, episode))
+        checked += len(episode.trajectories)
+        if checked >= _CHECKED_AT_ONCE:
+            checked = 0
+            await asyncio.sleep(0)
+    return problems
+
+
+def _problem(
+    context: RunContext, episode: trajectory_pb2.Episode
+) -> BadTrajectory | UnknownVersionError | None:
+    if sentence := unknown_version(episode, newest_versions=context.newest_versions):
+        return UnknownVersionError(sentence, retry_after_s=1.0)
+    expectation = Expectation(
+        newest_versions=context.newest_versions,
+        roles=context.trained_roles,
+        row_limits=context.recipe.row_limits,
+        demand=evaluation.demand_of(episode.task_id, context.trained_policies),
+        blob_prefix=context.blob_prefix,
+    )
+    try:
+        check_episode(episode, expectation)
+    except BadTrajectory as problem:
+        return problem
+    return None
+
+
+def _answer(future: asyncio.Future[Sequence[Pushed]], reply: Sequence[Pushed] | AstraflowError) -> None:
     if future.done():
         return  # the caller left; the commit stands and a repeated push answers DUPLICATE
     if isinstance(reply, AstraflowError):
         future.set_exception(reply)
     else:
-        future.set_result(reply.result)
+        future.set_result(reply)

@@ -1,6 +1,6 @@
 """The window of one push stream: requests being worked on, answered in the order they came.
 
-At most 64 requests or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
+At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
 the node. Made by the trajectory service per stream.
 """
 
@@ -11,27 +11,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Generic, TypeVar
 
-from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
-
-Key = TypeVar("Key")
-MAX_REQUESTS = 64
+Answer = TypeVar("Answer")
+MAX_EPISODES = 64
 MAX_BYTES = 16 * 2**20
 
 
-class PushWindow(Generic[Key]):
-    """Pushes in flight, oldest first, each under what its answer needs to know of it."""
+class PushWindow(Generic[Answer]):
+    """Pushes in flight, oldest first."""
 
     def __init__(self) -> None:
-        self._inside: deque[tuple[Key, int, asyncio.Task[PushResult]]] = deque()
-        self._bytes = 0
+        self._inside: deque[tuple[int, int, asyncio.Task[Answer]]] = deque()
+        self._episodes = self._bytes = 0
         self._ended = False
         self._changed = asyncio.Condition()
 
-    async def add(self, key: Key, size_bytes: int, push: Coroutine[Any, Any, PushResult]) -> None:
-        """Start a push once there is room."""
-        task = asyncio.create_task(push, name=f"push {key}")
+    async def add(self, num_episodes: int, size_bytes: int, push: Coroutine[Any, Any, Answer]) -> None:
+        """Start a push, and return once there is room for another."""
+        task = asyncio.create_task(push, name="push")
         async with self._changed:
-            self._inside.append((key, size_bytes, task))
+            self._inside.append((num_episodes, size_bytes, task))
+            self._episodes += num_episodes
             self._bytes += size_bytes
             self._changed.notify_all()
             await self._changed.wait_for(self._has_room)
@@ -42,26 +41,27 @@ class PushWindow(Generic[Key]):
             self._ended = True
             self._changed.notify_all()
 
-    async def answers(self) -> AsyncIterator[tuple[Key, PushResult]]:
-        """Yield (key, result) in order until the last push was answered. Raises a push's error in its turn."""
+    async def answers(self) -> AsyncIterator[Answer]:
+        """Yield answers in order until that of the last push. Raises a push's error in its turn."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._inside or self._ended)
                 if not self._inside:
                     return
-                key, size_bytes, task = self._inside[0]
-            result = await task
+                num_episodes, size_bytes, task = self._inside[0]
+            answer = await task
             async with self._changed:
                 self._inside.popleft()
+                self._episodes -= num_episodes
                 self._bytes -= size_bytes
                 self._changed.notify_all()
-            yield key, result
+            yield answer
 
     def close(self) -> None:
         """Cancel what is still inside; committed pushes stay committed."""
-        for _, _, task in self._inside:
+        for *_, task in self._inside:
             task.cancel()
         self._inside.clear()
 
     def _has_room(self) -> bool:
-        return self._ended or (len(self._inside) < MAX_REQUESTS and self._bytes < MAX_BYTES)
+        return self._ended or (self._episodes < MAX_EPISODES and self._bytes < MAX_BYTES)

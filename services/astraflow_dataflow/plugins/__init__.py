@@ -1,1 +1,1 @@
-"""Ready-made data plug-ins that recipes name as `astraflow_dataflow.plugins.<module>:<Name>`."""
+"""Ready-made data plug-ins that recipes name as `astraflow_dataflow.plugins.<room>.<module>:<Name>`."""

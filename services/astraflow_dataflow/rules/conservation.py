@@ -8,9 +8,10 @@ hiding it. Pure; called by reporting and by tests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
-from astraflow_dataflow.records import Audit
+from astraflow_dataflow.records import Audit, Recount
 
 _DROPPED = "dropped:"
 
@@ -31,6 +32,20 @@ def drift(audit: Audit, *, trained_in_log: int) -> dict[str, int]:
     """Return counter − recount of each live place; all zeros unless there is a defect."""
     recounted = _recounted(audit, trained_in_log=trained_in_log)
     return {place: audit.counters.get(place, 0) - held for place, held in recounted.items()}
+
+
+def corrected(audit: Audit, found: Recount) -> Audit:
+    """Return a snapshot that was not counted, with what the newest recount found wrong in the counters."""
+    return replace(
+        audit,
+        held_assembling=audit.held_assembling - found.drift["assembling"],
+        held_ready=audit.held_ready - found.drift["ready"],
+        held_in_batch=audit.held_in_batch - found.drift["in_batch"],
+        policies=tuple(
+            replace(policy, charged=policy.outstanding - found.credit.get(policy.policy_id, 0))
+            for policy in audit.policies
+        ),
+    )
 
 
 def _recounted(audit: Audit, *, trained_in_log: int) -> dict[str, int]:

@@ -1,8 +1,9 @@
-"""Evaluation: when a pass over the held-out tasks is due, at which versions, and when one is given up.
+"""Evaluation: when a pass over tasks is due, at which versions, whose turn it is, and when one is given up.
 
-A pass evaluates all trained policies in the same episodes, at one version of each: the newest ones when it is planned.
-One pass is open at a time, and nodes get no newer version while it is. Pure. Ids are derived, so planning twice is
-harmless, and a task's id alone says which versions it demands. Called by the run loop, ingest and leasing.
+A pass evaluates all trained policies in the same episodes, at one version of each: the newest ones when it is planned,
+or those that a request names. One pass is open at a time, and nodes get no newer version while it is. Pure. Ids are
+derived, so planning twice is harmless, and a task's id alone says which versions it demands. Called by the run loop,
+ingest and leasing.
 """
 
 from __future__ import annotations
@@ -39,13 +40,31 @@ def plan_periodic(
     newest: Mapping[str, int], passes: Sequence[StoredEvaluation], *, settings: EvaluationSettings
 ) -> Plan | None:
     """Return the pass that is due at the newest versions: the first one, or that of each N-th version of a policy."""
-    if not passes:
+    own = [item for item in passes if not item.requested]
+    if not own:
         return _plan(newest, settings.final_samples, settings=settings)
     every = settings.every_versions
-    last = {policy_id: max(item.versions.get(policy_id, 0) for item in passes) for policy_id in newest}
+    last = {policy_id: max(item.versions.get(policy_id, 0) for item in own) for policy_id in newest}
     if every and any(version // every > last[policy_id] // every for policy_id, version in newest.items()):
         return _plan(newest, settings.num_samples, settings=settings)
     return None
+
+
+def next_request(
+    newest: Mapping[str, int], passes: Sequence[StoredEvaluation], *, is_periodic_due: bool
+) -> StoredEvaluation | None:
+    """Return the request whose turn it is, or None when none waits or the recipe's pass comes first.
+
+    The oldest that names a version which is not the newest any more comes before all others, for nodes are held back
+    for it; else the oldest, and requests and passes of the recipe take turns. `passes` are in the order in which they
+    began, or were asked for.
+    """
+    waiting = [item for item in passes if item.state == "waiting"]
+    behind = [item for item in waiting if is_superseded(item, newest=newest)]
+    begun = [item for item in passes if item.state != "waiting"]
+    if not behind and is_periodic_due and (not begun or begun[-1].requested):
+        return None
+    return next(iter([*behind, *waiting]), None)
 
 
 def plan_final(newest: Mapping[str, int], *, settings: EvaluationSettings) -> Plan:
@@ -60,9 +79,9 @@ def _plan(
     return Plan(versions=versions, planned=num_tasks * each, samples_per_task=each, final=final)
 
 
-def task_id(evaluation_id: str, index: int) -> str:
-    """Return the id of the task that is sample number `index` of a pass; sample i is of held-out task i // k."""
-    return f"{TASK_PREFIX}{evaluation_id}:{index}"
+def task_id(stem: str, index: int) -> str:
+    """Return the id of the task that is sample number `index` of a pass; sample i is of the pass's task i // k."""
+    return f"{TASK_PREFIX}{stem}:{index}"
 
 
 def sample_index(identifier: str) -> int:

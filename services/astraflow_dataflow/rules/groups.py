@@ -10,13 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import Filter, Group, TrajectorySummary
+from astraflow.recipe.groups import RouteSettings
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.rules.faults import PluginFaults
+from astraflow_dataflow.rules.routes import route_verdict, was_routed
+from astraflow_dataflow.rules.shadows import Shadows
 from astraflow_dataflow.rules.tasks import task_spec
 from astraflow_kit.log import get_logger
 
@@ -35,8 +39,14 @@ class Rules:
 
     min_members: int | None
     filters: tuple[tuple[str, Filter], ...]
+    shadow_filters: tuple[tuple[str, Filter], ...] = ()
+    """Asked about every group that the filters judge, and obeyed by nobody."""
+    routes: tuple[RouteSettings, ...] = ()
+    """Where groups go that the filters do not see; in order."""
     faults: PluginFaults = field(default_factory=PluginFaults)
+    shadows: Shadows = field(default_factory=Shadows)
     clock: Callable[[], float] = time.perf_counter
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
 
 def group_id(task_id: str, *, policy_id: str, role: str) -> str:
@@ -81,14 +91,16 @@ def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> lis
 
 
 def judge(task: CompleteTask, rules: Rules) -> list[str]:
-    """Return `ready` or why it is dropped for each of the task's groups, in their order."""
+    """Return what becomes of each of the task's groups, in their order: `ready`, why it is dropped, or which route took
+    it.
+    """
     reason = incomplete_reason(task, min_members=rules.min_members)
     return [reason or _verdict(task, group, rules=rules) for group in task.groups]
 
 
 def was_judged(verdict: str) -> bool:
-    """Whether the filters decided, so that the acceptance average moves."""
-    return verdict in (READY, FILTERED)
+    """Whether filters or routes decided, so that the acceptance average moves."""
+    return verdict in (READY, FILTERED) or was_routed(verdict)
 
 
 def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
@@ -105,52 +117,63 @@ def incomplete_reason(task: CompleteTask, *, min_members: int | None) -> str:
 def _verdict(task: CompleteTask, group: Group, *, rules: Rules) -> str:
     if task.credited is not None and group.role not in task.credited:
         return "no_credit"
-    return filter_verdict(group, rules=rules)
+    routed = route_verdict(group, rules.routes, now=rules.now())
+    return routed or filter_verdict(group, rules=rules)
 
 
 def filter_verdict(group: Group, *, rules: Rules) -> str:
     """Return `filtered` when a filter refuses the group, `filter_failed` when one raises or answers no bool, else
-    `ready`.
+    `ready`. Shadow filters are asked, too, and counted.
     """
-    for name, keep in rules.filters:
-        started_s = rules.clock()
-        try:
-            kept = keep(group)
-            if kept not in (True, False):
-                raise TypeError(f"it returned {type(kept).__name__}, not True or False")
-        except (
-            Exception
-        ) as error:  # a plug-in must not stop the run; the group is dropped under its own reason
-            log.exception("filter.failed", filter=name, group_id=group.group_id)
-            rules.faults.note("filter", name, error)
-            return "filter_failed"
-        took_s = rules.clock() - started_s
-        if took_s > SLOW_FILTER_S:
-            rules.faults.note_slow("filter", name, took_s, limit_s=SLOW_FILTER_S)
-        if not kept:
-            return FILTERED
-    return READY
+    verdicts = (_judged(group, name, keep, rules=rules) for name, keep in rules.filters)
+    verdict = next((verdict for verdict in verdicts if verdict != READY), READY)
+    for name, keep in rules.shadow_filters:
+        would_be = _judged(group, name, keep, rules=rules)
+        if was_judged(would_be) and was_judged(verdict):
+            refused = int(would_be != READY)
+            rules.shadows.note("filter", name, asked=1, differs=int(would_be != verdict), refused=refused)
+    return verdict
+
+
+def _judged(group: Group, name: str, keep: Filter, *, rules: Rules) -> str:
+    """What one filter makes of a group."""
+    started_s = rules.clock()
+    try:
+        kept = keep(group)
+        if kept not in (True, False):
+            raise TypeError(f"it returned {type(kept).__name__}, not True or False")
+    except Exception as error:  # a plug-in must not stop the run; the group is dropped under its own reason
+        log.exception("filter.failed", filter=name, group_id=group.group_id)
+        rules.faults.note("filter", name, error)
+        return "filter_failed"
+    took_s = rules.clock() - started_s
+    if took_s > SLOW_FILTER_S:
+        rules.faults.note_slow("filter", name, took_s, limit_s=SLOW_FILTER_S)
+    return READY if kept else FILTERED
 
 
 def items_of(task_id: str, group: Group) -> batch_pb2.Batch:
     """Return what a batch says of a group: one item for each of its trajectories."""
-    return batch_pb2.Batch(
-        items=[
-            batch_pb2.BatchItem(
-                trajectory_id=header.trajectory_id,
-                group_id=group.group_id,
-                task_id=task_id,
-                num_tokens=header.num_tokens,
-                num_trainable_tokens=header.num_trainable_tokens,
-                reward=header.reward,
-                min_version=header.min_version,
-                max_version=header.max_version,
-                role=group.role,
-                source=group.task.source,
-                member=header.member,
-                turn=header.turn,
-                truncated=header.finish_reason == TRUNCATED,
-            )
-            for header in cast("tuple[trajectory_pb2.TrajectoryHeader, ...]", group.trajectories)
-        ]
+    headers = cast("tuple[trajectory_pb2.TrajectoryHeader, ...]", group.trajectories)
+    return batch_pb2.Batch(items=[item_of(task_id, header, source=group.task.source) for header in headers])
+
+
+def item_of(
+    task_id: str, header: trajectory_pb2.TrajectoryHeader, *, source: str = ""
+) -> batch_pb2.BatchItem:
+    """Return what a batch says of a trajectory."""
+    return batch_pb2.BatchItem(
+        trajectory_id=header.trajectory_id,
+        group_id=group_id(task_id, policy_id=header.policy_id, role=header.role),
+        task_id=task_id,
+        num_tokens=header.num_tokens,
+        num_trainable_tokens=header.num_trainable_tokens,
+        reward=header.reward,
+        min_version=header.min_version,
+        max_version=header.max_version,
+        role=header.role or header.policy_id,
+        source=source,
+        member=header.member,
+        turn=header.turn,
+        truncated=header.finish_reason == TRUNCATED,
     )

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from astraflow.dataflow.v1 import batch_pb2
+from astraflow.recipe.dataflow import BatchSettings
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -22,6 +25,19 @@ class Summary:
 def staleness(*, base_version: int, oldest_version: int) -> int:
     """Return the age of a trajectory for a step that starts from `base_version`."""
     return max(0, base_version - oldest_version)
+
+
+def deadline_version(items: Iterable[batch_pb2.BatchItem], settings: BatchSettings) -> int:
+    """Return the version that a group counts as sampled with: it is stale more than `max_staleness` versions later.
+
+    That of its oldest token; where stale tokens are masked, the newest that every trajectory has a token of.
+    """
+    correction = settings.stale_tokens
+    if correction is None:
+        return min(item.min_version for item in items)
+    if correction.correction == "mask":
+        return min(item.max_version for item in items)
+    return min(item.min_version for item in items) + correction.max_excess
 
 
 def histogram(oldest_versions: Iterable[int], *, base_version: int) -> dict[int, int]:

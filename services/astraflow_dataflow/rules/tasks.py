@@ -40,7 +40,8 @@ def task_spec(stored: bytes) -> TaskSpec:
     """Return a stored task as plug-ins see it; `data` is decoded when somebody looks."""
     task = task_pb2.Task.FromString(stored)
     messages = tuple(map(message_from_proto, task.messages))
-    return TaskSpec(task.task_id, messages, _JsonObject(task.data_json), source=task.source)
+    data = _JsonObject(task.data_json)
+    return TaskSpec(task.task_id, messages, data, source=task.source, priority=task.priority)
 
 
 class _JsonObject(Mapping[str, object]):

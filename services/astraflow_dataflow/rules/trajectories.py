@@ -7,6 +7,7 @@ numpy views. The first problem is raised as `BadTrajectory`. Called by ingest.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,10 +17,12 @@ from google.protobuf.message import DecodeError
 from astraflow._contract.bounds import judge
 from astraflow.blobs import blob_problem
 from astraflow.columns import decode_logprobs, unpack_mask
+from astraflow.recipe import RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import (
     BadTrajectory,
     check_columns,
+    check_row,
     check_spans,
     check_trainable,
     check_turns,
@@ -40,6 +43,8 @@ class Expectation:
     newest_versions: Mapping[str, int]
     roles: Mapping[str, str]
     """The policy of each trained role."""
+    row_limits: Mapping[str, RowLimits] = field(default_factory=dict)
+    """What the trainer of each policy can train on."""
     demand: Mapping[str, int] = field(default_factory=dict)
     """The version of each policy that an evaluation demands; empty for training."""
     blob_prefix: str = ""
@@ -63,7 +68,7 @@ def unknown_version(episode: trajectory_pb2.Episode, *, newest_versions: Mapping
 
 
 def check_episode(episode: trajectory_pb2.Episode, expectation: Expectation) -> None:
-    """Raise BadTrajectory for the first problem of an episode."""
+    """Raise BadTrajectory for the first problem of an episode; its headers get the digests of their responses."""
     _check_frame(episode)
     for item in episode.trajectories:
         _check_item(item, expectation=expectation)
@@ -102,6 +107,8 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
             first_token_trained=bool(trajectory.loss_mask[0] & 1),
             temperature=trajectory.sampling.temperature,
         )
+        if limits := expectation.row_limits.get(header.policy_id):
+            check_row(header.trajectory_id, np.frombuffer(trajectory.token_ids, dtype="<i4"), limits)
     _check_blobs(trajectory, header, prefix=expectation.blob_prefix)
 
 
@@ -138,17 +145,19 @@ def _check_demand(header: trajectory_pb2.TrajectoryHeader, *, demand: Mapping[st
 
 
 def _check_body(trajectory: trajectory_pb2.Trajectory, header: trajectory_pb2.TrajectoryHeader) -> None:
-    """Check a decoded body against its header. O(T) through views."""
+    """Check a decoded body against its header, which gets the digest of its response. O(T) through views."""
     name, num_tokens = header.trajectory_id, header.num_tokens
     if trajectory.trajectory_id != name:
         raise BadTrajectory(
             "id_mismatch", f"the body says trajectory_id {trajectory.trajectory_id!r}, its header {name!r}"
         )
     _check_sizes(trajectory, name=name, num_tokens=num_tokens)
+    token_ids = np.frombuffer(trajectory.token_ids, dtype="<i4")
+    loss_mask = unpack_mask(trajectory.loss_mask, num_tokens)
     trained = check_columns(
         name,
-        token_ids=np.frombuffer(trajectory.token_ids, dtype="<i4"),
-        loss_mask=unpack_mask(trajectory.loss_mask, num_tokens),
+        token_ids=token_ids,
+        loss_mask=loss_mask,
         logprobs=decode_logprobs(trajectory),
         version_spans=trajectory.version_spans,
         num_trainable=header.num_trainable_tokens,
@@ -160,6 +169,8 @@ def _check_body(trajectory: trajectory_pb2.Trajectory, header: trajectory_pb2.Tr
             f"{header.min_version}–{header.max_version}",
         )
     check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
+    # The only use of the body that filters have; what the client wrote there is replaced.
+    header.response_digest = zlib.crc32(token_ids[loss_mask].tobytes()) or 1
 
 
 def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int) -> None:

@@ -12,13 +12,24 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
-from astraflow_dataflow.records import Audit, Life, PolicyState, Refused, StoredEvaluation, TrainerReport
+from astraflow_dataflow.records import (
+    ArchiveState,
+    Audit,
+    Life,
+    PolicyState,
+    Refused,
+    StoredEvaluation,
+    TrainerReport,
+)
 from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
     "ready_groups": "nodes finish the outstanding groups; if there are none, see what `lease` waits for",
     "publish": "the trainer announces the versions it has trained",
+    "barrier": "nodes finish the groups that are still sampled, or their deadline closes them",
     "selector": "the selector takes groups; it is asked again when another one is ready",
+    "batch_needs": "other groups become ready; when none are to come, or after dataflow.batch_needs.max_wait_s, the "
+    "step takes those that are",
 }
 
 # What only a trainer knows: the stage that shows it, what it is when the trainer says no more, and what ends it.
@@ -72,6 +83,8 @@ _PLUGIN_FAULTS = {
 }
 _FRESH_MS = 30_000
 """A node that meets an environment's service again within this time shows it, or does not ask it any more."""
+_GIVEN_UP_SHOWN_MS = 60_000
+"""What was given up is shown this long."""
 _MANY_SKIPPED = 1024
 _MANY_UNUSED = 0.02
 
@@ -134,6 +147,7 @@ def current_waits(
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     waits += _engine_faults(connected)
+    waits += _poisonous(nodes)
     waits += _environment_faults(connected, now_ms=audit.now_ms)
     for policy in audit.policies:
         if audit.life is Life.ACTIVE:
@@ -146,6 +160,29 @@ def current_waits(
             )
             waits += _publish_waits(policy)
     return waits
+
+
+def archive_waits(archive: ArchiveState, *, now_ms: int) -> Iterator[Wait]:
+    """What keeps trajectories out of the archive; training goes on meanwhile."""
+    figures = (
+        f"{archive.waiting} trajectories ({archive.waiting_bytes / 2**20:.0f} MiB) wait, "
+        f"{archive.given_up} were given up"
+    )
+    if archive.problem:
+        yield Wait(
+            stage="archive",
+            reason="archive_failed",
+            detail=f"{archive.problem}; {figures}",
+            released_by="bring the store back, or make room in it; the archive goes on by itself, training meanwhile",
+            since_ms=archive.problem_ms,
+        )
+    elif now_ms - archive.given_up_ms < _GIVEN_UP_SHOWN_MS:
+        yield Wait(
+            stage="archive",
+            reason="archive_behind",
+            detail=f"more ends than is written: {figures}",
+            released_by="a smaller dataflow.archive.share, fewer reasons to keep, or a larger max_waiting_mib",
+        )
 
 
 def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
@@ -179,6 +216,20 @@ def _engine_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
             detail=f"{node_id}, engine {fault.engine}: {fault.detail}{more}",
             released_by="the node starts the next engine by itself and makes the calls in it again; one at a URL is "
             "its owner's to restart",
+        )
+
+
+def _poisonous(nodes: Sequence[NodeStatus]) -> Iterator[Wait]:
+    """Nodes that were drained because of what they sent, also when they have left: they stay drained."""
+    found = [f"{node.node_id} ({node.poisoned} episodes)" for node in nodes if node.drain_reason == "poison"]
+    if found:
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        yield Wait(
+            stage="lease",
+            reason="node_poison",
+            detail=f"drained for what they sent (dataflow.max_poison): {', '.join(found[:5])}{more}",
+            released_by="repair them (`episode.quarantined` in the server's log has the reasons), then "
+            "`astraflow nodes undrain NODE`",
         )
 
 
@@ -252,6 +303,9 @@ def _lease_waits(
         return []
     trained = [policy for policy in audit.policies if not (policy.frozen or policy.waits_for_turn_of)]
     full = [policy for policy in trained if policy.credit == 0]
+    if audit.quota_left == 0 and len(full) < len(trained):
+        detail = f"{audit.leases} leases are out, as many as the run may have (dataflow.max_leases)"
+        return [_lease("lease_quota", detail, "nodes finish some of them")]
     if len(full) == len(trained) or not audit.admitted:
         return [_full(policy) for policy in full or trained]
     partly = [*(_full(policy, meanwhile="; tasks are leased for the other policies") for policy in full)]
@@ -366,6 +420,8 @@ def _no_credit(policy: PolicyState) -> Wait:
 
 
 def _full(policy: PolicyState, *, meanwhile: str = "") -> Wait:
+    if policy.held:
+        return _behind_barrier(policy)
     detail = (
         f"{policy.outstanding} groups outstanding at acceptance {policy.acceptance:.2f}, {policy.ready} ready, "
         f"{policy.unpublished} unpublished: the staleness window is full{meanwhile}"
@@ -376,6 +432,29 @@ def _full(policy: PolicyState, *, meanwhile: str = "") -> Wait:
         reason="staleness_window",
         detail=detail,
         released_by=_window_release(policy),
+    )
+
+
+def _behind_barrier(policy: PolicyState) -> Wait:
+    """A barrier of the recipe holds the tasks of the next batch back."""
+    why, *training = policy.held.split()
+    if training:
+        named = f"step {training[1]} of {training[0]}"
+        detail = f"nothing is leased until {named} has its version (dataflow.barrier: phase)"
+        released_by = "its trainer finishes the step and announces the version"
+    elif why == "ended":
+        detail = "its trainer has ended, and nothing is sampled for it (dataflow.barrier)"
+        released_by = "a trainer claims the policy"
+    else:
+        groups = f"{policy.outstanding} groups outstanding, {policy.ready} of {policy.groups_per_step} ready"
+        detail = f"the tasks of one batch are out (dataflow.barrier): {groups}"
+        released_by = "the trainer binds the batch when its groups are ready"
+    return Wait(
+        stage="lease",
+        policy_id=policy.policy_id,
+        reason="barrier",
+        detail=detail,
+        released_by=released_by,
     )
 
 
@@ -452,6 +531,8 @@ def _batch_waits(policy: PolicyState, *, now_ms: int, heard_ms: int, lease_ms: f
         detail = (
             f"{policy.ready} of {policy.groups_per_step} groups are ready, {policy.outstanding} outstanding"
         )
+        if policy.wait == "batch_needs":
+            detail += f"; {policy.lack}"
         yield Wait(
             stage=stage,
             policy_id=policy.policy_id,

@@ -24,6 +24,11 @@ class Window:
     """An endpoint elsewhere: it has no versions."""
     max_staleness: int
     groups_per_step: int
+    """Those that are new: a step may replay others besides."""
+    replay: str = ""
+    """What it replays, as Redis keeps it: groups of a step, groups kept, largest staleness, uses of a group, order."""
+    barrier: Literal["none", "batch", "phase"] = "none"
+    """What besides the window holds tasks back; enforced where the window is."""
     steps: int = 1
     """All that its trainer will take; with 0 the window is closed."""
     min_acceptance: float
@@ -50,3 +55,9 @@ class Admission:
     admit: Literal["any", "all"]
     alternate_every_steps: int = 0
     """Steps of a turn, where one trained policy has credit at a time; 0: all have."""
+    max_attempts: int
+    """Leases of one task."""
+    max_poison: int = 0
+    """Poison of one node before it is drained; 0: never."""
+    max_leases: int = 0
+    """Of the run at a time; 0: any number."""

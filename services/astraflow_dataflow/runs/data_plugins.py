@@ -8,20 +8,23 @@ killed server loses at most the call it was in. Made by the registry; called by 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from astraflow.errors import UnavailableError
 from astraflow.plugins import Curator, Dataset, Filter, Group, PluginState, Selector
-from astraflow.recipe import Recipe
-from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.recipe import DataflowSettings, Recipe
+from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
+from astraflow_dataflow.rules.shadows import Shadows
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
 from astraflow_kit.plugins import RecipeSource, make
 
@@ -35,11 +38,13 @@ _MOST_UNOBSERVED = 4096
 
 @dataclass(kw_only=True)
 class DataPlugin(Generic[P]):
-    """One plug-in of a run; `name` is what the recipe calls it, with `#2` for its second mention."""
+    """One plug-in of a run; `name` is one of `plugin_names`."""
 
     kind: str
     name: str
     made: P
+    shadow: bool = False
+    """Asked, and obeyed by nobody."""
     state: PluginState | None = None
     """None when its constructor takes none."""
     revision: int = 0
@@ -62,37 +67,107 @@ class DataPlugins:
     curators: tuple[DataPlugin[Curator], ...] = ()
     selector: DataPlugin[Selector] | None = None
     faults: PluginFaults = field(default_factory=PluginFaults)
+    shadows: Shadows = field(default_factory=Shadows)
     unobserved: asyncio.Queue[Group] = field(default_factory=lambda: asyncio.Queue(_MOST_UNOBSERVED))
     """Complete groups that curators have not observed yet."""
 
     @classmethod
-    def make(cls, recipe: Recipe, source: RecipeSource) -> DataPlugins:
-        """Make what the recipe names. Raises PluginError."""
-        flow, seed, names = recipe.dataflow, recipe.run.seed, Counter[tuple[str, str]]()
-        advantages = recipe.advantages
+    def make(
+        cls,
+        recipe: Recipe,
+        source: RecipeSource,
+        *,
+        before: DataPlugins | None = None,
+        created: Recipe | None = None,
+    ) -> DataPlugins:
+        """Make what the recipe names, but for what is the same as `before`. Raises PluginError.
 
-        def made(kind: str, settings: PluginSettings, protocol: type[P]) -> DataPlugin[P]:
-            names[kind, settings.use] += 1
-            number = names[kind, settings.use]
+        `created` is the recipe that the run was created with, by which plug-ins of other settings have other names.
+        """
+        flow, seed = recipe.dataflow, recipe.run.seed
+        offered = {"seed": seed, "advantages": recipe.advantages}
+        first = (created or recipe).dataflow
+
+        def made(kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
+            for known in before.of(kind) if before else ():
+                if known.name == name:
+                    return replace(known, shadow=settings.shadow)
             state = PluginState()
-            offered = {"seed": seed, "state": state, "advantages": advantages}
-            plugin = make(settings, protocol=protocol, source=source, **offered)
-            name = settings.use if number == 1 else f"{settings.use}#{number}"
+            plugin = make(settings, protocol=protocol, source=source, state=state, **offered)
             # Its constructor named the state, and so was given one; a function or an object was not.
             kept = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
-            return DataPlugin(kind=kind, name=name, made=plugin, state=kept)
+            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=kept)
 
-        return cls(
-            dataset=make(recipe.run.dataset, protocol=Dataset, source=source, seed=seed),
-            filters=tuple(made("filter", settings, Filter) for settings in flow.filters),
-            curators=tuple(made("curator", settings, Curator) for settings in flow.curators),
-            selector=made("selector", flow.selector, Selector) if flow.selector else None,
+        def several(
+            kind: str,
+            wanted: Sequence[DataPluginSettings],
+            of_first: Sequence[DataPluginSettings],
+            protocol: type[P],
+        ) -> tuple[DataPlugin[P], ...]:
+            names = plugin_names(wanted, first=of_first)
+            return tuple(made(kind, *named, protocol) for named in zip(names, wanted, strict=True))
+
+        selectors = several("selector", _some(flow.selector), _some(first.selector), Selector)
+        kept = before or cls(dataset=make(recipe.run.dataset, protocol=Dataset, source=source, seed=seed))
+        return replace(
+            kept,
+            filters=several("filter", flow.filters, first.filters, Filter),
+            curators=several("curator", flow.curators, first.curators, Curator),
+            selector=selectors[0] if selectors else None,
         )
 
-    def rules(self, *, min_members: int | None) -> Rules:
+    def of(self, kind: str) -> Sequence[DataPlugin[Any]]:
+        """Return the filters, the curators or the selector."""
+        every: list[DataPlugin[Any]] = [*self.filters, *self.curators, *_some(self.selector)]
+        return [plugin for plugin in every if plugin.kind == kind]
+
+    def rules(self, flow: DataflowSettings) -> Rules:
         """Return what complete tasks are judged by."""
-        filters = tuple((plugin.name, plugin.made) for plugin in self.filters)
-        return Rules(min_members=min_members, filters=filters, faults=self.faults)
+        obeyed, shadows = (
+            tuple((plugin.name, plugin.made) for plugin in self.filters if plugin.shadow is shadow)
+            for shadow in (False, True)
+        )
+        return Rules(
+            min_members=flow.min_members,
+            routes=flow.routes,
+            filters=obeyed,
+            shadow_filters=shadows,
+            faults=self.faults,
+            shadows=self.shadows,
+        )
+
+
+def plugin_names(wanted: Sequence[DataPluginSettings], *, first: Sequence[DataPluginSettings]) -> list[str]:
+    """Return what plug-ins of one kind are called: as the recipe calls them, with `#2` for a second mention. One with
+    other settings than those of the run's `first` recipe has their digest in its name, and so a state of its own.
+    """
+    known: dict[str, list[str]] = defaultdict(list)
+    mentions = Counter[str]()
+    for settings in first:
+        mentions[settings.use] += 1
+        known[_digest(settings)].append(_numbered(settings.use, mentions[settings.use]))
+    names, others = [], Counter[str]()
+    for settings in wanted:
+        digest = _digest(settings)
+        if known[digest]:
+            names.append(known[digest].pop(0))
+        else:
+            others[digest] += 1
+            names.append(_numbered(f"{settings.use}~{digest}", others[digest]))
+    return names
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}#{number}"
+
+
+def _digest(settings: DataPluginSettings) -> str:
+    text = json.dumps([settings.use, settings.settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _some(value: T | None) -> tuple[T, ...]:
+    return () if value is None else (value,)
 
 
 async def with_states(

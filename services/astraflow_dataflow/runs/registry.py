@@ -10,17 +10,22 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.recipe import Recipe
+from astraflow.recipe.dataflow import ArchiveSettings, BatchSettings
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe_changes import plugin_changes
 from astraflow_dataflow.rules.groups import Rules
+from astraflow_dataflow.rules.routes import verdict_of
 from astraflow_dataflow.rules.window import Admission, Window
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_dataflow.runs.lengths import Lengths
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
@@ -40,10 +45,16 @@ class RunContext:
     recipe: Recipe
     plugins: DataPlugins
     rules: Rules
+    switch: int = 0
+    """Number of the switch of plug-ins that recipe, plug-ins and rules are of; 0 as the run was created."""
     skipped: int = 0
     """Tasks that curators skipped since they last proposed one."""
+    is_idle: bool = False
+    """Nothing in the run is due before something else happens; its run loop says so."""
     newest_versions: dict[str, int] = field(default_factory=dict)
     """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
+    lengths: Lengths = field(default_factory=Lengths)
+    """How long the tasks of each source are, of what this process has settled."""
     data_incarnation: str = ""
     """Identity of the Redis data set and process; read again after each outage."""
     wakeups: Wakeups = field(default_factory=Wakeups)
@@ -110,8 +121,11 @@ class RunRegistry:
         # Also where it may not be run: nodes and trainers are given it as it is here.
         read_bundle(run.code, remedy="load the recipe again and create the run anew")
         self._plugins(run, recipe)
+        require_installed(recipe.dataflow.archive)
         stored = await self._store.runs.create(
-            run, max_attempts=recipe.dataflow.max_attempts, admission=admission_of(recipe)
+            run,
+            admission=admission_of(recipe),
+            archive=archived_by(recipe),
         )
         await self.get(run.run_id)
         return stored
@@ -154,6 +168,10 @@ class RunRegistry:
         for context in self.loaded():
             await self._after_outage(context)
 
+    def known(self, run_id: str) -> RunContext | None:
+        """Return the context of a run if this process has it: of one that is being deleted, say."""
+        return self._contexts.get(run_id)
+
     def loaded(self) -> list[RunContext]:
         """Return the contexts this process has."""
         return list(self._contexts.values())
@@ -164,6 +182,42 @@ class RunRegistry:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    async def switch(self, run_id: str, recipe_yaml: str, *, by: str) -> None:
+        """Go on with the plug-ins of another recipe, from the end of the step in hand on. Raises RecipeError,
+        PluginError, and ConflictError where it differs in anything else.
+        """
+        context, run = await self.get(run_id), await self._store.runs.get(run_id)
+        source = f"new recipe of run {run.run_id}"
+        recipe = await self._parsed(run_pb2.Run(run_id=run.run_id, recipe_yaml=recipe_yaml))
+        newest = run.switched_recipe_yaml or run.recipe_yaml
+        before = await self._parsed(run_pb2.Run(run_id=run.run_id, recipe_yaml=newest))
+        if changes := plugin_changes(before, recipe):
+            self._plugins(run, recipe, source=source, text=recipe_yaml)
+            await self._store.runs.switch_plugins(
+                run.run_id, recipe_yaml, archive=archived_by(recipe), changes=changes, by=by
+            )
+        await self.refresh_plugins(context)
+
+    async def refresh_plugins(self, context: RunContext) -> None:
+        """Have the plug-ins that hold now; a Redis that lost a switch goes back to those before. Raises NotFoundError,
+        and PluginError when this process cannot make them.
+        """
+        number = await self._store.runs.switch(context.run_id)
+        if number == context.switch:
+            return
+        text = context.run.recipe_yaml
+        if number:
+            text = await self._store.runs.switched_recipe(context.run_id, number)
+        created = await self._parsed(context.run)
+        recipe = await self._parsed(run_pb2.Run(run_id=context.run_id, recipe_yaml=text))
+        source = f"recipe of run {context.run_id}, switch {number}"
+        plugins = self._plugins(
+            context.run, recipe, source=source, text=text, before=context.plugins, created=created
+        )
+        context.recipe, context.plugins, context.switch = recipe, plugins, number
+        context.rules = plugins.rules(recipe.dataflow)
+        log.info("run.switched", run_id=context.run_id, switch=number)
 
     async def refresh_versions(self, context: RunContext) -> None:
         """Read the newest announced version of each policy."""
@@ -176,12 +230,14 @@ class RunRegistry:
             run = await self._store.runs.get(run_id)
         recipe = await self._parsed(run)
         plugins = self._plugins(run, recipe)
-        rules = plugins.rules(min_members=recipe.dataflow.min_members)
+        rules = plugins.rules(recipe.dataflow)
         context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
 
         async def after_outage() -> None:
             await self._after_outage(context)
 
+        with reading(run_id):
+            await self.refresh_plugins(context)
         reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
         await reader.start()
         with reading(run_id):
@@ -199,6 +255,7 @@ class RunRegistry:
     async def _after_outage(self, context: RunContext) -> None:
         """Look at everything again: events may have been missed, and Redis may have lost its last second."""
         await self.refresh_versions(context)
+        await self.refresh_plugins(context)
         context.data_incarnation = await self._store.connection.data_incarnation()
         context.wakeups.wake_all()
 
@@ -210,10 +267,20 @@ class RunRegistry:
             )
         return read.recipe
 
-    def _plugins(self, run: run_pb2.Run, recipe: Recipe) -> DataPlugins:
+    def _plugins(
+        self,
+        run: run_pb2.Run,
+        recipe: Recipe,
+        *,
+        source: str = "",
+        text: str = "",
+        before: DataPlugins | None = None,
+        created: Recipe | None = None,
+    ) -> DataPlugins:
         folder = install_code(run.code, into=self._code_dir, allowed=self._allow_code)
-        source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
-        return DataPlugins.make(recipe, source)
+        name = source or f"recipe of run {run.run_id}"
+        place = RecipeSource(name=name, text=text or run.recipe_yaml, folder=folder)
+        return DataPlugins.make(recipe, place, before=before, created=created)
 
 
 def admission_of(recipe: Recipe) -> Admission:
@@ -224,8 +291,10 @@ def admission_of(recipe: Recipe) -> Admission:
             frozen=not policy.train,
             external=policy.model.external is not None,
             max_staleness=policy.batches.max_staleness,
-            groups_per_step=policy.batches.groups_per_step,
+            groups_per_step=policy.batches.fresh_groups,
+            replay=_replay_line(policy.batches),
             steps=policy.steps,
+            barrier=recipe.dataflow.barrier,
             min_acceptance=recipe.dataflow.min_acceptance,
         )
         for policy in recipe.resolved_policies.values()
@@ -236,7 +305,37 @@ def admission_of(recipe: Recipe) -> Admission:
         roles=trained_roles(recipe),
         admit=flow.admit,
         alternate_every_steps=flow.alternate_every_steps or 0,
+        max_attempts=flow.max_attempts,
+        max_poison=flow.max_poison,
+        max_leases=flow.max_leases or 0,
     )
+
+
+def archived_by(recipe: Recipe) -> str:
+    """Return what a recipe archives, as the functions read it: share, most bytes that wait, reasons."""
+    archive = recipe.dataflow.archive
+    if archive is None:
+        return ""
+    routed = [verdict_of(route) for route in recipe.dataflow.routes if route.to == "archive"]
+    return " ".join([repr(archive.share), str(archive.max_waiting_mib * 2**20), archive.reasons, *routed])
+
+
+def require_installed(archive: ArchiveSettings | None) -> None:
+    """Raise PreconditionError when a recipe asks for an archive that this server cannot write."""
+    if archive is not None and find_spec("pyarrow") is None:
+        raise PreconditionError(
+            "the recipe asks for an archive (dataflow.archive), and pyarrow is not installed; run `pip install "
+            "'astraflow[archive]'` where the dataflow server runs and start it again, or take `archive` out of the "
+            "recipe"
+        )
+
+
+def _replay_line(batches: BatchSettings) -> str:
+    replay = batches.replay
+    if replay is None:
+        return ""
+    num_groups = batches.groups_per_step - batches.fresh_groups
+    return f"{num_groups} {replay.max_groups} {replay.max_staleness} {replay.max_uses} {replay.order}"
 
 
 def trained_roles(recipe: Recipe) -> dict[str, str]:

@@ -71,6 +71,13 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         log.info("node.drain_ordered", node_id=request.node_id, reason=reason, leases=leases)
         return pb.DrainNodeResponse(leases=leases, connected=connected)
 
+    async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.UndrainNodeResponse:
+        run = await self.registry.get(request.run_id)
+        reason = await self.store.nodes.undrain(run.run_id, node_id=request.node_id)
+        await self.durability.barrier()
+        log.info("node.undrained", node_id=request.node_id, reason=reason)
+        return pb.UndrainNodeResponse(drain_reason=reason)
+
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: Context
     ) -> pb.ListDeadLettersResponse:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.errors import NotFoundError, PreconditionError
+from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
 from astraflow.rollout.v1 import blob_pb2
+from astraflow_dataflow.episodes.archiving import Archives
 from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
@@ -36,6 +37,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
     versions: Versions
     durability: Durability
     grants: StoreGrants
+    archives: Archives
     trainer_lease_s: float
     """Time after its last call for which a trainer counts as at work."""
 
@@ -46,8 +48,15 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         run_id = await self.registry.resolve(request.run_id)
-        wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
-        await self.store.runs.advance(run_id, wanted)
+        if not request.state and not request.recipe_yaml:
+            raise InvalidArgumentError(
+                "nothing is to change; give `state`, or `recipe_yaml` with other plug-ins"
+            )
+        if request.recipe_yaml:
+            await self.registry.switch(run_id, request.recipe_yaml, by=caller().subject)
+        if request.state:
+            wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
+            await self.store.runs.advance(run_id, wanted)
         await self.durability.barrier()
         return pb.UpdateRunResponse(run=await self.store.runs.get(run_id))
 
@@ -91,11 +100,18 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             return run_pb2.Run(run_id=run_id)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        known = None
+        try:  # before anybody sees that it is being deleted, and forgets it
+            known = await self.registry.get(request.run_id)
+        except AstraflowError as error:  # what cannot be read can still be deleted
+            log.info("run.not_served", run_id=request.run_id, reason=error.reason, message=error.message)
         counters = await self.store.runs.begin_delete(
             request.run_id, force=request.force, lease_s=self.trainer_lease_s
         )
         failpoints.hit("dataflow.deleted")
         await self.registry.forget(request.run_id)
+        if known is not None:
+            await self.archives.delete(known)
         deleted = await self.store.runs.delete_keys(request.run_id)
         await self.durability.barrier()
         log.info("run.deleted", run_id=request.run_id, keys=deleted, forced=request.force)

@@ -53,7 +53,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         first = min(newest, int(request.page_token or newest))
         numbers = range(first, max(-1, first - size), -1)
         found = await self.versions.store.versions.several(run.run_id, request.policy_id, numbers)
-        pins = await self.versions.store.versions.pins(run.run_id, request.policy_id)
+        pins = await self.versions.pins(run.run_id, request.policy_id)
         return pb.ListVersionsResponse(
             versions=found,
             next_page_token=str(first - size) if first - size >= 0 else "",

@@ -29,7 +29,8 @@ def leasable_tasks(audit: Audit) -> int:
     """Return the training tasks that could be leased now: those tried again hold their place in the window already."""
     if audit.life is not Life.ACTIVE or any(policy.lacks_version for policy in audit.policies):
         return 0
-    return audit.retries + min(audit.queued_tasks, audit.admitted)
+    found = audit.retries + min(audit.queued_tasks, audit.admitted)
+    return found if audit.quota_left is None else min(found, audit.quota_left)
 
 
 def nodes_wanted(

@@ -1,7 +1,8 @@
 """Reporting: the state of a run as the contract's StatusResponse, and as gauges.
 
-The trajectory counts come from one atomic audit; nodes and evaluations are read beside it. An audit
-costs time proportional to what the run holds. Called by the admin service, the pages and the metrics.
+The trajectory counts come from one atomic audit; nodes and evaluations are read beside it. An audit counts what a small
+run holds; of a large one it has the counters, which a recount in slices compares with what is stored. Called by the
+admin service, the pages, the metrics and the server, which asks for the recounts.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from astraflow.dataflow.v1 import admin_service_pb2, trace_pb2
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow.recipe import ModelSettings
-from astraflow_dataflow.records import Audit, PolicyState, StoredEvaluation, timestamp
-from astraflow_dataflow.rules.conservation import drift, recount
+from astraflow_dataflow.records import Audit, PolicyState, Recount, StoredEvaluation, timestamp
+from astraflow_dataflow.rules.conservation import corrected, drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.waits import Wait, WaitBook, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.pools import pool_report
@@ -50,6 +51,10 @@ class Reporting:
     """Time without a call after which a trainer is silent."""
     _clock: ClockJumps = field(default_factory=ClockJumps)
     _books: dict[str, WaitBook] = field(default_factory=dict)
+    _large: dict[str, bool] = field(default_factory=dict)
+    """Whether a run is too large to be counted in one call."""
+    _recounts: dict[str, Recount] = field(default_factory=dict)
+    """The newest recount of each large run that stood still for one."""
 
     async def status(self, context: RunContext) -> admin_service_pb2.StatusResponse:
         """Return the state of a run. Raises PreconditionError for one whose data cannot be read."""
@@ -86,8 +91,45 @@ class Reporting:
             dead_letters=audit.dead_letters,
             failures=await self._failures(context.run_id),
             stopped_for=await self.store.runs.stopped_for(context.run_id),
+            archive=await self._archive(context),
             read_time=timestamp(audit.now_ms),
+            shadows=self._shadows(context),
+            routes=await self._routes(context.run_id),
         )
+
+    async def _archive(self, context: RunContext) -> admin_service_pb2.ArchiveStatus | None:
+        if context.recipe.dataflow.archive is None:
+            return None
+        state = await self.store.archive.state(context.run_id)
+        self.metrics.set("astraflow_dataflow_archive_given_up", state.given_up)
+        return admin_service_pb2.ArchiveStatus(
+            waiting=state.waiting,
+            waiting_bytes=state.waiting_bytes,
+            written=state.written,
+            written_bytes=state.written_bytes,
+            given_up=state.given_up,
+            problem=state.problem,
+        )
+
+    def _shadows(self, context: RunContext) -> list[admin_service_pb2.ShadowPlugin]:
+        shadows = context.plugins.shadows.all()
+        for shadow in shadows:
+            named = {"kind": shadow.kind, "plugin": shadow.name}
+            self.metrics.set("astraflow_dataflow_shadow_decisions", shadow.asked, **named)
+            self.metrics.set("astraflow_dataflow_shadow_differences", shadow.differs, **named)
+        return [admin_service_pb2.ShadowPlugin(**vars(shadow)) for shadow in shadows]
+
+    async def _routes(self, run_id: str) -> list[admin_service_pb2.RouteCount]:
+        return [
+            admin_service_pb2.RouteCount(
+                verdict=count.verdict,
+                policy_id=count.policy_id,
+                groups=count.groups,
+                trajectories=count.trajectories,
+                mean_reward=count.reward_sum / count.trajectories,
+            )
+            for count in await self.store.audits.routed(run_id)
+        ]
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
         """Return the nodes by id."""
@@ -103,7 +145,8 @@ class Reporting:
 
     def forget(self, run_id: str) -> None:
         """The run was deleted."""
-        self._books.pop(run_id, None)
+        for known in (self._books, self._large, self._recounts):
+            known.pop(run_id, None)
 
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         """Return what each stage waits for, and everything known of a task when one is named.
@@ -126,6 +169,8 @@ class Reporting:
             stopped_for=await self.store.runs.stopped_for(context.run_id),
             dead_letters=audit.dead_letters,
             read_time=timestamp(audit.now_ms),
+            shadows=self._shadows(context),
+            routes=await self._routes(context.run_id),
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:
@@ -170,6 +215,9 @@ class Reporting:
             clock_jumped_ms=self._clock.jumped_ms,
             trains=context.recipe.trains,
         )
+        if context.recipe.dataflow.archive is not None:
+            archive = await self.store.archive.state(context.run_id)
+            waits += archive_waits(archive, now_ms=audit.now_ms)
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
         told = [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
@@ -187,6 +235,9 @@ class Reporting:
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""
         audit = await self.store.audits.audit(context.run_id)
+        self._large[context.run_id] = not audit.is_whole
+        if not audit.is_whole and (found := self._recounts.get(context.run_id)):
+            audit = corrected(audit, found)
         trained = 0
         for policy in audit.policies:
             trained += await self.store.audits.trained_in_log(
@@ -206,6 +257,16 @@ class Reporting:
                 log.error("credit.broken", run_id=context.run_id, policy_id=policy.policy_id, **counts)
         self._export(audit, account)
         return audit, account
+
+    async def recount_large(self, context: RunContext) -> None:
+        """Count a run again that is too large for one call, in slices. While groups move all the time it cannot be, and
+        what was found before stands.
+        """
+        if not self._large.get(context.run_id):
+            return
+        found = await self.store.audits.recount(context.run_id)
+        if found is not None:
+            self._recounts[context.run_id] = found
 
     def _export(self, audit: Audit, account: TrajectoryAccount) -> None:
         counts = {place: getattr(account, place) for place in _PLACES}
@@ -292,7 +353,9 @@ def mean_reward(recent: Sequence[tuple[float, int]]) -> float:
 
 
 def evaluation_messages(item: StoredEvaluation) -> list[admin_service_pb2.Evaluation]:
-    """Return the contract's form of a pass: one message for each policy."""
+    """Return the contract's form of a pass: one message for each policy, none while it waits for its turn."""
+    if item.state == "waiting":
+        return []
     return [_evaluation_message(item, policy_id) for policy_id in item.versions]
 
 

@@ -118,6 +118,8 @@ class _History:
             place, batch_id, step = trace_pb2.TRAJECTORY_PLACE_READY, "", 0
         elif kind == "A" and rest[0] == "trained":
             place = trace_pb2.TRAJECTORY_PLACE_TRAINED
+        elif rest[0].startswith("evaluated_"):
+            place = trace_pb2.TRAJECTORY_PLACE_EVALUATED
         else:
             place, reason = dropped, rest[0]
         self.groups[gid] = _Whereabouts(place=place, ms=ms, reason=reason, batch_id=batch_id, step=step)
@@ -152,7 +154,7 @@ def task_trace(stored: StoredTrace) -> trace_pb2.TaskTrace:
         history.read(entry)
     history.place()
     lane = stored.lane or _lane(stored)
-    if lane not in ("", TRAIN_LANE):
+    if lane.partition(":")[0] not in ("", TRAIN_LANE):
         history.all_evaluated()
     if stored.deadline_ms and stored.attempt in history.leases:
         history.leases[stored.attempt].deadline_time.CopyFrom(timestamp(stored.deadline_ms))

@@ -1,19 +1,33 @@
 """Trajectory counts and wake-up events read from Redis.
 
-`audit` is one atomic snapshot: the counters and, beside them, what the stored groups and batches really hold. Called by
-reporting and by the event reader.
+`audit` is one atomic snapshot: the counters and, beside them, what the stored groups and batches really hold, as long
+as these are few. `recount` counts many in slices, and begins again when something moved meanwhile. Called by reporting
+and by the event reader.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
-from astraflow_dataflow.records import Audit, Event, Life, PolicyState, TrainerReport
+from astraflow_dataflow.records import (
+    Audit,
+    Event,
+    Life,
+    PolicyState,
+    Recount,
+    RouteCount,
+    TrainerReport,
+)
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 
 _EVENTS_PER_READ = 256
+MOST_COUNTED = 500
+"""Tasks and groups that one call counts, in a few milliseconds."""
+_COUNTED = ("assembling", "ready", "in_batch")
+_TRIES = 3
 
 
 class AuditStore:
@@ -23,23 +37,52 @@ class AuditStore:
         self._connection = connection
         self._trained: dict[str, tuple[str, int]] = {}
 
-    async def audit(self, run_id: str) -> Audit:
-        """Return the snapshot. O(open tasks + ready groups + bound groups)."""
-        reply = as_list(await self._connection.call(Keys(run_id), "audit"))
+    async def audit(self, run_id: str, *, most: int = MOST_COUNTED) -> Audit:
+        """Return the snapshot; of a run with `most` tasks and groups or more, what is held is what its counters say."""
+        reply = as_list(await self._connection.call(Keys(run_id), "audit", most))
+        counters = {name: int(value) for name, value in as_mapping(reply[2]).items()}
         held = [as_int(item) for item in as_list(reply[3])]
+        assembling, ready, in_batch = held or [counters.get(place, 0) for place in _COUNTED]
         return Audit(
             now_ms=as_int(reply[0]),
             life=Life(as_text(reply[1]) or "active"),
-            counters={name: int(value) for name, value in as_mapping(reply[2]).items()},
-            held_assembling=held[0],
-            held_ready=held[1],
-            held_in_batch=held[2],
+            counters=counters,
+            is_whole=bool(held),
+            held_assembling=assembling,
+            held_ready=ready,
+            held_in_batch=in_batch,
             dead_letters=as_int(reply[4]),
             queued_tasks=as_int(reply[5]),
             exhausted=as_text(reply[6]) == "1",
             retries=as_int(reply[7]),
             policies=tuple(_policy_state(item) for item in as_list(reply[8])),
             admitted=as_int(reply[9]),
+            leases=as_int(reply[10]),
+            max_leases=as_int(reply[11]),
+        )
+
+    async def recount(self, run_id: str, *, most: int = MOST_COUNTED) -> Recount | None:
+        """Count what the stored tasks and groups hold, `most` of them in a call. None when they never stood still."""
+        for _ in range(_TRIES):
+            if (found := await self._recount(run_id, most)) is not None:
+                return found
+        return None
+
+    async def _recount(self, run_id: str, most: int) -> Recount | None:
+        moves, place, behind = None, 1, 0
+        held, charged = Counter[str](), Counter[str]()
+        while place:
+            reply = as_list(await self._connection.call(Keys(run_id), "recount", most, place, behind))
+            if moves not in (None, reply[0]):
+                return None
+            moves, place, behind = reply[0], as_int(reply[1]), as_int(reply[2])
+            held.update(dict(zip(_COUNTED, map(as_int, as_list(reply[3])), strict=True)))
+            counted = dict(zip(_COUNTED, map(as_int, as_list(reply[4])), strict=True))
+            credit = [as_list(item) for item in as_list(reply[5])]
+            charged.update({as_text(policy): as_int(stored) for policy, stored, _ in credit})
+        return Recount(
+            drift={name: counted[name] - held[name] for name in _COUNTED},
+            credit={as_text(policy): as_int(n) - charged[as_text(policy)] for policy, _, n in credit},
         )
 
     async def trained_in_log(self, run_id: str, policy_id: str, *, through: str) -> int:
@@ -61,6 +104,20 @@ class AuditStore:
             last = fresh[-1][0]
         self._trained[key] = (last, total)
         return total
+
+    async def routed(self, run_id: str) -> list[RouteCount]:
+        """Return what routes took elsewhere, by verdict and policy."""
+        stored = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("routed")))
+        return [
+            RouteCount(
+                verdict=at.partition(" ")[0],
+                policy_id=at.partition(" ")[2],
+                groups=int(stored[f"g {at}"]),
+                trajectories=int(stored[f"n {at}"]),
+                reward_sum=float(stored[f"r {at}"]),
+            )
+            for at in sorted(name[2:] for name in stored if name.startswith("g "))
+        ]
 
     async def events(self, run_id: str, *, after: str, block_s: float) -> tuple[str, list[Event]]:
         """Return (id of the last event, events after `after`), waiting up to `block_s` for the first."""
@@ -100,6 +157,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         wait=as_text(stored.get("wait")),
         wait_since_ms=as_int(stored.get("wait_since")),
         wait_until_ms=as_int(stored.get("wait_until")),
+        lack=as_text(stored.get("lack")),
         staleness={int(age): int(count) for age, count in as_mapping(fields[6]).items()},
         recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),
         unpublished_steps=tuple(sorted(int(step) for step in as_mapping(fields[8]))),
@@ -114,6 +172,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         doubt=as_text(stored.get("doubt")),
         turn=as_text(fields[12]),
         turn_ends_step=as_int(fields[13]),
+        held=as_text(fields[14]),
     )
 
 

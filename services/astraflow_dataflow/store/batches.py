@@ -13,7 +13,7 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow.errors import NotFoundError
-from astraflow_dataflow.records import Candidates, Selection, timestamp
+from astraflow_dataflow.records import Candidates, Life, Pending, Selection, timestamp
 from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import (
@@ -109,7 +109,7 @@ class BatchStore:
             wait_ms,
         )
         if selection is not None:
-            arguments += (selection.mode, OFFERED_GROUPS, *selection.chosen)
+            arguments += (selection.mode, OFFERED_GROUPS, selection.detail, *selection.chosen)
         kind, *rest = as_list(await self._connection.call(Keys(run_id), "acquire", *arguments))
         if kind == b"more":
             return None
@@ -134,8 +134,12 @@ class BatchStore:
             step=request.step,
             base_version=as_int(base_version),
         )
-        for items in groups:
-            batch.MergeFromString(as_bytes(items))
+        for group in groups:
+            use, items = as_list(group) if isinstance(group, list) else (0, group)
+            added = batch_pb2.Batch.FromString(as_bytes(items)).items
+            for item in added:
+                item.use = as_int(use)
+            batch.items.extend(added)
         return batch
 
     async def seal(self, run_id: str, batch: batch_pb2.Batch, *, staleness: Mapping[int, int]) -> None:
@@ -144,10 +148,18 @@ class BatchStore:
         pairs: list[Argument] = [part for item in staleness.items() for part in item]
         await self._connection.call(Keys(run_id), "seal", *arguments, *pairs)
 
-    async def ack(self, run_id: str, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
-        """Record a stage and return the one recorded now. Raises FencedError, ConflictError, NotFoundError."""
+    async def ack(
+        self, run_id: str, request: pb.AckBatchRequest, *, priorities: Mapping[str, float] | None = None
+    ) -> pb.BatchStage.ValueType:
+        """Record a stage and return the one recorded now; `priorities` are those of the groups for their replay.
+
+        Raises FencedError, ConflictError, NotFoundError.
+        """
         arguments = (*_step_of(request), request.batch_id, request.digest, stage_name(request.stage))
-        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments))
+        pairs: list[Argument] = [
+            part for gid, value in (priorities or {}).items() for part in (gid, repr(value))
+        ]
+        return _stage(await self._connection.call(Keys(run_id), "ack", *arguments, *pairs))
 
     async def nack(self, run_id: str, request: pb.NackBatchRequest) -> int:
         """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
@@ -181,26 +193,33 @@ class BatchStore:
             released += as_int(await self._connection.call(keys, "release", policy_id, as_text(step)))
         return released
 
-    async def late(self, run_id: str) -> list[str]:
-        """Return batches whose lease is over."""
-        return as_texts(await self._connection.call(Keys(run_id), "late_batches"))
+    async def pending(self, run_id: str) -> Pending:
+        """Return what in a run only time changes. Raises NotFoundError."""
+        state, num_open, late, next_ms = as_list(await self._connection.call(Keys(run_id), "pending"))
+        return Pending(
+            life=Life(as_text(state)),
+            num_open=as_int(num_open),
+            late_batches=frozenset(as_texts(late)),
+            next_late_s=as_int(next_ms) / 1000 if next_ms != b"" else None,
+        )
 
-    async def payloads(self, run_id: str, trajectory_ids: Sequence[str]) -> list[bytes]:
-        """Return bodies in the order asked. Raises NotFoundError naming the first that is gone."""
+    async def payload_keys(self, run_id: str, trajectory_ids: Sequence[str]) -> list[str]:
+        """Return where the bodies of trajectories are, in the order asked."""
         if not trajectory_ids:
             return []
         keys = Keys(run_id)
         owners = as_list(await self._connection.raw("HMGET", keys.of("owners"), *trajectory_ids))
-        names = [
+        return [
             keys.of("payload", as_text(owner), item)
             for owner, item in zip(owners, trajectory_ids, strict=True)
         ]
-        bodies = as_list(await self._connection.raw("MGET", *names))
-        for trajectory_id, body in zip(trajectory_ids, bodies, strict=True):
+
+    async def payloads(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the bodies that are there. Raises NotFoundError naming the first that is gone."""
+        bodies = as_list(await self._connection.raw("MGET", *keys))
+        for key, body in zip(keys, bodies, strict=True):
             if body is None:
-                raise NotFoundError(
-                    f"the payload of trajectory {trajectory_id} is gone; give the batch back and acquire the step again"
-                )
+                raise NotFoundError(f"payload {key} is gone; give the batch back and acquire the step again")
         return [as_bytes(body) for body in bodies]
 
 
@@ -306,9 +325,11 @@ def _step_of(
 
 
 def _candidates(fields: list[Reply]) -> Candidates:
-    groups = [as_list(group) for group in fields[1:]]
+    groups = [as_list(group) for group in fields[3:]]
     return Candidates(
         outstanding=as_int(fields[0]),
+        more_come=as_int(fields[1]) == 1,
+        lacked_s=as_int(fields[2]) / 1000,
         groups=tuple((as_text(gid), float(as_text(score)), as_bytes(items)) for gid, score, items in groups),
     )
 

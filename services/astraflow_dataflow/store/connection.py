@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
+import hiredis
 from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
 
@@ -27,12 +28,17 @@ from astraflow_dataflow.store.password_file import PasswordFile, without_credent
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_kit.log import get_logger
 
+if TYPE_CHECKING:
+    from redis.asyncio.connection import AbstractConnection
+
 log = get_logger(__name__)
 
 MIN_REDIS_VERSION = (7, 0)
 _DEADLINE_S = 8.0
 """Below the deadline of a client's call, which then hears who is silent."""
 _BLOCKING_DEADLINE_S = 10.0
+_MOST_AT_ONCE = 64
+"""Commands in flight, besides blocking ones; each has a connection."""
 _ASK_AGAIN_S = 0.2
 SILENT = "redis_silent"
 """What `reason` says, in the metadata of errors, of a Redis that takes connections and does not answer."""
@@ -75,7 +81,11 @@ class Connection:
             socket_connect_timeout=5.0,
             health_check_interval=15,
             protocol=2,
+            max_connections=2**31,
         )
+        self._redis.connection_pool.connection_class = _packing(self._redis.connection_pool.connection_class)
+        # redis-py refuses commands beyond its bound of connections; these wait, and blocking reads are one per run.
+        self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
         # The same pool without redis-py's own parsers: replies arrive as RESP arrays and bytes.
         self._plain = redis_asyncio.Redis(connection_pool=self._redis.connection_pool)
         self._plain.response_callbacks.clear()
@@ -187,7 +197,10 @@ class Connection:
         """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
         it counts as safe once answered). All on one connection, so the positions are those before the beat.
         """
-        async with self._answered(_BLOCKING_DEADLINE_S), self._redis.pipeline(transaction=False) as pipeline:
+        async with (
+            self._answered(_BLOCKING_DEADLINE_S, blocks=True),
+            self._redis.pipeline(transaction=False) as pipeline,
+        ):
             pipeline.execute_command("INFO", "server")
             pipeline.execute_command("GET", INCARNATION_KEY)
             for run_id in run_ids:
@@ -248,12 +261,20 @@ class Connection:
             return cast("Reply", await self._plain.execute_command(*command))
         raise AssertionError("an answered command returned or raised")
 
+    async def raw_many(self, commands: Iterable[tuple[Argument, ...]]) -> list[Reply]:
+        """Send plain commands in one pipeline, which is not atomic; one reply each. Raises the first typed error."""
+        async with self._answered(), self._plain.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            return cast("list[Reply]", await pipeline.execute())
+        raise AssertionError("an answered pipeline returned or raised")
+
     async def read_stream(
         self, key: str, *, after: str, block_ms: int, limit: int
     ) -> list[tuple[str, dict[str, str]]]:
         """Return up to `limit` entries of a stream after an id, waiting up to `block_ms` for the first."""
         command = ("XREAD", "COUNT", limit, "BLOCK", block_ms, "STREAMS", key, after)
-        async with self._answered(_DEADLINE_S + block_ms / 1000):
+        async with self._answered(_DEADLINE_S + block_ms / 1000, blocks=True):
             reply = await self._plain.execute_command(*command)
         entries = as_list(as_list(as_list(reply)[0])[1]) if reply else []
         return [
@@ -266,22 +287,26 @@ class Connection:
     ) -> list[object]:
         async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
             for key, body, ttl_s in payloads:
-                pipeline.set(key, body, ex=ttl_s, nx=True)
+                pipeline.execute_command("SET", key, body, "NX", "EX", ttl_s)
             for name, arguments in calls:
                 _require_integers(name, arguments)
-                pipeline.execute_command(
-                    "FCALL", function_library.function_name(name), 1, keys.prefix, *arguments
-                )
+                function = function_library.function_name(name)
+                pipeline.execute_command("FCALL", function, 1, keys.prefix, *arguments)
             return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
         raise AssertionError("an answered pipeline returned or raised")
 
     @asynccontextmanager
-    async def _answered(self, deadline_s: float = _DEADLINE_S) -> AsyncIterator[None]:
-        """Bound what is inside by a deadline and raise its failures as typed errors; at once while Redis is silent."""
+    async def _answered(
+        self, deadline_s: float = _DEADLINE_S, *, blocks: bool = False
+    ) -> AsyncIterator[None]:
+        """Bound what is inside by a deadline and raise its failures as typed errors; at once while Redis is silent.
+
+        What `blocks` on purpose takes nobody's turn.
+        """
         if self.is_silent:
             raise self._silent()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s), nullcontext() if blocks else self._turns:
                 yield
         except TimeoutError as error:
             self.note_silent()
@@ -317,22 +342,8 @@ class Connection:
 
     async def _check_server(self) -> None:
         server, memory = await self._info("server"), await self._info("memory")
-        version = server["redis_version"]
-        if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
-            raise errors.IncompatibleError(
-                f"Redis {version} at {self._shown} is too old; install 7.0 or newer, or Valkey (functions)"
-            )
-        policy = memory.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise errors.IncompatibleError(
-                f"Redis at {self._shown} evicts keys (maxmemory-policy {policy}), which would lose acknowledged "
-                "data; set maxmemory-policy noeviction"
-            )
-        if (await self._info("persistence")).get("aof_enabled") != "1" and not self._allow_volatile:
-            raise errors.IncompatibleError(
-                f"Redis at {self._shown} keeps no append-only file, so a restart would lose acknowledged data; "
-                "set appendonly yes, or accept the loss with --allow-volatile"
-            )
+        is_kept = (await self._info("persistence")).get("aof_enabled") == "1"
+        _require_usable(self._shown, server, memory, keeps=is_kept or self._allow_volatile)
 
     async def _info(self, section: str) -> dict[str, str]:
         lines = as_text(await self.raw("INFO", section)).splitlines()
@@ -355,6 +366,45 @@ class Connection:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _packing(connection: type[AbstractConnection]) -> type[AbstractConnection]:
+    """The same connection, whose commands hiredis writes: redis-py's own writer takes 15 µs of CPU per pushed episode
+    of 2,048 tokens, this one 4.
+    """
+
+    class Packing(connection):  # type: ignore[valid-type, misc]
+        def pack_command(self, *args: Argument) -> list[bytes]:
+            """Return one command as it is sent; its name may be of several words."""
+            name, *rest = args
+            words = name.split() if isinstance(name, str) else [name]
+            return [hiredis.pack_command((*words, *rest))]
+
+        def pack_commands(self, commands: Iterable[tuple[Argument, ...]]) -> list[bytes]:
+            """Return several commands as they are sent."""
+            return [packed for command in commands for packed in self.pack_command(*command)]
+
+    return Packing
+
+
+def _require_usable(shown: str, server: Mapping[str, str], memory: Mapping[str, str], *, keeps: bool) -> None:
+    """Raise IncompatibleError, with the remedy, for a Redis that is too old or would lose acknowledged data."""
+    version = server["redis_version"]
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
+        raise errors.IncompatibleError(
+            f"Redis {version} at {shown} is too old; install 7.0 or newer, or Valkey (functions)"
+        )
+    policy = memory.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise errors.IncompatibleError(
+            f"Redis at {shown} evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; set "
+            "maxmemory-policy noeviction"
+        )
+    if not keeps:
+        raise errors.IncompatibleError(
+            f"Redis at {shown} keeps no append-only file, so a restart would lose acknowledged data; set appendonly "
+            "yes, or accept the loss with --allow-volatile"
+        )
 
 
 def translate(error: Exception) -> errors.AstraflowError:

@@ -12,7 +12,20 @@ from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
-_ORDER = ("prelude", "trace", "tasks", "settle", "pushes", "batches", "versions", "admin", "runs", "audit")
+_ORDER = (
+    "prelude",
+    "trace",
+    "archive",
+    "replay",
+    "tasks",
+    "settle",
+    "pushes",
+    "batches",
+    "versions",
+    "admin",
+    "runs",
+    "audit",
+)
 
 # Read only: allowed on replicas and when memory is full.
 _READS = (
@@ -20,11 +33,14 @@ _READS = (
     "unsettled",
     "batch",
     "releasable",
-    "late_batches",
+    "pending",
     "audit",
+    "recount",
     "supply",
     "trace",
     "refused",
+    "paces",
+    "passes",
 )
 # Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (
@@ -49,12 +65,17 @@ _RELEASES = (
     "reconcile",
     "leave",
     "drain",
+    "undrain",
     "void",
     "unpin",
     "purge",
     "save_states",
+    "archive_pack",
+    "archive_written",
+    "archive_failed",
 )
 _WRITES = (
+    "switch_plugins",
     "rate",
     "submit",
     "feed",
@@ -66,6 +87,8 @@ _WRITES = (
     "join",
     "report",
     "plan_evaluation",
+    "request_evaluation",
+    "open_requested",
     "feed_evaluation",
     "give_up_evaluation",
 )
@@ -84,11 +107,13 @@ def source() -> str:
     folder = resources.files("astraflow_dataflow.store") / "lua"
     parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS, DELETING = '{RUNS_KEY}', '{DELETING_KEY}'"]
     parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
-    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "'no-writes'") for name in _READS]
-    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "'allow-oom'") for name in _RELEASES]
-    parts += [_registration(name, f"of_a_run({name}, SIGNATURE.{name})", "") for name in _WRITES]
-    parts += [_registration(name, f"named({name}, SIGNATURE.{name})", "") for name in _BEGINNINGS]
-    parts += [_registration(name, f"named({name}, SIGNATURE.{name})", "'allow-oom'") for name in _ENDS]
+    parts += [_registration(name, f"of_a_run(F.{name}, SIGNATURE.{name})", "'no-writes'") for name in _READS]
+    parts += [
+        _registration(name, f"of_a_run(F.{name}, SIGNATURE.{name})", "'allow-oom'") for name in _RELEASES
+    ]
+    parts += [_registration(name, f"of_a_run(F.{name}, SIGNATURE.{name})", "") for name in _WRITES]
+    parts += [_registration(name, f"named(F.{name}, SIGNATURE.{name})", "") for name in _BEGINNINGS]
+    parts += [_registration(name, f"named(F.{name}, SIGNATURE.{name})", "'allow-oom'") for name in _ENDS]
     return "\n".join(parts)
 
 

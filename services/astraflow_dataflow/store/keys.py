@@ -7,7 +7,7 @@ modules.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 
 SCHEMA_KEY = "af:schema"
@@ -52,6 +52,7 @@ _SUFFIXES = {
     "group": "group:%s",
     "ready": "ready:%s",
     "recent": "recent:%s",
+    "routed": "routed",
     # batches
     "batch": "batch:%s",
     "batch_leases": "batch_leases",
@@ -59,12 +60,18 @@ _SUFFIXES = {
     "unpublished": "unpublished:%s",
     "staleness": "staleness:%s",
     "consumed": "consumed:%s",
+    "replay": "replay:%s",
+    "replay_versions": "replay_versions:%s",
+    # archive
+    "archive": "archive",
+    "archive_entries": "archive_entries",
     # versions
     "versions": "versions:%s",
     "version_steps": "version_steps:%s",
     "pins": "pins:%s",
     "ratings": "ratings:%s",
     # plug-ins
+    "switch": "switch:%s",
     "plugin_state": "plugin_state:%s",
     "plugin_revisions": "plugin_revisions",
     # nodes
@@ -75,7 +82,9 @@ _SUFFIXES = {
     "evaluations": "evaluations",
     "evaluation": "evaluation:%s",
     "evaluation_journal": "evaluation_journal:%s",
+    "evaluation_tasks": "evaluation_tasks:%s",
     "open_evaluations": "open_evaluations",
+    "waiting_evaluations": "waiting_evaluations",
 }
 
 

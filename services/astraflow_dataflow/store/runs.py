@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
@@ -26,7 +27,16 @@ from astraflow_dataflow.records import (
 from astraflow_dataflow.rules.window import Admission
 from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
-from astraflow_dataflow.store.replies import as_bytes, as_int, as_list, as_mapping, as_text, as_texts, flag
+from astraflow_dataflow.store.replies import (
+    Reply,
+    as_bytes,
+    as_int,
+    as_list,
+    as_mapping,
+    as_text,
+    as_texts,
+    flag,
+)
 from astraflow_dataflow.store.tasks import flat
 
 RUN_STATES = {
@@ -34,6 +44,9 @@ RUN_STATES = {
     Life.FINISHING: run_pb2.RUN_STATE_FINISHING,
     Life.FINISHED: run_pb2.RUN_STATE_FINISHED,
 }
+_NODES_AT_ONCE = 128
+_NOTHING = b"[]"
+_EVALUATIONS_AT_ONCE = 64
 _GONE = ("", "deleting")
 """States of a run that is not there, or not for long."""
 
@@ -48,10 +61,14 @@ class RunStore:
         self,
         run: run_pb2.Run,
         *,
-        max_attempts: int,
         admission: Admission,
+        archive: str = "",
     ) -> run_pb2.Run:
-        """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not."""
+        """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not.
+
+        `archive` is the share of its tasks that are archived, the most bytes that may wait for it, and the reasons;
+        empty where nothing is.
+        """
         code = run.code.SerializeToString(deterministic=True)
         digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
         limits: list[Argument] = []
@@ -65,13 +82,17 @@ class RunStore:
                 window.smoothing,
             ]
             limits += [window.max_staleness, window.groups_per_step, window.steps]
+            limits += [window.replay, window.barrier]
         identity = secrets.token_hex(16)
         arguments: list[Argument] = [run.run_id, digest, identity, run.recipe_yaml, code, run.store_uri]
         arguments += [
-            max_attempts,
+            admission.max_attempts,
+            admission.max_poison,
+            admission.max_leases,
             admission.admit,
             admission.alternate_every_steps,
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
+            archive,
         ]
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
         if as_text(as_list(reply)[1]) != digest:
@@ -83,7 +104,7 @@ class RunStore:
 
     async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
-        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity")
+        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity", "switches")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in _GONE:
             raise _no_run(run_id)
@@ -96,7 +117,37 @@ class RunStore:
             create_time=timestamp(as_int(reply[4])),
             stopped_for=as_text(reply[5]),
             identity=as_text(reply[6]),
+            **(await self._switches(run_id, as_int(reply[7])) if reply[7] else {}),
         )
+
+    async def switch_plugins(
+        self, run_id: str, recipe_yaml: str, *, archive: str, changes: Sequence[str], by: str
+    ) -> int:
+        """Ask for the plug-ins of a recipe, from the end of the step in hand on. Returns the number of the switch.
+        Raises PreconditionError when there were too many.
+        """
+        arguments = (recipe_yaml, archive, "\n".join(changes), by)
+        return as_int(await self._connection.call(Keys(run_id), "switch_plugins", *arguments))
+
+    async def switch(self, run_id: str) -> int:
+        """Return the number of the switch of plug-ins that holds now; 0 before the first. Raises NotFoundError."""
+        reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), "state", "switch"))
+        if as_text(reply[0]) in _GONE:
+            raise _no_run(run_id)
+        return as_int(reply[1])
+
+    async def switched_recipe(self, run_id: str, number: int) -> str:
+        """Return the recipe of a switch."""
+        key = Keys(run_id).of("switch", str(number))
+        return as_text(await self._connection.raw("HGET", key, "recipe"))
+
+    async def _switches(self, run_id: str, count: int) -> dict[str, Any]:
+        """The fields of a run that tell how its plug-ins were switched."""
+        keys = [Keys(run_id).of("switch", str(number + 1)) for number in range(count)]
+        names = ("changes", "by", "ms", "effect_ms", "steps")
+        found = await self._connection.raw_many(("HMGET", key, *names) for key in keys)
+        told = [_switch(number, as_list(fields)) for number, fields in enumerate(found, start=1)]
+        return {"switches": told, "switched_recipe_yaml": await self.switched_recipe(run_id, count)}
 
     async def life(self, run_id: str) -> Life:
         """Return the run's life. Raises NotFoundError."""
@@ -230,6 +281,10 @@ class NodeStore:
         leases, connected = as_list(await self._connection.call(Keys(run_id), "drain", node_id, reason))
         return as_int(leases), as_text(connected) == "1"
 
+    async def undrain(self, run_id: str, *, node_id: str) -> str:
+        """Let a node have leases again. Returns why it was drained; empty when it was not. Raises NotFoundError."""
+        return as_text(await self._connection.call(Keys(run_id), "undrain", node_id))
+
     async def drain_reason(self, run_id: str, node_id: str) -> str:
         """Return why a node must leave; empty when it need not."""
         return as_text(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "drain"))
@@ -243,10 +298,14 @@ class NodeStore:
         keys = Keys(run_id)
         ids = sorted(as_texts(await self._connection.raw("SMEMBERS", keys.of("nodes"))))
         nodes = []
-        for node_id in ids:
-            fields = as_mapping(await self._connection.raw("HGETALL", keys.of("node", node_id)))
-            leases = as_int(await self._connection.raw("SCARD", keys.of("node_leases", node_id)))
-            nodes.append(_node(node_id, fields, leases=leases, now_ms=now_ms))
+        for first in range(0, len(ids), _NODES_AT_ONCE):
+            some = ids[first : first + _NODES_AT_ONCE]
+            found = await self._connection.raw_many(
+                [("HGETALL", keys.of("node", node_id)) for node_id in some]
+                + [("SCARD", keys.of("node_leases", node_id)) for node_id in some]
+            )
+            for node_id, fields, leases in zip(some, found[: len(some)], found[len(some) :], strict=True):
+                nodes.append(_node(node_id, as_mapping(fields), leases=as_int(leases), now_ms=now_ms))
         return nodes
 
 
@@ -271,14 +330,74 @@ class EvaluationStore:
         arguments: list[Argument] = [evaluation_id, planned, samples_per_task, flag(final), *pairs]
         return as_int(await self._connection.call(Keys(run_id), "plan_evaluation", *arguments)) == 1
 
+    async def request(
+        self,
+        run_id: str,
+        evaluation_id: str,
+        *,
+        digest: str,
+        versions: Mapping[str, int],
+        planned: int,
+        samples_per_task: int,
+        tasks: Sequence[bytes],
+    ) -> bool:
+        """Note a request for a pass; `tasks` are its own, if any, serialized. Returns whether it is new. Raises
+        ConflictError for another one under its id, PreconditionError with what to change.
+        """
+        arguments: list[Argument] = [evaluation_id, digest, planned, samples_per_task, len(versions)]
+        arguments += [part for item in versions.items() for part in item]
+        reply = await self._connection.call(Keys(run_id), "request_evaluation", *arguments, *tasks)
+        return as_int(reply) == 1
+
+    async def open_requested(self, run_id: str, evaluation_id: str, *, policies: Sequence[str]) -> bool:
+        """Open a pass that waits, at the versions it names and the newest of other `policies`. Returns False beside an
+        open one.
+        """
+        reply = await self._connection.call(Keys(run_id), "open_requested", evaluation_id, *policies)
+        return as_int(reply) == 1
+
+    async def own_tasks(self, run_id: str, evaluation_id: str, *, start: int, count: int) -> list[Task]:
+        """Return tasks that came with a request, from one on."""
+        key = Keys(run_id).of("evaluation_tasks", evaluation_id)
+        found = as_list(await self._connection.raw("LRANGE", key, start, start + count - 1))
+        return [Task.FromString(as_bytes(spec)) for spec in found]
+
     async def held_versions(self, run_id: str) -> dict[str, int]:
-        """Return the version of each policy beyond which nodes get none while a pass is open."""
-        open_passes = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("open_evaluations")))
+        """Return the version of each policy beyond which nodes get none: that of an open pass, else the lowest that a
+        waiting one names.
+        """
+        waiting, opened = await self._pending(run_id)
         held: dict[str, int] = {}
-        for text in open_passes.values():
-            for policy_id, version in _versions(text).items():
+        for versions in opened.values():
+            for policy_id, version in versions.items():
                 held[policy_id] = max(version, held.get(policy_id, version))
+        if held:
+            return held
+        for versions in waiting.values():
+            for policy_id, version in versions.items():
+                held[policy_id] = min(version, held.get(policy_id, version))
         return held
+
+    async def pinned_for(self, run_id: str, policy_id: str) -> dict[int, str]:
+        """Return the versions of a policy that open and waiting passes need, each with the id of one."""
+        waiting, opened = await self._pending(run_id)
+        return {
+            versions[policy_id]: evaluation_id
+            for evaluation_id, versions in (waiting | opened).items()
+            if policy_id in versions
+        }
+
+    async def _pending(self, run_id: str) -> list[dict[str, dict[str, int]]]:
+        """The versions of the passes that wait, and of those that are open. They are read in the order in which a pass
+        goes from one to the other, so that none is missed on its way.
+        """
+        found = [
+            as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of(f"{state}_evaluations")))
+            for state in ("waiting", "open")
+        ]
+        return [
+            {evaluation_id: _versions(text) for evaluation_id, text in passes.items()} for passes in found
+        ]
 
     async def feed(
         self,
@@ -298,9 +417,9 @@ class EvaluationStore:
         )
         return as_int(reply) >= 0
 
-    async def give_up(self, run_id: str, evaluation_id: str, *, reason: str) -> None:
-        """Close an evaluation with what it has."""
-        await self._connection.call(Keys(run_id), "give_up_evaluation", evaluation_id, reason)
+    async def give_up(self, run_id: str, evaluation_id: str, *, reason: str, state: str = "given_up") -> None:
+        """End an evaluation that waits or is open with what it has; `state` is the one that it ends in."""
+        await self._connection.call(Keys(run_id), "give_up_evaluation", evaluation_id, reason, state)
 
     async def journal(self, run_id: str, evaluation_id: str) -> str:
         """Return the journal of a pass, for `rules.scores`; empty when it has none any more."""
@@ -311,13 +430,34 @@ class EvaluationStore:
         """Return the evaluations, oldest first."""
         keys = Keys(run_id)
         ids = as_texts(await self._connection.raw("ZRANGE", keys.of("evaluations"), 0, -1))
-        return [
-            _evaluation(
-                evaluation_id,
-                as_mapping(await self._connection.raw("HGETALL", keys.of("evaluation", evaluation_id))),
+        found: list[StoredEvaluation] = []
+        for first in range(0, len(ids), _EVALUATIONS_AT_ONCE):
+            some = ids[first : first + _EVALUATIONS_AT_ONCE]
+            stored = await self._connection.raw_many(
+                ("HGETALL", keys.of("evaluation", name)) for name in some
             )
-            for evaluation_id in ids
-        ]
+            found += map(_evaluation, some, map(as_mapping, stored))
+        return found
+
+    async def current(self, run_id: str) -> list[StoredEvaluation]:
+        """Return the evaluations on which it depends what is evaluated next, oldest first: those that are open or wait,
+        and the ones begun and planned last. However many there were before, their number is bounded.
+        """
+        found = [as_list(item) for item in as_list(await self._connection.call(Keys(run_id), "passes"))]
+        found.sort(key=lambda item: (float(as_text(item[1])), as_text(item[0])))
+        return [_evaluation(as_text(name), as_mapping(fields)) for name, _, fields in found]
+
+
+def _switch(number: int, fields: Sequence[Reply]) -> run_pb2.PluginSwitch:
+    changes, by, requested_ms, effect_ms, steps = fields
+    return run_pb2.PluginSwitch(
+        number=number,
+        changes=as_text(changes).splitlines(),
+        requested_by=as_text(by),
+        request_time=timestamp(as_int(requested_ms)),
+        effect_time=timestamp(as_int(effect_ms)) if effect_ms else None,
+        steps=_versions(as_bytes(steps)) if steps else {},
+    )
 
 
 def _no_run(run_id: str) -> NotFoundError:
@@ -361,16 +501,16 @@ def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int
         credits=as_int(fields.get("credits")),
         max_episodes=as_int(fields.get("max_episodes")),
         bounded_by=as_text(fields.get("bounded_by")),
+        poisoned=as_int(fields.get("poisoned")),
         environment_fault=as_text(fields.get("environment_fault")),
     )
+    if "task_ms" in fields:
+        node.task_duration.FromMilliseconds(int(float(fields["task_ms"])))
     if "environment_fault_ms" in fields:
         node.environment_fault_time.CopyFrom(timestamp(as_int(fields["environment_fault_ms"])))
-    for fault in json.loads(fields.get("weight_faults", b"[]")):
-        ParseDict(fault, node.weight_faults.add())
-    for load in json.loads(fields.get("engine_loads", b"[]")):
-        ParseDict(load, node.engine_loads.add())
-    for fault in json.loads(fields.get("engine_faults", b"[]")):
-        ParseDict(fault, node.engine_faults.add())
+    for name in ("weight_faults", "engine_loads", "engine_faults"):
+        for told in json.loads(fields[name]) if fields.get(name, _NOTHING) != _NOTHING else ():
+            ParseDict(told, getattr(node, name).add())
     if node.connected:
         node.tokens_per_s = sum(load.tokens_per_s for load in node.engine_loads)
     return node
@@ -404,4 +544,8 @@ def _evaluation(evaluation_id: str, fields: Mapping[str, bytes]) -> StoredEvalua
             name.removeprefix("metric "): mean for name, mean in means.items() if name.startswith("metric ")
         },
         complete_ms=as_int(fields.get("complete_ms")),
+        create_ms=as_int(fields.get("create_ms")),
+        requested="requested" in fields,
+        has_own_tasks=as_int(fields.get("own_tasks")) > 0,
+        reason=as_text(fields.get("reason")),
     )

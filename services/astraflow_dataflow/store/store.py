@@ -14,7 +14,7 @@ from astraflow_dataflow.store.batches import BatchStore, VersionStore
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.plugin_states import PluginStateStore
 from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
-from astraflow_dataflow.store.tasks import EpisodeStore, TaskStore
+from astraflow_dataflow.store.tasks import ArchiveStore, EpisodeStore, TaskStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Store:
     audits: AuditStore
     admin: AdminStore
     plugin_states: PluginStateStore
+    archive: ArchiveStore
 
     @classmethod
     def over(cls, connection: Connection) -> Store:
@@ -48,4 +49,5 @@ class Store:
             audits=AuditStore(connection),
             admin=AdminStore(connection),
             plugin_states=PluginStateStore(connection),
+            archive=ArchiveStore(connection),
         )

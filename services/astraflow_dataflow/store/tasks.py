@@ -1,30 +1,61 @@
-"""Tasks, leases, episodes and groups in Redis.
+"""Tasks, leases, episodes and groups in Redis, and trajectories that wait to be archived.
 
-Commits are sent many at a time in one pipeline: payloads first, then one function call per episode that
-refers to them, so a crash in between leaves only garbage that expires. Called by leasing, ingest and the
-run loop.
+Commits are sent many at a time in one pipeline: payloads first, then one function call that refers to them, so
+a crash in between leaves only garbage that expires. A pack of the archive, once sealed,
+never changes until it is written, so writing it again makes the same files. Called by leasing, ingest,
+archiving and the run loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
+from astraflow.dataflow.v1.batch_pb2 import Batch, BatchItem
 from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
-from astraflow.errors import AstraflowError, PayloadMissingError
+from astraflow.errors import AstraflowError, InternalError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from astraflow_dataflow.records import Committed, CompleteTask, Offer, Supply
+from astraflow.trajectories import BadTrajectory
+from astraflow_dataflow.records import (
+    ArchiveEntry,
+    ArchiveState,
+    CompleteTask,
+    Offer,
+    Pace,
+    Supply,
+)
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
-from astraflow_dataflow.rules.groups import groups_of, items_of, placed_headers, was_judged
+from astraflow_dataflow.rules.groups import (
+    groups_of,
+    item_of,
+    items_of,
+    placed_headers,
+    was_judged,
+)
 from astraflow_dataflow.rules.scores import result_lines
 from astraflow_dataflow.store.connection import Argument, Call, Connection
-from astraflow_dataflow.store.keys import TRAIN_LANE, Keys
-from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
+from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import (
+    Reply,
+    as_bytes,
+    as_int,
+    as_list,
+    as_mapping,
+    as_text,
+    as_texts,
+    flag,
+)
 
 PAYLOAD_TTL_S = 3600
 """Life of a payload whose commit never came."""
 MAX_SAMPLE_BYTES = 64 * 1024
 """Of an episode that is kept in quarantine."""
+MAX_PACK_ENTRIES = 256
+"""Groups in one pack of the archive at most."""
+Pushed: TypeAlias = PushResult | AstraflowError
+"""What became of an episode, or why it must be pushed again."""
+DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
 
 
 class TaskStore:
@@ -35,7 +66,7 @@ class TaskStore:
 
     async def submit(self, run_id: str, tasks: Sequence[task_pb2.Task]) -> int:
         """Add tasks to the training lane. Returns how many were new. Raises PreconditionError when the run finishes."""
-        return as_int(await self._connection.call(Keys(run_id), "submit", TRAIN_LANE, *flat(tasks)))
+        return as_int(await self._connection.call(Keys(run_id), "submit", *flat(tasks)))
 
     async def feed(
         self,
@@ -72,23 +103,33 @@ class TaskStore:
         ttl_s: float,
         horizon_s: float,
         max_held: int,
+        max_fresh: int,
         serving: Mapping[str, int],
+        request_share: float = 1.0,
         session: str = "",
     ) -> Offer:
-        """Lease at most `want` tasks: evaluations of exactly the versions served first, then training
-        within admission. What the recipe says of a lease is left out.
+        """Lease at most `want` tasks: evaluations of exactly the versions served first, those on request up to
+        `request_share` of the node's leases, then training within admission, then what is left of the evaluations.
+        Tasks that nobody had before only while the node holds fewer than `max_fresh`.
+        What the recipe says of a lease is left out.
         """
-        pairs: list[Argument] = [part for item in serving.items() for part in item]
-        reply = as_list(
-            await self._connection.call(
-                Keys(run_id), "lease", node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, session, *pairs
-            )
-        )
+        arguments: list[Argument] = [node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, max_fresh]
+        arguments += [100 * request_share, session, *(part for item in serving.items() for part in item)]
+        reply = as_list(await self._connection.call(Keys(run_id), "lease", *arguments))
         return Offer(
             leases=[_lease(item) for item in as_list(reply[1])],
             waiting_for=as_text(reply[0]),
             more=as_text(reply[2]) == "1",
         )
+
+    async def paces(self, run_id: str) -> tuple[int, list[Pace]]:
+        """Return how much training is leased or could be, in tasks, and what each connected node can do."""
+        work, *found = as_list(await self._connection.call(Keys(run_id), "paces"))
+        nodes = zip(found[::3], found[1::3], found[2::3], strict=True)
+        return as_int(work), [
+            Pace(node_id=as_text(name), slots=as_int(slots), task_s=float(as_text(task_ms)) / 1000)
+            for name, slots, task_ms in nodes
+        ]
 
     async def renew(self, run_id: str, *, node_id: str, lease_ids: Sequence[str], ttl_s: float) -> list[str]:
         """Extend leases to a full time to live. Returns those that are not this node's any more."""
@@ -128,67 +169,85 @@ class EpisodeStore:
 
     async def commit(
         self, run_id: str, episodes: Sequence[trajectory_pb2.Episode], *, horizon_s: float
-    ) -> list[Committed | AstraflowError]:
-        """Store payloads and commit valid episodes in one pipeline; payloads of evaluation episodes are not kept.
+    ) -> tuple[list[Pushed], list[CompleteTask]]:
+        """Store payloads and commit valid episodes in one call; payloads of evaluation episodes are not kept.
 
-        Returns one reply, or typed error, per episode: PayloadMissingError when it must be pushed again, NotFoundError,
-        with its payloads removed, when the run is gone. Raises UnavailableError when Redis is away.
+        Returns what became of each episode, and the tasks that these completed and that wait to be settled. An
+        episode's error is PayloadMissingError when it must be pushed again, InternalError when what Redis holds of its
+        task is damaged. Raises NotFoundError, with all payloads removed, when the run is gone, UnavailableError when
+        Redis is away.
         """
         keys = Keys(run_id)
-        calls: list[Call] = [
-            ("commit", _commit_arguments(episode, horizon_s=horizon_s)) for episode in episodes
-        ]
+        arguments: list[Argument] = [_ms(horizon_s)]
+        for episode in episodes:
+            arguments += _commit_arguments(episode)
         payloads = [
             (keys.of("payload", episode.episode_id, item.header.trajectory_id), item.body, PAYLOAD_TTL_S)
             for episode in episodes
             if not is_evaluation_task(episode.task_id)
             for item in episode.trajectories
         ]
-        replies = await self._connection.call_many(keys, calls, payloads=payloads)
-        return [
-            reply if isinstance(reply, AstraflowError) else _committed(episode, reply)
-            for episode, reply in zip(episodes, replies, strict=True)
+        (reply,) = await self._connection.call_many(keys, [("commit", tuple(arguments))], payloads=payloads)
+        if isinstance(reply, AstraflowError):
+            raise reply
+        position, outcomes, completed = as_list(reply)
+        pushed = [
+            _committed(episode, as_list(outcome), position=as_int(position))
+            for episode, outcome in zip(episodes, as_list(outcomes), strict=True)
         ]
+        return pushed, [_complete_task(as_list(task)) for task in as_list(completed)]
 
     async def quarantine(
-        self, run_id: str, episode: trajectory_pb2.Episode, *, reason: str, detail: str
-    ) -> PushResult:
-        """Count and keep a refused episode with a sample of it; a repeated one gets its first answer."""
-        reply = await self._connection.call(
-            Keys(run_id),
-            "quarantine",
-            episode.task_id,
-            episode.member,
-            episode.episode_id[:128],
-            episode.node_id[:64],
-            reason,
-            detail[:2048],
-            len(episode.trajectories),
-            episode.SerializeToString()[:MAX_SAMPLE_BYTES],
-            episode.attempt,
-        )
-        outcome, kept_reason, position = as_list(reply)
-        result = _result(outcome, kept_reason, position)
-        if result.reason == reason:
-            result.detail = detail[:2048]
-        return result
+        self, run_id: str, refused: Sequence[tuple[trajectory_pb2.Episode, BadTrajectory]]
+    ) -> list[Pushed]:
+        """Count and keep refused episodes with a sample of each; a repeated one gets its first answer.
 
-    async def complete_task(self, run_id: str, task_id: str) -> CompleteTask | None:
-        """Return a complete task that waits to be settled, or None when it does not."""
-        reply = as_list(await self._connection.call(Keys(run_id), "members", task_id))
-        return _complete_task(task_id, reply)
+        Returns one reply, or typed error, per episode.
+        """
+        calls: list[Call] = [("quarantine", _quarantine_arguments(*one)) for one in refused]
+        results: list[Pushed] = []
+        replies = await self._connection.call_many(Keys(run_id), calls) if calls else []
+        for (_, problem), reply in zip(refused, replies, strict=True):
+            if isinstance(reply, AstraflowError):
+                results.append(reply)
+                continue
+            outcome, kept_reason, position = as_list(reply)
+            result = _result(as_text(outcome), as_text(kept_reason), as_int(position))
+            if result.reason == problem.slug:
+                result.detail = problem.detail[:2048]
+            results.append(result)
+        return results
+
+    async def complete_tasks(self, run_id: str, task_ids: Sequence[str]) -> list[CompleteTask]:
+        """Return those of some tasks that are complete and wait to be settled."""
+        found = as_list(await self._connection.call(Keys(run_id), "members", *task_ids))
+        return [_complete_task(as_list(task)) for task in found]
 
     async def settle(
-        self, run_id: str, task: CompleteTask, verdicts: Sequence[str], *, tombstone_s: float
-    ) -> bool:
-        """Move a complete task's groups to ready or dropped. Returns False when another server was first."""
-        arguments: list[Argument] = [task.task_id, _ms(tombstone_s)]
-        for group, batch, verdict in zip(task.groups, task.items, verdicts, strict=True):
-            items = batch.items
-            arguments += [group.group_id, group.policy, verdict, flag(was_judged(verdict)), len(items)]
-            arguments += [min(item.min_version for item in items), repr(sum(item.reward for item in items))]
-            arguments += [batch.SerializeToString(), "\n".join(item.trajectory_id for item in items)]
-        return as_int(await self._connection.call(Keys(run_id), "settle", *arguments)) == 1
+        self,
+        run_id: str,
+        judged: Sequence[tuple[CompleteTask, Sequence[str]]],
+        *,
+        deadline_of: DeadlineOf,
+        tombstone_s: float,
+        switch: int = 0,
+    ) -> set[str] | None:
+        """Move the groups of complete tasks to ready or dropped, by the verdict of each; `deadline_of` a policy and
+        items is the version that a group counts as sampled with. Returns the tasks that another server had not
+        settled before, None when they were judged by other plug-ins than those of the newest `switch`. Raises
+        InternalError for one that holds other trajectories than were judged.
+        """
+        tasks = "\n".join(task.task_id for task, _ in judged)
+        arguments: list[Argument] = [_ms(tombstone_s), switch, tasks]
+        for task, verdicts in judged:
+            arguments += _settled(task, verdicts, deadline_of)
+        reply = await self._connection.call(Keys(run_id), "settle", *arguments)
+        if not isinstance(reply, list):
+            return None
+        settled, wrong = as_list(reply)
+        if problem := as_text(wrong):
+            raise InternalError(problem)
+        return set(as_texts(settled))
 
     async def unsettled(self, run_id: str, *, least_age_s: float, limit: int) -> list[str]:
         """Return complete tasks that nobody settled for `least_age_s`."""
@@ -201,8 +260,12 @@ def _ms(seconds: float) -> int:
 
 
 def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:
-    """Return id, group size and specification of each task, as the functions that add tasks take them."""
-    return [part for task in tasks for part in (task.task_id, task.group_size, task.SerializeToString())]
+    """Return id, group size, specification and priority of each task, as the functions that add tasks take them."""
+    return [
+        part
+        for task in tasks
+        for part in (task.task_id, task.group_size, task.SerializeToString(), task.priority)
+    ]
 
 
 def _lease(reply: Reply) -> task_pb2.Lease:
@@ -216,7 +279,7 @@ def _lease(reply: Reply) -> task_pb2.Lease:
     )
 
 
-def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> tuple[Argument, ...]:
+def _commit_arguments(episode: trajectory_pb2.Episode) -> list[Argument]:
     arguments: list[Argument] = [
         episode.task_id,
         episode.member,
@@ -225,14 +288,28 @@ def _commit_arguments(episode: trajectory_pb2.Episode, *, horizon_s: float) -> t
         episode.node_id,
         flag(episode.hedge),
         flag(episode.status == trajectory_pb2.EPISODE_STATUS_FAILED),
-        _ms(horizon_s),
         _evaluated(episode),
         result_lines(episode) if is_evaluation_task(episode.task_id) else "",
+        len(episode.trajectories),
     ]
     for header in placed_headers(episode):
         arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]
         arguments += [header.SerializeToString(), _traced(header)]
-    return tuple(arguments)
+    return arguments
+
+
+def _quarantine_arguments(episode: trajectory_pb2.Episode, problem: BadTrajectory) -> tuple[Argument, ...]:
+    return (
+        episode.task_id,
+        episode.member,
+        episode.episode_id[:128],
+        episode.node_id[:64],
+        problem.slug,
+        problem.detail[:2048],
+        len(episode.trajectories),
+        episode.SerializeToString()[:MAX_SAMPLE_BYTES],
+        episode.attempt,
+    )
 
 
 def _evaluated(episode: trajectory_pb2.Episode) -> str:
@@ -243,43 +320,127 @@ def _evaluated(episode: trajectory_pb2.Episode) -> str:
     return "\n".join(named)
 
 
-def _complete_task(task_id: str, fields: list[Reply]) -> CompleteTask | None:
-    if not fields:
-        return None
-    credited, held = as_text(fields[1]), as_list(fields[4])
-    headers = {as_text(key): as_bytes(value) for key, value in zip(held[::2], held[1::2], strict=True)}
-    groups = groups_of(task_id, spec=as_bytes(fields[5]), headers=headers)
+def _settled(task: CompleteTask, verdicts: Sequence[str], deadline_of: DeadlineOf) -> Iterable[Argument]:
+    """The arguments of `settle` for each group."""
+    for group, batch, verdict in zip(task.groups, task.items, verdicts, strict=True):
+        items = batch.items
+        yield from (
+            task.task_id,
+            group.group_id,
+            group.policy,
+            verdict,
+            flag(was_judged(verdict)),
+            len(items),
+        )
+        yield from (deadline_of(group.policy, items), repr(sum(item.reward for item in items)))
+        yield from (batch.SerializeToString(), "\n".join(item.trajectory_id for item in items))
+
+
+def _complete_task(fields: list[Reply]) -> CompleteTask:
+    task_id, why, credited, size, num_finished, held, spec = fields
+    pairs = as_list(held)
+    headers = {as_text(key): as_bytes(value) for key, value in zip(pairs[::2], pairs[1::2], strict=True)}
+    groups = groups_of(as_text(task_id), spec=as_bytes(spec), headers=headers)
     return CompleteTask(
-        task_id=task_id,
-        why=as_text(fields[0]),
-        credited=None if credited == "*" else frozenset(filter(None, credited.split("\n"))),
-        group_size=as_int(fields[2]),
-        num_finished=as_int(fields[3]),
+        task_id=as_text(task_id),
+        why=as_text(why),
+        credited=None if as_text(credited) == "*" else frozenset(filter(None, as_text(credited).split("\n"))),
+        group_size=as_int(size),
+        num_finished=as_int(num_finished),
         groups=groups,
-        items=[items_of(task_id, group) for group in groups],
+        items=[items_of(as_text(task_id), group) for group in groups],
     )
 
 
-def _committed(episode: trajectory_pb2.Episode, reply: Reply) -> Committed | AstraflowError:
-    outcome, detail, completed, position = as_list(reply)
-    if outcome == b"RETRY":
+def _committed(episode: trajectory_pb2.Episode, outcome: list[Reply], *, position: int) -> Pushed:
+    name, detail = map(as_text, outcome)
+    if name == "RETRY":
         return PayloadMissingError(
             f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1
         )
-    return Committed(
-        result=_result(outcome, detail, position),
-        completed=_complete_task(episode.task_id, as_list(completed)),
-    )
+    if name == "ERROR":
+        return InternalError(f"Redis answered an error for task {episode.task_id}: {detail}")
+    return _result(name, detail, position)
 
 
-def _result(outcome: Reply, reason: Reply, position: Reply) -> PushResult:
-    return PushResult(
-        outcome=Outcome.Value(f"OUTCOME_{as_text(outcome)}"),
-        reason=as_text(reason),
-        position=as_int(position),
-    )
+def _result(outcome: str, reason: str, position: int) -> PushResult:
+    return PushResult(outcome=Outcome.Value(f"OUTCOME_{outcome}"), reason=reason, position=position)
 
 
 def _traced(header: trajectory_pb2.TrajectoryHeader) -> str:
     versions = f"{header.min_version}\t{header.max_version}"
     return f"{header.trajectory_id}\t{header.policy_id}\t{header.role}\t{versions}\t{header.reward!r}"
+
+
+class ArchiveStore:
+    """What waits to be archived."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def pack(
+        self, run_id: str, *, server: str, lease_s: float, least_age_s: float, pack_bytes: int
+    ) -> list[ArchiveEntry]:
+        """Return what is to be written now, the same until it is `written`; nothing while another server writes.
+
+        It is sealed when `pack_bytes` wait, or the oldest entry has waited for `least_age_s`.
+        """
+        arguments = (server, int(lease_s * 1000), int(least_age_s * 1000), pack_bytes, MAX_PACK_ENTRIES)
+        reply = await self._connection.call(Keys(run_id), "archive_pack", *arguments)
+        return [_archived(as_list(item)) for item in as_list(reply)]
+
+    async def bodies(self, run_id: str, entry: ArchiveEntry) -> list[bytes | None]:
+        """Return the payload of each trajectory of an entry; None for one that Redis lost."""
+        keys = Keys(run_id)
+        names = [
+            keys.of("payload", episode_id, item.trajectory_id)
+            for episode_id, item in zip(entry.episode_ids, entry.items, strict=True)
+        ]
+        found = as_list(await self._connection.raw("MGET", *names))
+        return [as_bytes(body) if body is not None else None for body in found]
+
+    async def written(self, run_id: str, entries: Iterable[ArchiveEntry], *, num_bytes: int) -> int:
+        """Forget a pack that is in the run's store. Returns its trajectories, 0 when another server was first."""
+        *_, last = entries
+        return as_int(await self._connection.call(Keys(run_id), "archive_written", last.entry_id, num_bytes))
+
+    async def failed(self, run_id: str, problem: str) -> None:
+        """Note why nothing can be written now, until something is."""
+        await self._connection.call(Keys(run_id), "archive_failed", problem[:2048])
+
+    async def state(self, run_id: str) -> ArchiveState:
+        """Return the figures of a run's archive."""
+        fields = as_mapping(await self._connection.raw("HGETALL", Keys(run_id).of("archive")))
+        return ArchiveState(
+            waiting=as_int(fields.get("waiting")),
+            waiting_bytes=as_int(fields.get("bytes")),
+            written=as_int(fields.get("written")),
+            written_bytes=as_int(fields.get("written_bytes")),
+            given_up=as_int(fields.get("given_up")),
+            given_up_ms=as_int(fields.get("given_up_ms")),
+            problem=as_text(fields.get("problem")),
+            problem_ms=as_int(fields.get("problem_ms")),
+        )
+
+
+def _archived(reply: list[Reply]) -> ArchiveEntry:
+    fields = as_mapping(reply[1])
+    ids = as_text(fields["ids"]).split("\n")
+    items = {item.trajectory_id: item for item in _archived_items(fields)}
+    return ArchiveEntry(
+        entry_id=as_text(reply[0]),
+        policy_id=as_text(fields["policy"]),
+        step=as_int(fields["step"]),
+        reason=as_text(fields["reason"]),
+        batch_id=as_text(fields["batch"]),
+        items=[items[trajectory_id] for trajectory_id in ids],
+        episode_ids=as_text(fields["episodes"]).split("\n"),
+    )
+
+
+def _archived_items(fields: dict[str, bytes]) -> Iterable[BatchItem]:
+    """What a batch says of the group, or would say of a trajectory that came to none."""
+    if "items" in fields:
+        return Batch.FromString(fields["items"]).items
+    header = trajectory_pb2.TrajectoryHeader.FromString(fields["header"])
+    return [item_of(as_text(fields["gid"]).partition("/")[0], header)]

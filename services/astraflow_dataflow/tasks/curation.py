@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial, wraps
 
+from astraflow._contract.rpcs import bounds_of
 from astraflow.chat import message_to_proto
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, TaskSpec
@@ -30,6 +31,7 @@ from astraflow_kit.plugins import describe
 
 log = get_logger(__name__)
 
+_MAX_PRIORITY = int(bounds_of(task_pb2.Task, "priority").max)
 TASKS_PER_FEED = 64
 FEEDS_PER_CALL = 16
 """Draws at once, so that curators that skip everything hold up nothing else."""
@@ -55,7 +57,7 @@ class Curation:
             count = min(TASKS_PER_FEED, missing << draws)
             with context.plugins.faults.running("dataset", context.recipe.run.dataset.use):
                 drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
-            specs = await self._proposed(context, drawn)
+            specs = context.lengths.longest_first(await self._proposed(context, drawn))
             context.skipped = 0 if specs else context.skipped + len(drawn)
             flow = context.recipe.dataflow
             tasks = [
@@ -77,7 +79,13 @@ class Curation:
         chosen = drawn
         for curator in context.plugins.curators:
             work = partial(asyncio.to_thread, propose, curator, chosen, context.plugins.faults)
-            chosen = await with_states(self.store.plugin_states, context.run_id, [curator], work)
+            wanted = await with_states(self.store.plugin_states, context.run_id, [curator], work)
+            if curator.shadow:
+                skipped = len(chosen) - len(wanted)
+                counts = {"asked": len(chosen), "differs": skipped, "refused": skipped}
+                context.plugins.shadows.note("curator", curator.name, **counts)
+            else:
+                chosen = wanted
         return chosen
 
     async def feed_evaluation(self, context: RunContext, planned: StoredEvaluation) -> None:
@@ -88,22 +96,15 @@ class Curation:
         if count <= 0:
             return
         first = planned.fed // each
-        specs, ended = await asyncio.to_thread(
-            draw, context.plugins.dataset.heldout, start=first, count=count
-        )
+        drawn, ended = await self._held_out(context, planned, start=first, count=count)
         tasks = [
-            new_task(
-                spec,
-                purpose=task_pb2.PURPOSE_EVALUATION,
-                group_size=1,
-                task_id=evaluation.task_id(planned.evaluation_id, sample),
-            )
-            for index, spec in enumerate(specs, start=first)
+            _sample(task, task_id=evaluation.task_id(planned.task_stem, sample))
+            for index, task in enumerate(drawn, start=first)
             for sample in range(index * each, (index + 1) * each)
         ]
         lines = [
-            task_line(index, task_id=spec.task_id, source=spec.source)
-            for index, spec in enumerate(specs, start=first)
+            task_line(index, task_id=task.task_id, source=task.source)
+            for index, task in enumerate(drawn, start=first)
         ]
         await self.store.evaluations.feed(
             context.run_id,
@@ -113,6 +114,20 @@ class Curation:
             tasks=tasks,
             journal="".join(lines),
         )
+
+    async def _held_out(
+        self, context: RunContext, planned: StoredEvaluation, *, start: int, count: int
+    ) -> tuple[list[task_pb2.Task], bool]:
+        """The tasks of a pass from one on, and whether there are no more. Raises PluginError."""
+        if planned.has_own_tasks:
+            own = await self.store.evaluations.own_tasks(
+                context.run_id, planned.evaluation_id, start=start, count=count
+            )
+            return own, len(own) < count
+        heldout = context.plugins.dataset.heldout
+        specs, ended = await asyncio.to_thread(draw, heldout, start=start, count=count)
+        purpose = task_pb2.PURPOSE_EVALUATION
+        return [new_task(spec, purpose=purpose, group_size=1) for spec in specs], ended
 
 
 def missing_tasks(supply: Supply) -> int:
@@ -172,22 +187,32 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
     return specs, False
 
 
-def new_task(
-    spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int, task_id: str = ""
-) -> task_pb2.Task:
+def new_task(spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int) -> task_pb2.Task:
     """Return the contract's form of a data set's task. Raises PluginError when it breaks the contract's bounds."""
+    if not 0 <= spec.priority <= _MAX_PRIORITY:
+        raise PluginError(
+            f"the data set's task {spec.task_id!r} has priority {spec.priority}; give it one of 0 to {_MAX_PRIORITY}"
+        )
     message = task_pb2.Task(
-        task_id=task_id or spec.task_id,
+        task_id=spec.task_id,
         messages=map(message_to_proto, spec.messages),
         data_json=_json(spec),
         purpose=purpose,
         group_size=group_size,
         source=spec.source,
+        priority=spec.priority,
     )
-    problem = task_problem(message, allow_evaluation=bool(task_id))
+    problem = task_problem(message, allow_evaluation=purpose == task_pb2.PURPOSE_EVALUATION)
     if problem:
         raise PluginError(f"the data set's task {spec.task_id!r} cannot be used: {problem}")
     return message
+
+
+def _sample(task: task_pb2.Task, *, task_id: str) -> task_pb2.Task:
+    sample = task_pb2.Task()
+    sample.CopyFrom(task)
+    sample.task_id, sample.group_size, sample.purpose = task_id, 1, task_pb2.PURPOSE_EVALUATION
+    return sample
 
 
 def _name_of(source: Callable[[int], TaskSpec | None]) -> str:

@@ -7,18 +7,22 @@ same. Called by working sessions and by the task service.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from astraflow.dataflow.v1 import task_service_pb2
-from astraflow.errors import FencedError
+from astraflow.errors import FencedError, RetryableError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Offer
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.failures import kind_of
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
+from astraflow_dataflow.tasks.pace import most_held
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger, without_secrets
 from astraflow_kit.metrics import Metrics
@@ -27,6 +31,7 @@ log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
+_LEASES_AT_ONCE = 32
 FREE_REASONS = frozenset(
     {"missing_capability", "drain", "version_unavailable", "engine_down", "environment_unavailable"}
 )
@@ -38,6 +43,7 @@ _BACKOFF_S = {
     "drain": 0.0,
 }
 _RETRY_BACKOFF_S = 0.1
+_BOUNDS_LIFE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Leasing:
 
     store: Store
     metrics: Metrics
+    _bounds: dict[str, tuple[float, dict[str, int]]] = field(default_factory=dict)
+    """Of each run until when it holds, and how many tasks slow nodes may hold."""
 
     async def lease(
         self,
@@ -59,17 +67,20 @@ class Leasing:
     ) -> Offer:
         """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
         flow = context.recipe.dataflow
-        offer = await self.store.tasks.lease(
+        lease_some = partial(
+            self.store.tasks.lease,
             context.run_id,
             node_id=node_id,
-            want=min(want, LEASES_PER_CALL),
             ttl_s=flow.lease_ttl_s,
             horizon_s=flow.group_deadline_s,
             max_held=max_held,
+            max_fresh=(await self._bounds_of(context.run_id)).get(node_id, UNBOUNDED),
             serving=serving,
+            request_share=flow.evaluation.request_share,
             session=session,
         )
-        if offer.waiting_for == "session_replaced":
+        offer = await _in_slices(lease_some, want=min(want, LEASES_PER_CALL))
+        if offer.waiting_for == "session_replaced" and not offer.leases:
             raise FencedError(
                 f"node {node_id} opened another working session; this one is over, use one stream per node"
             )
@@ -81,6 +92,16 @@ class Leasing:
         if offer.leases:
             failpoints.hit("dataflow.leased")
         return offer
+
+    async def _bounds_of(self, run_id: str) -> dict[str, int]:
+        """What slow nodes may hold now; looked at every few seconds at most, and only while nodes ask."""
+        until_s, bounds = self._bounds.get(run_id, (-math.inf, {}))
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= until_s:
+            work, paces = await self.store.tasks.paces(run_id)
+            bounds = most_held(paces, work=work)
+            self._bounds[run_id] = now_s + _BOUNDS_LIFE_S, bounds
+        return bounds
 
     async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
         """Extend leases; return those that are lost."""
@@ -108,6 +129,24 @@ class Leasing:
         return requeued
 
 
+async def _in_slices(lease_some: Callable[..., Awaitable[Offer]], *, want: int) -> Offer:
+    """Lease in calls each of which holds Redis for a moment, until one gives less than it was asked for."""
+    leases: list[task_pb2.Lease] = []
+    while True:
+        asked = min(want - len(leases), _LEASES_AT_ONCE)
+        try:
+            found = await lease_some(want=asked)
+        except RetryableError:
+            if not leases:
+                raise
+            return Offer(
+                leases=leases, waiting_for=""
+            )  # they must not be lost; whoever asks again hears the error
+        leases += found.leases
+        if len(leases) >= want or len(found.leases) < asked:
+            return Offer(leases=leases, waiting_for=found.waiting_for, more=found.more)
+
+
 def complete(lease: task_pb2.Lease, context: RunContext) -> None:
     """Fill in what the run says of a lease: sampling, seed, time to live and the versions it demands."""
     lease.run_id = context.run_id
@@ -116,7 +155,7 @@ def complete(lease: task_pb2.Lease, context: RunContext) -> None:
     demand = evaluation.demand_of(lease.task.task_id, context.trained_policies)
     lease.required_versions.update(demand)
     for policy_id, policy in context.recipe.policies.items():
-        lease.sampling[policy_id].CopyFrom(task_pb2.SamplingParams(**policy.sampling.model_dump()))
+        lease.sampling[policy_id].CopyFrom(task_pb2.SamplingParams(**policy.sampling.parameters()))
 
 
 def task_seed(run_seed: int, task_id: str) -> int:

@@ -249,6 +249,7 @@ class WorkSession:
             responses += [Response(version=version) for version in await self._new_versions()]
         if topics & {"run", "node"} and not self._drained and (reason := await self._drain_reason()):
             self._drained = True
+            log.info("node.drain_sent", node_id=self._node_id, reason=reason)
             responses.append(Response(drain=task_service_pb2.Drain(reason=reason)))
         return responses
 

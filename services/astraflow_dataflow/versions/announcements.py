@@ -69,6 +69,13 @@ class Versions:
             return await self.store.versions.several(context.run_id, policy_id, range(held, held + 1))
         return [version for version in found if version.version <= held]
 
+    async def pins(self, run_id: str, policy_id: str) -> list[version_pb2.Pin]:
+        """Return what was pinned, and what evaluations that are open or wait need, newest version first."""
+        pins = {pin.version: pin for pin in await self.store.versions.pins(run_id, policy_id)}
+        for version, name in (await self.store.evaluations.pinned_for(run_id, policy_id)).items():
+            pins.setdefault(version, version_pb2.Pin(version=version, reason=f"evaluation {name}"))
+        return [pins[version] for version in sorted(pins, reverse=True)]
+
     async def newest(self, context: RunContext) -> list[version_pb2.Version]:
         """Return the newest announced version of each policy that has one."""
         found = []

@@ -35,8 +35,8 @@ from astraflow_launcher.commands.local_run import (
     own_folder,
 )
 from astraflow_launcher.run.development_run import MAX_SILENCE_S, Options, Part
-from astraflow_launcher.run.folder import planned_folder
-from astraflow_launcher.run.plan import Choices, as_tables, plan_run
+from astraflow_launcher.run.folder import RunFolder, planned_folder
+from astraflow_launcher.run.plan import Plan, as_tables, plan_run
 from astraflow_launcher.view.metrics_file import to_json
 from astraflow_launcher.view.observation import parse_goal
 from astraflow_launcher.view.summary import Summary, as_table
@@ -145,29 +145,8 @@ def dev(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     goal = parse_goal(until, subjects=_subjects(loaded.recipe)) if until else None
-    if dry_run:
-        choices = Choices(
-            num_nodes=nodes,
-            engine=engine or EMBEDDED_ENGINE,
-            engines=engines,
-            trainer_ranks=trainer_ranks,
-            redis_url=redis,
-            store_uri=store,
-            grpc_port=port,
-            http_port=http_port,
-            until=until,
-            timeout_s=timeout,
-            without=frozenset(without or ()),
-        )
-        _show_plan(loaded, choices, data_dir=data_dir, as_json_object=as_json_)
-        return
-    if store and not (data_dir and (data_dir / "run.json").exists()):
-        # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
-        probe_create_only(open_store(store, settings=load(StoreAccess).store))
-    folder = own_folder(loaded, data_dir)
     options = Options(
         loaded=loaded,
-        folder=folder,
         num_nodes=nodes,
         node_options=of_nodes,
         trainer_ranks=trainer_ranks,
@@ -183,15 +162,24 @@ def dev(
         max_log_bytes=int(max_log_mib * 2**20),
         accept_data_loss=accept_data_loss,
     )
-    _conduct(options, quiet=quiet, as_json_object=as_json_)
+    if dry_run:
+        root, continues = planned_folder(loaded, data_dir=data_dir)
+        kind = engine or EMBEDDED_ENGINE
+        plan = plan_run(options, engine=kind, engines=engines, root=root, continues=continues)
+        _show_plan(plan, as_json_object=as_json_)
+        return
+    if store and not (data_dir and (data_dir / "run.json").exists()):
+        # Refused before a model is warmed up. A store that the run has used before is for its trainers to wait for.
+        probe_create_only(open_store(store, settings=load(StoreAccess).store))
+    _conduct(options, own_folder(loaded, data_dir), quiet=quiet, as_json_object=as_json_)
 
 
-def _conduct(options: Options, *, quiet: bool, as_json_object: bool) -> None:
+def _conduct(options: Options, folder: RunFolder, *, quiet: bool, as_json_object: bool) -> None:
     """Run to the end, shown on stderr, and leave with the status of the run."""
     console = Console(stderr=True)
-    with options.folder.lock:
-        summary = conduct(options, console, quiet=quiet)
-        _finish(summary, options, console, as_json_object=as_json_object)
+    with folder.lock:
+        summary = conduct(options, folder, console, quiet=quiet)
+        _finish(summary, folder, console, as_json_object=as_json_object)
 
 
 def _load(recipe: Path, overrides: Sequence[str], *, steps: int | None, seed: int | None) -> LoadedRecipe:
@@ -202,11 +190,7 @@ def _load(recipe: Path, overrides: Sequence[str], *, steps: int | None, seed: in
     return load_recipe(recipe, overrides=[*overrides, *given], options=options)
 
 
-def _show_plan(
-    loaded: LoadedRecipe, choices: Choices, *, data_dir: Path | None, as_json_object: bool
-) -> None:
-    root, continues = planned_folder(loaded, data_dir=data_dir)
-    plan = plan_run(loaded.recipe, choices, source=loaded.file or Path(), root=root, continues=continues)
+def _show_plan(plan: Plan, *, as_json_object: bool) -> None:
     if as_json_object:
         typer.echo(to_json(asdict(plan)))
         return
@@ -221,9 +205,9 @@ def _subjects(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*policies, *roles]))
 
 
-def _finish(summary: Summary, options: Options, console: Console, *, as_json_object: bool) -> None:
+def _finish(summary: Summary, folder: RunFolder, console: Console, *, as_json_object: bool) -> None:
     text = to_json(asdict(summary))
-    options.folder.summary.write_text(text + "\n")
+    folder.summary.write_text(text + "\n")
     console.print(as_table(summary))
     if as_json_object:
         typer.echo(text)

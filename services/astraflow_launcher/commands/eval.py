@@ -107,9 +107,9 @@ def evaluate(
     )
     require_heldout(loaded)
     folder, console = own_folder(loaded, data_dir), Console(stderr=True)
-    options = Options(loaded=loaded, folder=folder, num_nodes=nodes, node_options=of_nodes, timeout_s=timeout)
+    options = Options(loaded=loaded, num_nodes=nodes, node_options=of_nodes, timeout_s=timeout)
     with folder.lock:
-        summary = conduct(options, console, quiet=quiet)
+        summary = conduct(options, folder, console, quiet=quiet)
         text = to_json(found := _found(summary, run_id=folder.record.run_id, recipe=loaded.recipe))
         folder.summary.write_text(text + "\n")
     if as_json_:

@@ -67,10 +67,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 def own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
     """The run's folder, locked; ends with the status of daemons whose work is another process's when it is not ours."""
     try:
-        return open_run_folder(loaded, data_dir=data_dir)
+        folder = open_run_folder(loaded, data_dir=data_dir)
     except StateError as error:
         typer.echo(f"{error.reason}: {error.message}", err=True)
         raise typer.Exit(ExitCode.SUPERSEDED) from None
+    for change in folder.changes:
+        typer.echo(f"trainers go on with another recipe: {change}", err=True)
+    return folder
 
 
 def node_options(
@@ -89,14 +92,13 @@ def node_options(
     return (*options, *(part for each in environments for part in ("--environment", each))), engines
 
 
-def conduct(options: Options, console: Console, *, quiet: bool) -> Summary:
+def conduct(options: Options, folder: RunFolder, console: Console, *, quiet: bool) -> Summary:
     """Run to the end, shown on `console`. The caller holds the folder's lock. Leaves when ended by a second signal."""
-    folder = options.folder
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     view = _choose_view(console, quiet=quiet, title=f"{options.loaded.recipe.run.name} · {folder.root}")
     try:
         with view:
-            return asyncio.run(_run(options, view))
+            return asyncio.run(_run(options, folder, view))
     except asyncio.CancelledError:
         console.print(
             f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
@@ -104,9 +106,9 @@ def conduct(options: Options, console: Console, *, quiet: bool) -> Summary:
         raise typer.Exit(INTERRUPTED) from None
 
 
-async def _run(options: Options, view: View) -> Summary:
+async def _run(options: Options, folder: RunFolder, view: View) -> Summary:
     # Made inside the loop: the run's client belongs to the loop it is made in.
-    return await DevelopmentRun(options, view).run()
+    return await DevelopmentRun(options, folder, view).run()
 
 
 def _choose_view(console: Console, *, quiet: bool, title: str) -> View:

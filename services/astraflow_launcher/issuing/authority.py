@@ -30,8 +30,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from astraflow.errors import InvalidArgumentError, NotFoundError
 from astraflow_launcher.issuing.secret_files import require_absent, write_file
 
-__all__ = ["Issued", "create_authority", "issue_certificate"]
-
 _NAME = "ca"
 # Clocks are a little apart; a certificate made now must be valid everywhere now.
 _BACKDATED = timedelta(minutes=5)

@@ -18,8 +18,6 @@ from astraflow_launcher.issuing.keys import create_keys, public_set_of
 from astraflow_launcher.issuing.secret_files import write_file
 from astraflow_launcher.issuing.tokens import Grant, describe_token, issue_token
 
-__all__ = ["make_missing"]
-
 _VALID = timedelta(days=365)
 _RENEWED_BEFORE_END = timedelta(days=60)
 # Folder of each party that calls, and the role of its token.

@@ -25,8 +25,6 @@ from astraflow.errors import InvalidArgumentError
 from astraflow_kit.identity.tokens import ALGORITHM
 from astraflow_launcher.issuing.secret_files import require_absent, write_file
 
-__all__ = ["create_keys", "key_id", "public_set_of", "read_signing_key", "rotate_keys"]
-
 
 def public_set_of(path: Path) -> Path:
     """Where the public set of a signing key is: what `token_keys_file` of servers names."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from astraflow.errors import ConflictError, InvalidArgumentError
 
-__all__ = ["require_absent", "write_file"]
-
 
 def require_absent(*paths: Path) -> None:
     """Raise ConflictError when one of these exists."""

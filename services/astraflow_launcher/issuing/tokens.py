@@ -25,17 +25,6 @@ from astraflow_kit.identity.tokens import ALGORITHM, ALL, ISSUER, ROLES
 from astraflow_launcher.issuing.keys import key_id, read_signing_key
 from astraflow_launcher.issuing.secret_files import write_file
 
-__all__ = [
-    "Grant",
-    "describe_join",
-    "describe_token",
-    "issue_times",
-    "issue_token",
-    "read_authorities",
-    "read_ttl",
-    "revoke_in_file",
-]
-
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST = timedelta(days=3650)
 

@@ -22,8 +22,6 @@ from astraflow_launcher.run.processes import Child
 
 log = get_logger(__name__)
 
-__all__ = ["ChildWatch", "serves"]
-
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _START_GRACES, _START_SHOWN_S = 4, 60.0

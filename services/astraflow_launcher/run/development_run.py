@@ -44,8 +44,6 @@ from astraflow_launcher.view.summary import Summary, summarize
 
 log = get_logger(__name__)
 
-__all__ = ["MAX_SILENCE_S", "DevelopmentRun", "Options", "Part"]
-
 _READY_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 120.0
 _LEAVE_TIMEOUT_S, _LEAVE_POLL_S = 30.0, 0.5
@@ -66,7 +64,6 @@ class Options:
     """How to run a recipe on this machine."""
 
     loaded: LoadedRecipe
-    folder: RunFolder
     num_nodes: int = 1
     node_options: tuple[str, ...] = ()
     """Options of every node, as `astraflow raas` takes them."""
@@ -92,11 +89,11 @@ class Options:
 class DevelopmentRun:
     """Owns the children of one run and watches it to its end."""
 
-    def __init__(self, options: Options, view: View) -> None:
+    def __init__(self, options: Options, folder: RunFolder, view: View) -> None:
         self._options = options
         self._view = view
-        self._folder = options.folder
-        self._run_id = options.folder.record.run_id
+        self._folder = folder
+        self._run_id = folder.record.run_id
         self._memory = PeakMemory()
         self._interrupted = asyncio.Event()
         self._started = time.monotonic()
@@ -220,6 +217,7 @@ class DevelopmentRun:
             *("--steps", str(self._options.loaded.recipe.policy(policy).steps)),
             *self._calling_as("trainer"),
             "--allow-recipe-code",
+            *(("--recipe", str(recipe)) if (recipe := self._folder.trainer_recipe) else ()),
             *(("--accept-data-loss",) if self._options.accept_data_loss else ()),
         )
         if size == 1:

@@ -17,15 +17,6 @@ from pathlib import Path
 from astraflow.errors import UnavailableError
 from astraflow_launcher.run.processes import Child
 
-__all__ = [
-    "answers",
-    "find_server",
-    "require_answering",
-    "require_server",
-    "server_command",
-    "wait_until_answering",
-]
-
 _MANY_ENDS = 3
 
 

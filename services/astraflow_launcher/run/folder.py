@@ -2,8 +2,8 @@
 
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
 started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder
-belongs to; a folder of another recipe is refused. How many steps to train is no part of that: the same run can be
-continued for longer.
+belongs to; a folder of another recipe is refused. How many steps to train is no part of that, and the settings that
+only trainers read may differ: they are given to the trainers, and the run keeps its recipe.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
-from astraflow.recipe.file import LoadedRecipe
+from astraflow.recipe import Recipe
+from astraflow.recipe.file import LoadedRecipe, parse_recipe
+from astraflow.recipe_changes import trainer_changes
 from astraflow_kit.folder_lock import FolderLock, lock_folder
 
-__all__ = ["DEFAULT_ROOT", "RunFolder", "RunRecord", "open_run_folder", "planned_folder"]
-
 DEFAULT_ROOT = Path(".astraflow")
-_RECIPE = "recipe.yaml"
+_RECIPE, _TRAINER_RECIPE = "recipe.yaml", "trainer_recipe.yaml"
 SCHEMA_VERSION = 2
 
 
@@ -50,11 +50,18 @@ class RunFolder:
     resumed: bool
     lock: FolderLock
     """Held from before anything was written."""
+    changes: tuple[str, ...] = ()
+    """Where the recipe that it goes on with differs for trainers: `key: old → new`."""
 
     @property
     def recipe_yaml(self) -> str:
-        """The resolved recipe the run was created with; a continued run differs from it in numbers of steps only."""
+        """The resolved recipe the run was created with."""
         return (self.root / _RECIPE).read_text()
+
+    @property
+    def trainer_recipe(self) -> Path | None:
+        """The recipe that trainers go on with, where it differs from the run's."""
+        return self.root / _TRAINER_RECIPE if self.changes else None
 
     @property
     def redis(self) -> Path:
@@ -135,12 +142,11 @@ def planned_folder(loaded: LoadedRecipe, *, data_dir: Path | None) -> tuple[Path
         return (DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-TIME").absolute(), False
     is_there = (data_dir / "run.json").exists()
     if is_there:
-        _stored_record(data_dir, recipe_digest(loaded))
+        _stored_record(data_dir, loaded)
     return data_dir.absolute(), is_there
 
 
 def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunFolder:
-    digest = recipe_digest(loaded)
     if data_dir is None:
         base = DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-{moment:%Y%m%d-%H%M%S}"
         root, cache = _unused(base), DEFAULT_ROOT / "cache"
@@ -148,24 +154,30 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
         root, cache = data_dir, data_dir / "cache"
     lock = lock_folder(root, remedy="end it first, or give another --data-dir")
     try:
-        record = _stored_record(root, digest) if (root / "run.json").exists() else None
-        resumed = record is not None
-        record = record or _create(root, cache, loaded, digest, moment)
+        changes: list[str] = []
+        if resumed := (root / "run.json").exists():
+            record, changes = _stored_record(root, loaded)
+        else:
+            record = _create(root, cache, loaded, moment)
+        if changes:
+            (root / _TRAINER_RECIPE).write_text(loaded.yaml_text)
     except BaseException:
         lock.release()
         raise
-    return RunFolder(root.resolve(), cache.resolve(), record, resumed=resumed, lock=lock)
+    return RunFolder(
+        root.resolve(), cache.resolve(), record, resumed=resumed, lock=lock, changes=tuple(changes)
+    )
 
 
-def recipe_digest(loaded: LoadedRecipe) -> str:
+def recipe_digest(recipe: Recipe, *, code_sha256: bytes) -> str:
     """sha256 over the resolved recipe without the number of steps it trains, and its code, as hex."""
-    resolved = loaded.recipe.model_dump(mode="json")
+    resolved = recipe.model_dump(mode="json")
     for section in (resolved["run"], *resolved["policies"].values()):
         # 0 is part of it: such a run has no window for training, whatever number comes later.
         if section["steps"] != 0:
             del section["steps"]
     text = json.dumps(resolved, sort_keys=True)
-    return hashlib.sha256(text.encode() + b"\0" + loaded.code_sha256).hexdigest()
+    return hashlib.sha256(text.encode() + b"\0" + code_sha256).hexdigest()
 
 
 def _unused(base: Path) -> Path:
@@ -178,8 +190,9 @@ def _unused(base: Path) -> Path:
     return candidate
 
 
-def _create(root: Path, cache: Path, loaded: LoadedRecipe, digest: str, moment: datetime) -> RunRecord:
+def _create(root: Path, cache: Path, loaded: LoadedRecipe, moment: datetime) -> RunRecord:
     cache.mkdir(parents=True, exist_ok=True)
+    digest = recipe_digest(loaded.recipe, code_sha256=loaded.code_sha256)
     record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
     (root / _RECIPE).write_text(loaded.yaml_text)
     _write_record(root, record)
@@ -202,7 +215,10 @@ def _read_record(path: Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
-def _stored_record(root: Path, digest: str) -> RunRecord:
+def _stored_record(root: Path, loaded: LoadedRecipe) -> tuple[RunRecord, list[str]]:
+    """The run that is there, and where `loaded` differs from its recipe for trainers. Raises ConflictError where it
+    differs otherwise.
+    """
     stored = _read_record(root / "run.json")
     if stored.get("schema_version") != SCHEMA_VERSION:
         raise IncompatibleError(
@@ -210,10 +226,23 @@ def _stored_record(root: Path, digest: str) -> RunRecord:
             f"reads {SCHEMA_VERSION}; give a new --data-dir"
         )
     record = RunRecord(**stored)
-    if record.recipe_sha256 != digest:
+    if record.recipe_sha256 == recipe_digest(loaded.recipe, code_sha256=loaded.code_sha256):
+        return record, []
+    try:
+        own = parse_recipe((root / _RECIPE).read_text(), source=str(root / _RECIPE)).recipe
+    except FileNotFoundError as error:
         raise ConflictError(
-            f"{root} holds run {record.run_id!r} of another recipe "
-            f"(its digest {record.recipe_sha256[:12]}, this one {digest[:12]}); give another --data-dir, "
-            "or the recipe and --set values the run was started with (only --steps may differ)"
+            f"{root} holds run {record.run_id!r} of another recipe, and its {_RECIPE} is gone; give another --data-dir"
+        ) from error
+    try:
+        changes = trainer_changes(own, loaded.recipe)
+    except ConflictError as error:
+        raise ConflictError(
+            f"{root} holds run {record.run_id!r} of another recipe: {error.message}; or give another --data-dir"
+        ) from error
+    if record.recipe_sha256 != recipe_digest(own, code_sha256=loaded.code_sha256):
+        raise ConflictError(
+            f"{root} holds run {record.run_id!r} of a recipe with other code; give another --data-dir, or the files "
+            "that the run was started with"
         )
-    return record
+    return record, changes

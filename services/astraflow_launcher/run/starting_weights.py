@@ -24,8 +24,6 @@ from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
 from astraflow_weights.versions.log import VersionLog
 
-__all__ = ["weight_overrides"]
-
 _OPTION = "--weights"
 _STORE = re.compile(r"(file|s3)://\S+")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

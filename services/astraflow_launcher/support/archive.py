@@ -17,8 +17,6 @@ from typing import Self
 
 from astraflow_kit.log import REDACTED, without_secrets
 
-__all__ = ["MAX_TEXT_BYTES", "Archive", "redacted"]
-
 MAX_TEXT_BYTES = 4 * 2**20
 """The end of a text is kept up to this size."""
 _LISTED_ONE_BY_ONE = 4

@@ -40,8 +40,6 @@ from astraflow_weights.store import open_store
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["Evidence", "save_bundle"]
-
 MAX_BINARY_BYTES = 256 * 2**20
 _MAX_MANIFESTS = 100
 """As text; all of them are packed as they are."""

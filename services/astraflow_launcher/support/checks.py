@@ -31,8 +31,6 @@ from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
 from astraflow_weights.store.probing import probe_create_only
 
-__all__ = ["CHECKS", "Finding", "State", "run_checks"]
-
 _GIB = 2**30
 _MIN_PYTHON = (3, 11)
 _MIN_MEMORY_GIB = 4.0

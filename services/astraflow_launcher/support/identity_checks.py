@@ -17,8 +17,6 @@ from astraflow_kit.identity.tokens import LEEWAY_S
 from astraflow_launcher.issuing.tokens import describe_token, issue_times, read_authorities
 from astraflow_launcher.support.checks import Finding, State
 
-__all__ = ["check_certificate_file", "check_token_file"]
-
 _CERTIFICATE_ENDS_SOON = timedelta(days=14)
 _TOKEN_ENDS_SOON = timedelta(days=1)
 

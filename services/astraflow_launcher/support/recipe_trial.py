@@ -45,8 +45,6 @@ from astraflow_trainer.model.tokenizer import TokenizerSettings, render_chat, tr
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.trackers.adapters import require_installed
 
-__all__ = ["require_heldout", "try_recipe"]
-
 _COMPLETION = "The answer is 42."
 _STOP_S = 10.0
 

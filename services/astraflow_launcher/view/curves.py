@@ -11,8 +11,6 @@ from pathlib import Path
 from astraflow_launcher.view.metrics_file import read_lines
 from astraflow_launcher.view.observation import Observation
 
-__all__ = ["draw_curves"]
-
 # Axes name -> label, and (metric of steps, how its line is called) of each line.
 _OF_STEPS = {
     "staleness": ("staleness\n(versions)", (("staleness_mean", ""),)),

@@ -29,9 +29,8 @@ from astraflow.commands.waits import is_alarm
 from astraflow.commands.wording import enum_text, number_text
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
-from astraflow_launcher.view.observation import Observation, StepPoint
-
-__all__ = ["LineView", "LiveView", "QuietView", "View", "sparkline", "tracker_text"]
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.totals import StepPoint
 
 _LONG_WAIT_S = 5
 _DAMAGE_SHOWN_STEPS = 100
@@ -72,22 +71,17 @@ class LineView(QuietView):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._doing = ""
-        self._server_shown = False
         self._steps = 0
-        self._evaluations: set[tuple[str, str]] = set()
         self._evaluating: dict[tuple[str, str], float] = {}
         self._restarts: dict[str, int] = {}
         self._waits: dict[tuple[str, str, str], admin_service_pb2.Wait] = {}
-        self._trackers: set[tuple[str, str]] = set()
-        self._failures: set[tuple[str, str]] = set()
         self._silent: set[str] = set()
-        self._stopped = False
+        self._said: set[tuple[str, ...]] = set()
 
     def show(self, observation: Observation, *, doing: str) -> None:
         """Write what is new since the last call."""
-        if observation.server and not self._server_shown:
-            self._server_shown = True
-            self._write(observation, observation.server)
+        if observation.server:
+            self._write_once(observation, observation.server, "server")
         if doing != self._doing:
             self._doing = doing
             self._write(observation, doing)
@@ -95,19 +89,17 @@ class LineView(QuietView):
             self._write(observation, _step_line(point))
         self._steps = observation.num_steps
         for item in observation.status.evaluations if observation.status else ():
-            key = (item.policy_id, item.evaluation_id)
-            if item.complete and key not in self._evaluations:
-                self._evaluations.add(key)
-                self._write(observation, _evaluation_line(item))
+            if item.complete:
+                key = ("evaluation", item.policy_id, item.evaluation_id)
+                self._write_once(observation, _evaluation_line(item), *key)
         self._show_evaluating(observation)
         self._show_restarts(observation)
         self._show_failures(observation)
         self._show_waits(observation)
         self._show_silent(observation)
         for policy, fault in observation.tracker_faults:
-            if (policy, fault.tracker) not in self._trackers:
-                self._trackers.add((policy, fault.tracker))
-                self._write(observation, f"{policy} tracker {tracker_text(fault)}; training goes on")
+            text = f"{policy} tracker {tracker_text(fault)}; training goes on"
+            self._write_once(observation, text, "tracker", policy, fault.tracker)
 
     def _show_evaluating(self, observation: Observation) -> None:
         """Say of an evaluation that takes long how far it is."""
@@ -130,12 +122,9 @@ class LineView(QuietView):
     def _show_failures(self, observation: Observation) -> None:
         """Say each kind of failure when it first happens, and why the server stopped the run."""
         for item in observation.status.failures if observation.status else ():
-            if (item.reason, item.detail) not in self._failures:
-                self._failures.add((item.reason, item.detail))
-                self._write(observation, f"FAILED {failure_text(item)}")
-        if observation.stopped_for and not self._stopped:
-            self._stopped = True
-            self._write(observation, f"STOPPED {observation.stopped_for}")
+            self._write_once(observation, f"FAILED {failure_text(item)}", "failure", item.reason, item.detail)
+        if observation.stopped_for:
+            self._write_once(observation, f"STOPPED {observation.stopped_for}", "stop")
 
     def _show_waits(self, observation: Observation) -> None:
         """Say what is wrong at once, with what would end it, and its end; and once what else has been waited for longer
@@ -166,6 +155,12 @@ class LineView(QuietView):
         for name in sorted(self._silent - now):
             self._write(observation, f"{name} does not answer: over")
         self._silent = now
+
+    def _write_once(self, observation: Observation, text: str, *key: str) -> None:
+        """Write it unless something of this key was written before."""
+        if key not in self._said:
+            self._said.add(key)
+            self._write(observation, text)
 
     def _write(self, observation: Observation, text: str) -> None:
         self._console.print(
@@ -307,7 +302,7 @@ def _step_line(point: StepPoint) -> str:
     return (
         f"{point.policy} step {point.step:4d}  reward {metrics.get('reward_mean', math.nan):.3f}  "
         f"staleness {metrics.get('staleness_mean', 0.0):.1f}  waited {metrics.get('wait_s', 0.0):.2f} s  "
-        f"trained {metrics.get('train_s', 0.0):.2f} s{skipped}{_damage(point)}"
+        f"trained {metrics.get('train_s', 0.0):.2f} s{skipped}{_damage(point)}{_left_out(point)}"
     )
 
 
@@ -316,6 +311,13 @@ def _damage(point: StepPoint) -> str:
     if not num_damaged:
         return ""
     return f"  DAMAGED: {num_damaged} newer checkpoint(s) were put aside, see checkpoint.damaged in the trainer's log"
+
+
+def _left_out(point: StepPoint) -> str:
+    number = round(point.metrics.get("num_left_out_trajectories", 0))
+    if not number:
+        return ""
+    return f"  LEFT OUT: {number} trajectories that cannot be trained on, see batch.group_left_out in the trainer's log"
 
 
 def _evaluating_text(item: admin_service_pb2.Evaluation) -> str:

@@ -17,9 +17,8 @@ from typing import Any, TextIO
 
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line
-from astraflow_launcher.view.observation import Observation, StepPoint
-
-__all__ = ["MetricsFile", "read_lines", "to_json"]
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.totals import StepPoint
 
 log = get_logger(__name__)
 

@@ -21,8 +21,6 @@ from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.totals import StepPoint, Totals
 
-__all__ = ["Goal", "Observation", "StepPoint", "parse_goal"]
-
 KEPT = 128
 """Of each policy, how many of the newest steps and versions are held once all were written down."""
 

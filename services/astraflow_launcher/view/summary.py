@@ -18,9 +18,6 @@ from astraflow.commands.status import PLACES
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow_launcher.view.observation import Observation
 
-__all__ = ["NodeSummary", "PolicySummary", "Staleness", "Summary", "as_table", "summarize"]
-
-
 _MAX_FAILURES = 3
 _LAST_OF_POLICY = ("completion_tokens_mean", "truncated_fraction", "entropy", "mismatch_kl")
 

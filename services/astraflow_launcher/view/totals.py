@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_pb2
 
-__all__ = ["NO_SIGNAL", "StepPoint", "Totals"]
-
 NO_SIGNAL = "no signal"
 
 

@@ -137,6 +137,7 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
         coalesce_max_new_tokens=inputs.settings.coalesce_max_new_tokens,
         sampling=inputs.found.sampling,
         roles=inputs.workflow.roles,
+        row_limits=inputs.found.recipe.row_limits,
         snapshots=inputs.found.recipe.snapshots,
         swap_seats=inputs.found.recipe.raas.swap_seats,
     )

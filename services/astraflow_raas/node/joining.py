@@ -34,7 +34,7 @@ class FoundRun:
     def sampling(self) -> Mapping[str, task_pb2.SamplingParams]:
         """The recipe's sampling parameters, per policy."""
         return {
-            name: task_pb2.SamplingParams(**policy.sampling.model_dump())
+            name: task_pb2.SamplingParams(**policy.sampling.parameters())
             for name, policy in self.recipe.policies.items()
         }
 

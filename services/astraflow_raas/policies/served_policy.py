@@ -59,8 +59,10 @@ class ServedPolicy:
         self._batcher = CallBatcher(self._replicas, max_requests=_MAX_REQUESTS * num_engines)
         self._tokenizer: Tokenizer | None = None
         self._vocab_size = 0
-        self._num_pins = 0
-        self._num_calls = 0
+        self.num_pins = 0
+        """Evaluation leases that need the version served now."""
+        self.num_calls = 0
+        """Calls waiting for an answer."""
         self._unpinned = asyncio.Event()
         self._unpinned.set()
         self._unpinned_s = -math.inf
@@ -88,29 +90,19 @@ class ServedPolicy:
         return self._replicas.version
 
     @property
-    def num_calls(self) -> int:
-        """Calls waiting for an answer."""
-        return self._num_calls
-
-    @property
     def tokens_per_call(self) -> float:
         """Mean length of the answers so far; 0 before the first."""
         return self.num_tokens / max(1, self._num_answers)
-
-    @property
-    def num_pins(self) -> int:
-        """Evaluation leases that need the version served now."""
-        return self._num_pins
 
     async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
         """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
         if self._vocab_size:
             check_call(call, vocab_size=self._vocab_size)
-        self._num_calls += 1
+        self.num_calls += 1
         try:
             generation = await self._batcher.generate(call, key=key)
         finally:
-            self._num_calls -= 1
+            self.num_calls -= 1
         self.check(call, generation)
         self.num_tokens += len(generation.token_ids)
         self._num_answers += 1
@@ -130,13 +122,13 @@ class ServedPolicy:
             raise VersionUnavailable(
                 f"policy {self.policy_id!r}: version {version} is required, this node serves {serves}"
             )
-        self._num_pins += 1
+        self.num_pins += 1
         self._unpinned.clear()
         try:
             yield
         finally:
-            self._num_pins -= 1
-            if not self._num_pins:
+            self.num_pins -= 1
+            if not self.num_pins:
                 self._unpinned_s = asyncio.get_running_loop().time()
                 self._unpinned.set()
 
@@ -149,8 +141,8 @@ class ServedPolicy:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
-                while self._num_pins or (rest_s := self._unpinned_s + _LINGER_S - loop.time()) > 0:
-                    await (self._unpinned.wait() if self._num_pins else asyncio.sleep(rest_s))
+                while self.num_pins or (rest_s := self._unpinned_s + _LINGER_S - loop.time()) > 0:
+                    await (self._unpinned.wait() if self.num_pins else asyncio.sleep(rest_s))
         except TimeoutError:
             return False
         return True

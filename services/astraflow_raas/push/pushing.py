@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import trajectory_service_pb2
-from astraflow.errors import AstraflowError, InternalError
+from astraflow.errors import AstraflowError, InternalError, UnavailableError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.clock import Clock, SystemClock
@@ -200,15 +200,17 @@ class Pusher(StreamService):
     async def _write(self, call: PushCall) -> None:
         sequence = 0
         while True:
-            spooled = self._spool.next_to_send()
-            if spooled is None:
+            # What was finished while the last one was written goes together, and costs the server one commit.
+            episodes = [spooled.episode for spooled in iter(self._spool.next_to_send, None)]
+            if not episodes:
                 self._to_send.clear()
                 await self._to_send.wait()
                 continue
             sequence += 1
-            self._journal.sent(spooled.episode)
+            for episode in episodes:
+                self._journal.sent(episode)
             failpoints.hit("raas.push")
-            await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episode=spooled.episode))
+            await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episodes=episodes))
             failpoints.hit("raas.pushed")
 
     async def _read(self, call: PushCall) -> None:
@@ -220,7 +222,10 @@ class Pusher(StreamService):
                     f"the server acknowledged push {response.sequence}, expected {expected}: "
                     "acknowledgements come in order; the stream is opened anew"
                 )
-            self._acknowledged(response.result)
+            for result in response.results:
+                if result.outcome == trajectory_service_pb2.OUTCOME_RETRY:
+                    raise UnavailableError(f"{result.reason}: {result.detail}")
+                self._acknowledged(result)
         log.info("push.stream_closed", episodes=self.num_unacked)
 
     def _acknowledged(self, result: trajectory_service_pb2.PushResult) -> None:

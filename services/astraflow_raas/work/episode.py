@@ -14,7 +14,7 @@ import numpy as np
 from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
-from astraflow.recipe import ResolvedRole
+from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import (
     MAX_METRICS,
@@ -23,6 +23,7 @@ from astraflow.trajectories import (
     Trained,
     check_columns,
     check_reward,
+    check_row,
     check_trainable,
     check_turns,
 )
@@ -51,6 +52,7 @@ def build_episode(
     lease: task_pb2.Lease,
     ids: EpisodeIds,
     roles: Mapping[str, ResolvedRole],
+    row_limits: Mapping[str, RowLimits],
 ) -> trajectory_pb2.Episode:
     """Return the message for a finished episode; `roles` are by the names that its workflow uses.
 
@@ -73,7 +75,8 @@ def build_episode(
     played = [(_role_of(trajectory, roles), trajectory) for trajectory in episode.trajectories]
     for index, (role, trajectory) in enumerate(played):
         if role.is_trained:
-            item = _item(trajectory, role=role, lease=lease, trajectory_id=f"{ids.episode_id}-{index}")
+            name, limits = f"{ids.episode_id}-{index}", row_limits[role.policy_id]
+            item = _item(trajectory, role=role, lease=lease, trajectory_id=name, limits=limits)
             message.trajectories.append(item)
     message.metrics.update(_metrics(episode, played))
     if message.ByteSize() > MAX_EPISODE_BYTES:
@@ -104,7 +107,12 @@ def _role_of(trajectory: plugins.Trajectory, roles: Mapping[str, ResolvedRole]) 
 
 
 def _item(
-    trajectory: plugins.Trajectory, *, role: ResolvedRole, lease: task_pb2.Lease, trajectory_id: str
+    trajectory: plugins.Trajectory,
+    *,
+    role: ResolvedRole,
+    lease: task_pb2.Lease,
+    trajectory_id: str,
+    limits: RowLimits,
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of role {role.name!r}"
     sampling = lease.sampling[role.policy_id]
@@ -114,6 +122,7 @@ def _item(
     if not is_evaluation(lease):
         first_token_trained = bool(columns.loss_mask[0])
         check_trainable(where, first_token_trained=first_token_trained, temperature=sampling.temperature)
+        check_row(where, columns.token_ids, limits)
     body = encode_columns(columns, trajectory_id=trajectory_id)
     for sent, sampled in zip(body.version_spans, trajectory.version_spans, strict=True):
         sent.recomputed = sampled.recomputed

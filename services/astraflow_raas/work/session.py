@@ -15,7 +15,7 @@ from astraflow import plugins
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError, InvalidArgumentError
-from astraflow.recipe import ResolvedRole
+from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit.clock import Clock, SystemClock
@@ -74,6 +74,8 @@ class SessionSettings:
     """The recipe's sampling of each policy, for leases that leave it open."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
+    row_limits: Mapping[str, RowLimits]
+    """What the trainer of each policy can train on."""
     snapshots: Collection[str] = ()
     """The policies that are past versions of others."""
     swap_seats: tuple[str, str] | None = None
@@ -187,7 +189,13 @@ class Session:
             async with asyncio.timeout(self._settings.episode_timeout_s):
                 episode = await self._workflow.run(task, self._seated(handles, member=member))
             ids = EpisodeIds(episode_id=episode_id, node_id=self._settings.node_id, member=member)
-            message = build_episode(episode, lease=lease, ids=ids, roles=self._settings.roles)
+            message = build_episode(
+                episode,
+                lease=lease,
+                ids=ids,
+                roles=self._settings.roles,
+                row_limits=self._settings.row_limits,
+            )
             message.draws.update(self._draws(handles.values()))
             self._show(episode, member=member)
             return message, None

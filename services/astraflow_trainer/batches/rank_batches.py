@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
+from astraflow_trainer.batches.precision import LogprobPrecision
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import RUN_FINISHED, BatchSource, StepBatch
 from astraflow_trainer.controls import Controls, Orders
 from astraflow_trainer.ranks.reductions import Ranks
-
-__all__ = ["RankBatches", "balanced_shares"]
 
 
 class _Kind(StrEnum):
@@ -59,6 +58,8 @@ class _Received:
     num_trajectories: int
     num_tokens: int
     num_spans_max: int
+    are_bf16: bool
+    num_stale_tokens: int
 
 
 class RankBatches:
@@ -70,6 +71,7 @@ class RankBatches:
         self._ranks = ranks
         self._is_first = ranks.index == 0
         self._received: list[_Received] = []
+        self._precision = LogprobPrecision()
 
     def unit_of_work(self, step: int) -> AbstractContextManager[None]:
         """Log and call under the step's correlation id inside the block."""
@@ -118,6 +120,8 @@ class RankBatches:
             num_trajectories=len(rows),
             num_tokens=sum(row.num_tokens for row in rows),
             num_spans_max=max((len(row.version_spans) for row in rows), default=0),
+            are_bf16=self._precision.look(rows),
+            num_stale_tokens=self._source.num_stale_tokens,
         )
         everybody = self._ranks.all_gather(json.dumps(asdict(mine)).encode())
         self._received = [_Received(**json.loads(message)) for message in everybody]
@@ -128,7 +132,9 @@ class RankBatches:
         total = sum(rank.num_bytes for rank in self._received)
         named = {
             "fetched_bytes": float(total),
+            "num_stale_tokens": float(sum(rank.num_stale_tokens for rank in self._received)),
             "num_version_spans_max": float(max((rank.num_spans_max for rank in self._received), default=0)),
+            "bf16_logprobs": float(any(rank.are_bf16 for rank in self._received)),
         }
         if len(self._received) > 1:
             for index, rank in enumerate(self._received):

@@ -6,14 +6,13 @@ contract messages by the batch source; read by packing and the training step.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from astraflow.plugins import VersionSpan
 from astraflow.trajectories import check_columns, check_reward, check_trainable
-
-__all__ = ["RowOrigin", "TrainingRow", "VersionSpan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,10 @@ class TrainingRow:
     reward: float
     temperature: float
     """Temperature that the log-probs refer to; greater than 0."""
+    truncated: bool = False
+    """Whether a limit of tokens cut its last answer off."""
+    loss_weights: NDArray[np.float32] | None = None
+    """float32[T]; what the loss of each token counts. None: 1."""
 
     def __post_init__(self) -> None:
         check_columns(
@@ -70,6 +73,17 @@ class TrainingRow:
     def num_trained_tokens(self) -> int:
         """Tokens that the loss covers; at least 1."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def in_place(self) -> NDArray[np.bool_]:
+        """bool[T]: tokens of calls that went on over a swap of weights with the keys and values of the old ones."""
+        result = np.zeros(self.num_tokens, dtype=np.bool_)
+        for before, span in pairwise(self.version_spans):
+            # Between two calls stand tokens that nobody sampled: a prompt, an observation.
+            goes_on = before.end == span.start and self.loss_mask[before.end - 1]
+            if goes_on and not span.recomputed:
+                result[span.start : span.end] = before.version != span.version or result[before.end - 1]
+        return result
 
     @property
     def min_version(self) -> int:

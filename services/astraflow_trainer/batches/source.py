@@ -27,16 +27,16 @@ from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow.errors import AstraflowError, InternalError, NotFoundError, PreconditionError, RetryableError
 from astraflow.plugins import VersionSpan
+from astraflow.recipe import BatchSettings
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
+from astraflow_trainer.batches.stale import corrected
 
 log = get_logger(__name__)
-
-__all__ = ["BatchSource", "Claim", "Ledger", "StepBatch"]
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
@@ -142,9 +142,17 @@ class BatchSource:
     """Batches of one policy under one claimed epoch. Blocking; owned by the training thread."""
 
     def __init__(
-        self, client: Client, *, run_id: str, policy_id: str, trainer_id: str, ledger: Ledger
+        self,
+        client: Client,
+        *,
+        run_id: str,
+        policy_id: str,
+        trainer_id: str,
+        ledger: Ledger,
+        settings: BatchSettings | None = None,
     ) -> None:
         self._client = client
+        self._settings = settings or BatchSettings()
         self._run_id = run_id
         self._policy_id = policy_id
         self._trainer_id = trainer_id
@@ -152,6 +160,8 @@ class BatchSource:
         self.epoch = 0
         self.fetched_bytes = 0
         """Payload bytes that the latest `fetch` received."""
+        self.num_stale_tokens = 0
+        """Tokens of the latest `fetch` that are masked or count for less."""
 
     def claim(
         self,
@@ -247,7 +257,16 @@ class BatchSource:
                 f"batch {batch.bound.batch_id} of step {batch.bound.step}: {len(missing)} of {len(wanted)} payloads "
                 f"did not arrive, the first is {missing[0]}; the server's log says why"
             )
-        return [_row(item, by_id[item.trajectory_id]) for item in wanted]
+        rows = [_row(item, by_id[item.trajectory_id]) for item in wanted]
+        as_trained = [
+            # What is replayed on purpose has a bound of its own.
+            (row, 0)
+            if item.use
+            else corrected(row, base_version=batch.bound.base_version, settings=self._settings)
+            for item, row in zip(wanted, rows, strict=True)
+        ]
+        self.num_stale_tokens = sum(num_stale for _, num_stale in as_trained)
+        return [row for row, _ in as_trained]
 
     def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
         """Record, in the ledger and at the server, that the optimizer step was taken or skipped.
@@ -363,7 +382,11 @@ def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> Tr
         token_ids=columns.token_ids,
         loss_mask=columns.loss_mask,
         behavior_logprobs=columns.logprobs,
-        version_spans=tuple(VersionSpan(*span) for span in columns.version_spans),
+        version_spans=tuple(
+            VersionSpan(span.start, span.end, span.version, span.recomputed)
+            for span in trajectory.version_spans
+        ),
         reward=item.reward,
         temperature=trajectory.sampling.temperature,
+        truncated=item.truncated,
     )

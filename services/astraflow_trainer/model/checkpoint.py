@@ -116,7 +116,7 @@ class CheckpointStore:
         baselines: Mapping[str, float] | None = None,
     ) -> StagedCheckpoint:
         """Copy what a resume needs; costs one memory copy of masters and moments."""
-        tensors = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.state().items()}
         tensors[self._random_state_name()] = torch.get_rng_state()
         position = Position(
             step=step,

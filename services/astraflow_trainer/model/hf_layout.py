@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from astraflow_weights.codec.tensors import TensorSpec
 
-__all__ = ["HeldTensor", "ModelLayout", "ParameterLayout", "Run", "alike", "fused", "held_tensors", "stacked"]
-
 _DTYPE = "bfloat16"
 Rows = tuple[str, int]
 """A tensor and its number of rows."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from astraflow_weights.codec.tensor_hash import bytes_digest, file_digest
 
-__all__ = ["Damaged", "digests_of", "require_unchanged", "sealed", "unsealed"]
-
 _SEAL = "seal"
 
 

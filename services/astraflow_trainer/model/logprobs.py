@@ -69,7 +69,8 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         hidden_ND, head_VD, target_N, temperature_N, normaliser_N = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_head_VD = torch.zeros_like(head_VD)
+        # Many chunks are added up: in bf16 the sum would stop growing.
+        grad_head_VD = torch.zeros_like(head_VD, dtype=torch.float32)
         for chunk in _chunks(len(target_N), ctx.chunk_tokens):
             logits_CV = _scaled_logits(hidden_ND[chunk], head_VD, temperature_N[chunk])
             share_C = grad_N[chunk] / temperature_N[chunk]
@@ -78,8 +79,11 @@ class _TokenScores(torch.autograd.Function):
             grad_CV.scatter_add_(1, target_N[chunk, None], share_C[:, None])
             grad_CV = grad_CV.to(head_VD.dtype)
             grad_hidden_ND[chunk] = grad_CV @ head_VD
-            grad_head_VD.addmm_(grad_CV.T, hidden_ND[chunk])
-        return grad_hidden_ND, grad_head_VD, None, None, None
+            if head_VD.dtype == torch.float32:
+                grad_head_VD.addmm_(grad_CV.T, hidden_ND[chunk])
+            else:
+                grad_head_VD.add_(grad_CV.T @ hidden_ND[chunk])
+        return grad_hidden_ND, grad_head_VD.to(head_VD.dtype), None, None, None
 
 
 def _scaled_logits(

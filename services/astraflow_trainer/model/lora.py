@@ -14,8 +14,6 @@ import transformers
 
 from astraflow.recipe import LoraSettings
 
-__all__ = ["adapted", "write_adapter_config"]
-
 CONFIG_FILE = "adapter_config.json"
 
 

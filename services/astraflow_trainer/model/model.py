@@ -1,10 +1,12 @@
 """The policy model: a Hugging Face causal language model, scored on packed micro-batches and sharded with
 FSDP2.
 
-Owns building, loading, sharding and the forward pass. Invariant: the parameters hold exactly what is
-published, bf16 values, stored and computed in fp32; the fp32 masters live with the optimizer
-(`optimizer.py`), which writes rounded copies back after each step. That is why trainer and sampler agree to
-about 1e-5 in log-prob. Called by the training step, the warm start and the publisher.
+Owns building, loading and the forward pass; `sharding` lays it over ranks. Invariant: what the forward pass reads is
+exactly what is published, bf16 values. Computed in fp32 the parameters hold them, and the fp32 masters live with the
+optimizer (`optimizer.py`), which writes rounded copies back after each step: trainer and sampler agree to about 1e-5 in
+log-prob. Computed in bf16 the parameters are the masters. Scores are CPU tensors whatever the device of the model: so
+is all that follows from them, until the gradient goes back. Called by the training step, the warm start and the
+publisher.
 """
 
 import copy
@@ -18,11 +20,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from astraflow_trainer.batches.packing import MicroBatch
+from astraflow_trainer.batches.packing import MicroBatch, attention_mask
 from astraflow_trainer.model.logprobs import token_scores
 
 _PREFIX = "causal_lm."
@@ -71,6 +72,10 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.device = next(causal_lm.parameters()).device
+        """Where the forward pass runs; sharded parameters may be kept elsewhere."""
+        self.holds_masters = False
+        """Whether the parameters are the fp32 masters, which are rounded when they are gathered."""
 
     def forward(
         self,
@@ -94,19 +99,26 @@ class PolicyModel(nn.Module):
         return token_scores(hidden_ND, head_VD=head_VD, target_N=target_N, temperature_N=temperature_N)
 
     def score(self, batch: MicroBatch) -> TokenScores:
-        """Score a micro-batch; a collective when the model is sharded over several ranks."""
+        """Score a micro-batch; a collective when the model is sharded over several ranks. Moves what the pass reads to
+        the device, once, and the scores back.
+        """
         # Without a mask the model derives positions itself; restarting ones would make it look for packed
         # rows.
-        mask = batch.attention_mask()
+        packed = not batch.one_row_per_lane
         logprob_N, entropy_N = self(
-            batch.token_ids_BL,
-            position_ids_BL=None if mask is None else batch.position_ids_BL,
-            attention_mask_B1LL=mask,
-            source_N=batch.source_N,
-            target_N=batch.target_N,
-            temperature_N=batch.temperature_N,
+            self._moved(batch.token_ids_BL),
+            position_ids_BL=self._moved(batch.position_ids_BL) if packed else None,
+            attention_mask_B1LL=attention_mask(self._moved(batch.document_ids_BL)) if packed else None,
+            source_N=self._moved(batch.source_N),
+            target_N=self._moved(batch.target_N),
+            temperature_N=self._moved(batch.temperature_N),
         )
-        return TokenScores(logprob_N=logprob_N, entropy_N=entropy_N)
+        return TokenScores(logprob_N=logprob_N.cpu(), entropy_N=entropy_N.cpu())
+
+    def _moved(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` on the device; from pinned memory the copy is not waited for."""
+        pinned = values.pin_memory() if self.device.type == "cuda" else values
+        return pinned.to(self.device, non_blocking=True)
 
     def next_token_logprobs(self, token_ids_BL: torch.Tensor, *, last: int) -> torch.Tensor:
         """Natural log-probs float32[B, last, V] of the token that follows each of the last positions, at temperature 1.
@@ -114,8 +126,7 @@ class PolicyModel(nn.Module):
         Rows are of equal length. Holds these logits whole: for a few positions. A collective when the model is sharded
         over several ranks; call it without gradients.
         """
-        device = local_part(next(self.parameters())).device
-        output = self.causal_lm.get_decoder()(input_ids=token_ids_BL.to(device), use_cache=False)
+        output = self.causal_lm.get_decoder()(input_ids=self._moved(token_ids_BL), use_cache=False)
         head_VD = self.causal_lm.get_output_embeddings().weight
         logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()
         return torch.log_softmax(logits_BKV, -1)
@@ -125,10 +136,24 @@ class PolicyModel(nn.Module):
         """Token ids that the model knows: 0 to this, exclusive."""
         return int(self.causal_lm.get_output_embeddings().weight.shape[0])
 
+    @property
+    def attention_tokens(self) -> float:
+        """Length of a lane at which attention costs as much as everything else: 4·L·d of 24·d² multiplications a token
+        and layer, with d the width of the model.
+        """
+        return 6.0 * int(self.causal_lm.config.get_text_config().hidden_size)
+
     def gathered_no_more(self) -> None:
         """Drop what a forward pass without a backward one leaves gathered on this rank."""
         if isinstance(self, FSDPModule):
             self.reshard()
+
+    def sync_gradients(self, *, now: bool) -> None:
+        """Say whether the next backward pass adds its gradient, and what earlier ones kept, up over the ranks; until
+        then a rank keeps the gradient of the whole model.
+        """
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(now)
 
     def hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trained parameters under the names of a Hugging Face checkpoint, or of a peft adapter; tied ones once, under
@@ -158,6 +183,34 @@ def load_causal_lm(directory: Path | str) -> transformers.PreTrainedModel:
     return cast("transformers.PreTrainedModel", model)
 
 
+def empty_causal_lm(
+    directory: Path | str, *, dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
+    """The model of a Hugging Face directory without its weights: parameters on the meta device, buffers on the CPU."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with _parameters_without_memory():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return cast("transformers.PreTrainedModel", model)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Each parameter moves to the meta device as a module takes it, before anything is written to it."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        # One that is there already is tied to another module's.
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def save_causal_lm(causal_lm: transformers.PreTrainedModel, directory: Path) -> None:
     """Write config and bf16 weights: what every process that loads them then agrees on to the bit."""
     weights = {
@@ -171,16 +224,6 @@ def save_causal_lm(causal_lm: transformers.PreTrainedModel, directory: Path) -> 
     config.save_pretrained(directory)
     if causal_lm.generation_config is not None:
         causal_lm.generation_config.save_pretrained(directory)
-
-
-def shard(policy: PolicyModel, *, mesh: DeviceMesh) -> None:
-    """Apply FSDP2 in place: one group per decoder layer, one for the rest. With one rank the layout is the
-    same.
-    """
-    for layer in policy.causal_lm.get_decoder().layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
-    register_fsdp_forward_method(policy, "next_token_logprobs")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

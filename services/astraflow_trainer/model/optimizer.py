@@ -1,8 +1,8 @@
 """AdamW on fp32 masters, and the rounding that keeps the model equal to what is published.
 
 Owns the masters, their moments and the learning-rate schedule. Invariant: after construction, a step or a
-restore, each model parameter equals its master rounded to bf16 (nearest, ties to even); a discarded step
-changes nothing at all. Called by the training step and the checkpoint.
+restore, each model parameter equals its master rounded to bf16 (nearest, ties to even), or is the master, of a model
+that rounds when it gathers; a discarded step changes nothing at all. Called by the training step and the checkpoint.
 """
 
 import math
@@ -45,15 +45,20 @@ class MasterOptimizer:
         self._policy = policy
         self._settings = settings
         self._schedule = ScheduleSettings(warmup_steps=settings.warmup_steps)
-        self._num_steps = 0
-        self._changed_learning_rate: float | None = None
+        self.num_steps = 0
+        """Steps taken; discarded ones do not count."""
+        self.changed_learning_rate: float | None = None
+        """The peak that an operator set; None while the settings' own is in force."""
         self._parameters = dict(policy.hf_parameters())
-        self._masters = {
-            name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-            for name, parameter in self._parameters.items()
-        }
+        self.masters = self._parameters
+        """fp32 masters by Hugging Face name; sharded as the parameters are."""
+        if not policy.holds_masters:
+            self.masters = {
+                name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                for name, parameter in self._parameters.items()
+            }
         self._adam = torch.optim.AdamW(
-            _groups(self._masters, weight_decay=settings.weight_decay),
+            _groups(self.masters, weight_decay=settings.weight_decay),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -62,36 +67,21 @@ class MasterOptimizer:
         self._write_rounded()
 
     @property
-    def num_steps(self) -> int:
-        """Steps taken; discarded ones do not count."""
-        return self._num_steps
-
-    @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        return self._settings.learning_rate * self._schedule.factor(self._num_steps)
+        return self._settings.learning_rate * self._schedule.factor(self.num_steps)
 
     @property
     def peak_learning_rate(self) -> float:
         """Peak of the schedule that is in force."""
         return self._settings.learning_rate
 
-    @property
-    def changed_learning_rate(self) -> float | None:
-        """The peak that an operator set; None while the settings' own is in force."""
-        return self._changed_learning_rate
-
-    @property
-    def masters(self) -> Mapping[str, torch.Tensor]:
-        """fp32 masters by Hugging Face name; sharded as the parameters are."""
-        return self._masters
-
     def set_learning_rate(self, peak: float) -> None:
         """Change the peak from the next step on. Raises ValueError when negative or not finite."""
         if not (math.isfinite(peak) and peak >= 0):
             raise ValueError(f"learning rate {peak} must be finite and at least 0")
         self._settings = self._settings.model_copy(update={"learning_rate": peak})
-        self._changed_learning_rate = peak
+        self.changed_learning_rate = peak
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the accumulated gradient over all ranks; a collective when sharded."""
@@ -106,7 +96,7 @@ class MasterOptimizer:
             group["lr"] = self.learning_rate
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
-        self._num_steps += 1
+        self.num_steps += 1
         self._write_rounded()
 
     def discard(self) -> None:
@@ -122,7 +112,7 @@ class MasterOptimizer:
         """
         self._create_moments()
         state: dict[str, torch.Tensor] = {}
-        for name, master in self._masters.items():
+        for name, master in self.masters.items():
             moments = self._adam.state[master]
             state[f"master.{name}"] = master
             state[f"exp_avg.{name}"] = moments["exp_avg"]
@@ -133,10 +123,10 @@ class MasterOptimizer:
         """Take over after `state()`'s tensors were overwritten in place by those of a checkpoint, with the peak
         that an operator had set, if one had.
         """
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         if learning_rate is not None:
             self.set_learning_rate(learning_rate)
-        for master in self._masters.values():
+        for master in self.masters.values():
             self._adam.state[master]["step"].fill_(num_steps)
         self._write_rounded()
 
@@ -147,7 +137,7 @@ class MasterOptimizer:
         A master that rounds to its weight already keeps what it has beyond bf16.
         """
         for name, wanted in weights.items():
-            master = local_part(self._masters[name]).view(-1)
+            master = local_part(self.masters[name]).view(-1)
             differ = master.to(torch.bfloat16).view(torch.int16) != wanted.view(torch.int16)
             master[differ] = wanted[differ].to(torch.float32)
         self._write_rounded()
@@ -157,21 +147,22 @@ class MasterOptimizer:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and scale < 1.0:
                 local_part(gradient).mul_(scale)
-            self._masters[name].grad = gradient
+            self.masters[name].grad = gradient
 
     @torch.no_grad()
     def _write_rounded(self) -> None:
-        for name, parameter in self._parameters.items():
-            local_part(parameter).copy_(local_part(self._masters[name]).to(torch.bfloat16))
+        if not self._policy.holds_masters:
+            for name, parameter in self._parameters.items():
+                local_part(parameter).copy_(local_part(self.masters[name]).to(torch.bfloat16))
         # A forward pass without backward leaves the outermost group gathered; it would go on serving old
         # weights.
         self._policy.gathered_no_more()
 
     def _create_moments(self) -> None:
-        for master in self._masters.values():
+        for master in self.masters.values():
             moments = self._adam.state[master]
             if not moments:
-                moments["step"] = torch.tensor(float(self._num_steps))
+                moments["step"] = torch.tensor(float(self.num_steps), device=local_part(master).device)
                 moments["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
                 moments["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
 

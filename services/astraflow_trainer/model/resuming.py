@@ -22,8 +22,6 @@ from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.shard_publisher import ShardPublisher
 from astraflow_weights.publish.version_writer import CommittedVersion
 
-__all__ = ["PublishedStart", "Resumable", "Start", "in_place_of_damaged", "pending_rollback", "take_up"]
-
 log = get_logger(__name__)
 
 

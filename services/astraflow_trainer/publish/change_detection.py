@@ -26,8 +26,6 @@ from astraflow_weights.codec.shards import FoundChanges, KnownChanges, ShardedMo
 from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
 from astraflow_weights.codec.tiles.grid import Steps
 
-__all__ = ["DetectedChanges", "Where", "changed"]
-
 Where = Literal["device", "host"]
 _BUCKET_TILES = 64  # 256 MiB of bf16
 _WORD = 4  # elements that are compared at once

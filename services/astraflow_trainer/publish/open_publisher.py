@@ -33,8 +33,6 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import PolicyKeys
 from astraflow_weights.versions.log import VersionLog
 
-__all__ = ["compacting", "open_publisher"]
-
 log = get_logger(__name__)
 
 _LOST = "lost"

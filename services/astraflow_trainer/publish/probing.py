@@ -19,8 +19,6 @@ from astraflow_weights.versions.probe import Probe, ProbeAnswer
 
 log = get_logger(__name__)
 
-__all__ = ["Prober"]
-
 _PROMPTS: Final = 2
 _PROMPT_TOKENS: Final = 16
 _ANSWER_TOKENS: Final = 8

@@ -33,8 +33,6 @@ from astraflow_weights.codec.shards import Shard as PublishedShard
 from astraflow_weights.codec.shards import ShardedModel
 from astraflow_weights.codec.tensors import Model, flat_unsigned
 
-__all__ = ["HeldPart", "WeightCopies", "host_buffer", "policy_layout", "same_shards"]
-
 # Models whose experts are stacked here and apart in their checkpoints, by `model_type` of their configuration.
 _EXPERTS_APART = frozenset({"qwen2_moe", "qwen3_moe"})
 _EXPERTS = ".mlp.experts."

@@ -31,8 +31,6 @@ from astraflow_weights.versions.probe import Probe
 
 log = get_logger(__name__)
 
-__all__ = ["PUBLISH", "STORE_RETRY_S", "Announcer", "ModelBytes", "PublishWorker", "VersionPublisher"]
-
 PUBLISH = "publish"
 """What training waits for while versions are made and uploaded, as a slug."""
 STORE_RETRY_S = 600.0
@@ -94,7 +92,9 @@ class PublishWorker:
         self._failing = failing
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._idle = threading.Condition()
-        self._unfinished = 0
+        self.num_submitted = 0
+        """Jobs so far: models, and announcements."""
+        self._num_done = 0
         self._failure: BaseException | None = None
         self.waits_for = PUBLISH
         """What versions wait for, as a slug: their own making, or what the store lacks."""
@@ -104,27 +104,32 @@ class PublishWorker:
         """Queue the model of `step` and return at once."""
         self._raise_failure()
         with self._idle:
-            self._unfinished += 1
+            self.num_submitted += 1
         self._jobs.put(lambda: self._publish(step, model, learning_rate=learning_rate))
 
     def announce_again(self) -> None:
         """Let the server hear of versions that it forgot, unless a publication is about to tell it anyway."""
         self._raise_failure()
         with self._idle:
-            if self._unfinished:
+            if self._num_done < self.num_submitted:
                 return
-            self._unfinished += 1
+            self.num_submitted += 1
         self._jobs.put(self._announce)
 
     def wait_for_room(self, *, waiting: Callable[[], None]) -> None:
         """Return once at most `max_behind` versions are unpublished; `waiting` is called if that takes
         time.
         """
-        self._wait_until(lambda: self._unfinished <= self._max_behind, waiting=waiting)
+        self._wait_until(lambda: self.num_submitted - self._num_done <= self._max_behind, waiting=waiting)
 
-    def wait_until_done(self, *, waiting: Callable[[], None] = lambda: None) -> None:
-        """Return once everything submitted is announced; `waiting` is called meanwhile. Raises the worker's failure."""
-        self._wait_until(lambda: self._unfinished == 0, waiting=waiting)
+    def wait_until_done(
+        self, num_jobs: int | None = None, *, waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        """Return once the first `num_jobs` that were submitted, None for all, are announced; `waiting` is called
+        meanwhile. Raises the worker's failure.
+        """
+        wanted = self.num_submitted if num_jobs is None else num_jobs
+        self._wait_until(lambda: self._num_done >= wanted, waiting=waiting)
 
     def _wait_until(self, satisfied: Callable[[], bool], *, waiting: Callable[[], None]) -> None:
         with self._idle:
@@ -148,7 +153,7 @@ class PublishWorker:
                     self._idle.notify_all()
                 return
             with self._idle:
-                self._unfinished -= 1
+                self._num_done += 1
                 self._idle.notify_all()
 
     def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> None:

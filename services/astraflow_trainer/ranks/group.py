@@ -15,11 +15,13 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from astraflow.errors import AstraflowError, InternalError, UnavailableError
+from astraflow.errors import InternalError, UnavailableError
 from astraflow_kit.log import get_logger
+from astraflow_trainer.ranks.device import CPU, device_fault
 from astraflow_trainer.ranks.reductions import GroupRanks, OneRank, Ranks
 from astraflow_trainer.ranks.watch import RankLostError, RankWatch
 from astraflow_trainer.settings import RankSettings
@@ -27,16 +29,16 @@ from astraflow_weights.codec.peers import Peers
 
 log = get_logger(__name__)
 
-__all__ = ["RankGroup", "join_rank_group"]
-
 _POLL_S = 0.1
 _FAREWELL_S = 3.0  # a connection may break before its last message is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """What the threads of one rank use to agree with the others."""
+    """What the threads of one rank use to agree with the others, and what it computes on."""
 
+    device: torch.device
+    """Where this rank's part of the model lives."""
     training: Ranks
     """For the training thread."""
     publishing: Peers
@@ -62,10 +64,11 @@ class RankGroup:
         return self.training.size
 
     def explain(self, error: BaseException) -> BaseException:
-        """Why this rank ends: `error`, unless that is only what another rank's end led to."""
-        if self.watch is None or isinstance(error, AstraflowError):
-            return error
-        if not isinstance(error, RuntimeError) or "gloo" not in str(error).lower():
+        """Why this rank ends: `error`, unless that is only what another rank's end, or the GPU's, led to."""
+        fault = device_fault(error, device=self.device, rank=self.index)
+        if fault is not None:
+            return fault
+        if self.watch is None or not _is_of_an_exchange(error):
             return error
         lost = self.watch.failure(wait_s=_FAREWELL_S)
         return lost or RankLostError(f"the other ranks of {self.size} do not answer: {error}")
@@ -91,20 +94,31 @@ class RankGroup:
         return str(self.store.get(f"value/{key}").decode())
 
 
-def join_rank_group(settings: RankSettings, *, timeout_s: float, silence_s: float = math.inf) -> RankGroup:
+def _is_of_an_exchange(error: BaseException) -> bool:
+    """Whether a collective failed, in gloo's words or in NCCL's."""
+    if isinstance(error, dist.DistBackendError):
+        return True
+    said = str(error).lower()
+    return type(error) is RuntimeError and ("gloo" in said or "nccl" in said)
+
+
+def join_rank_group(
+    settings: RankSettings, *, timeout_s: float, silence_s: float = math.inf, device: torch.device = CPU
+) -> RankGroup:
     """Meet the other ranks; with one rank, return at once.
 
-    `timeout_s` bounds the meeting and every later collective; a rank that stands still for `silence_s` is lost.
-    Raises UnavailableError when the others do not come, or ranks of an earlier start are still there.
+    Tensors on the CPU are exchanged by gloo, those on a GPU by NCCL. `timeout_s` bounds the meeting and every later
+    collective; a rank that stands still for `silence_s` is lost. Raises UnavailableError when the others do
+    not come, or ranks of an earlier start are still there.
     """
     if settings.world_size == 1:
-        return _alone()
+        return _alone(device)
     deadline = time.monotonic() + timeout_s
     try:
         store = _rendezvous(settings, timeout_s=timeout_s)
         watch = _open_watch(settings, store, deadline=deadline, silence_s=silence_s)
         dist.init_process_group(
-            "gloo",
+            _backends(device),
             store=store,
             rank=settings.rank,
             world_size=settings.world_size,
@@ -122,6 +136,7 @@ def join_rank_group(settings: RankSettings, *, timeout_s: float, silence_s: floa
         raise InternalError("there is no process group after joining one")
     log.info("ranks.joined", rank=settings.rank, world_size=settings.world_size)
     return RankGroup(
+        device=device,
         training=GroupRanks(default),
         publishing=GroupRanks(publishing),
         snapshots=GroupRanks(snapshots),
@@ -132,12 +147,17 @@ def join_rank_group(settings: RankSettings, *, timeout_s: float, silence_s: floa
     )
 
 
-def _alone() -> RankGroup:
+def _backends(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+
+
+def _alone(device: torch.device) -> RankGroup:
     # A mesh of one needs a group too; this store never leaves the process.
     store = HashStore()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(_backends(device), store=store, rank=0, world_size=1)
     return RankGroup(
+        device=device,
         training=OneRank(),
         publishing=OneRank(),
         snapshots=OneRank(),

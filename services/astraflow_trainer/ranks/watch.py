@@ -22,8 +22,6 @@ from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
-__all__ = ["RankLostError", "RankWatch"]
-
 _MAX_LINE_BYTES = 65_536
 _LOOK_S = 1.0
 

@@ -17,8 +17,6 @@ from astraflow.recipe.advantage import AdvantageSettings, Baseline, Scale, Singl
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.step.groups import FloatArray, Samples, baseline_names, mean, samples_of
 
-__all__ = ["Advantages", "compute_advantages", "flagged"]
-
 # Rewards this close, relative to their size, are equal: averaging equal numbers leaves a residue of this
 # order.
 _EQUAL_RTOL = 1e-9

@@ -15,13 +15,12 @@ from typing import TypeAlias
 import numpy as np
 
 from astraflow.recipe.advantage import AdvantageSettings
+from astraflow.recipe.algorithm import OverlongSettings
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.advantages import Advantages, compute_advantages, flagged
 from astraflow_trainer.step.groups import FloatArray, mean, samples_of
 from astraflow_trainer.step.plugins import PluginAdvantage
-
-__all__ = ["Estimator", "RankedRows", "batch_advantages", "role_metrics"]
 
 Estimator: TypeAlias = AdvantageSettings | PluginAdvantage
 _BY_TASK_AND_ROLE = AdvantageSettings()
@@ -90,6 +89,15 @@ def batch_advantages(
         num_zero_variance_groups=num_flat,
         baselines=changed,
     )
+
+
+def overlong_penalties(lengths: Sequence[int], *, settings: OverlongSettings | None) -> FloatArray:
+    """float64[N]: what rows of so many trained tokens lose of their rewards, at least 0."""
+    if settings is None:
+        return np.zeros(len(lengths))
+    free = settings.max_tokens - settings.buffer_tokens
+    beyond = (np.asarray(lengths, dtype=np.float64) - free) / settings.buffer_tokens
+    return settings.factor * beyond.clip(0, 1)
 
 
 def role_metrics(rows: RankedRows, advantages: Advantages) -> dict[str, float]:

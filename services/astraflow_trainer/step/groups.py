@@ -18,17 +18,6 @@ from numpy.typing import NDArray
 from astraflow.recipe.advantage import AdvantageSettings, GroupBy, Shaping
 from astraflow_trainer.batches.rows import RowOrigin
 
-__all__ = [
-    "FloatArray",
-    "Members",
-    "Samples",
-    "baseline_names",
-    "group_keys",
-    "mean",
-    "members_of",
-    "samples_of",
-]
-
 FloatArray: TypeAlias = NDArray[np.float64]
 Members: TypeAlias = list[NDArray[np.intp]]
 """The positions in each group."""

@@ -23,8 +23,6 @@ from astraflow_kit.plugins import RecipeSource, describe, make
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["PluginAdvantage", "PluginLoss", "StepPlugins"]
-
 
 @dataclass(frozen=True)
 class PluginLoss:

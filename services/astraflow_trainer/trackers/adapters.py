@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe.trackers import AnyTracker, MlflowTracker, TensorboardTracker, WandbTracker
 
-__all__ = ["Subject", "Tracker", "open_tracker", "require_installed"]
-
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 

@@ -25,8 +25,6 @@ from astraflow_trainer.trackers.adapters import Subject, Tracker, open_tracker
 
 log = get_logger(__name__)
 
-__all__ = ["TrackerFault", "TrackerFeed", "feeds"]
-
 MOST_WAITING = 256
 """Steps that wait for a slow tracker; later ones are missed."""
 RETRY_S = 30.0

@@ -31,8 +31,6 @@ from astraflow_weights.store import open_store
 from astraflow_weights.tools.export import export_version
 from astraflow_weights.versions.log import VersionLog
 
-__all__ = ["asset_files", "starting_model"]
-
 # Everything a node needs beside the weights: configuration, tokenizer, chat template.
 _ASSET_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 _NOT_ASSETS = frozenset({"model.safetensors.index.json", "warm_start.json"})

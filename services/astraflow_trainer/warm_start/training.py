@@ -253,7 +253,9 @@ def _shard(examples: EncodedExamples, chosen: NDArray[np.int64]) -> MicroBatch:
         target_N=torch.from_numpy(token_ids.reshape(-1)[targets]),
         row_N=torch.from_numpy(chosen[targets // width]),
         behavior_logprob_N=torch.zeros(len(targets)),
+        in_place_N=torch.zeros(len(targets), dtype=torch.bool),
         temperature_N=torch.ones(len(targets)),
+        loss_weight_N=torch.ones(len(targets)),
         num_row_tokens=int(lengths.sum()),
     )
 

@@ -75,7 +75,8 @@ class Mirror:
         self._files.make_folders()
         self._journal = Journal(self._files.journal)
         self._content = MirrorContent(self._files, self._journal, settings=self._settings)
-        self._counts = PullCounts()
+        self.counts = PullCounts()
+        """What this object fetched since it was opened."""
         self._guard = PullGuard()
         self._rates = MeasuredRates(parallel=self._settings.fetch_threads)
         try:
@@ -94,11 +95,6 @@ class Mirror:
     def directory(self) -> Path | None:
         """Checkpoint folder of the version that is held. The next version is written over it: load under `hold`."""
         return self._files.checkpoint if self.version is not None else None
-
-    @property
-    def counts(self) -> PullCounts:
-        """What this object fetched since it was opened."""
-        return self._counts
 
     @property
     def damage(self) -> VerificationFailed | None:
@@ -152,7 +148,7 @@ class Mirror:
                 with self._guard.over(store, log_reader):
                     pull.prefetch()
             finally:
-                self._counts += pull.counts
+                self.counts += pull.counts
             return pull.counts
 
     def advance(self, store: ObjectStore, log_reader: VersionLog, *, target: int) -> AdvanceResult:
@@ -169,7 +165,7 @@ class Mirror:
                 with self._guard.over(store, log_reader):
                     base, rejected = pull.run()
             finally:
-                self._counts += pull.counts
+                self.counts += pull.counts
             held, changes = self._content.held, self._content.changes
             return AdvanceResult(
                 changes=changes if changes is not None and changes.version == target else None,

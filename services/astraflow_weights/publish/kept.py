@@ -29,18 +29,14 @@ class KeptVersion:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: Kept | None = None
-        self._lent: ShardedModel | None = None
-
-    @property
-    def newest(self) -> Kept | None:
+        self.newest: Kept | None = None
         """What is kept; the publisher alone may read its shards without borrowing."""
-        return self._kept
+        self._lent: ShardedModel | None = None
 
     def keep(self, model: ShardedModel, *, version: int, root: bytes) -> None:
         """Copy the shards, in place of those kept before. Raises ModelMismatch for another architecture."""
         with self._lock:
-            kept = self._kept
+            kept = self.newest
             if kept is not None:
                 require_same_specs(kept.shards.specs, model.specs)
             if kept is None or kept.shards is self._lent:
@@ -49,13 +45,13 @@ class KeptVersion:
                 shards = kept.shards
                 for spec, shard in model.held():
                     np.copyto(shards.shards[spec.name].elements, shard.elements)
-            self._kept = Kept(version=version, root=root, shards=shards)
+            self.newest = Kept(version=version, root=root, shards=shards)
 
     @contextmanager
     def lend(self) -> Iterator[Kept | None]:
         """What is kept now, unchanged until the block ends; to one borrower at a time."""
         with self._lock:
-            kept = self._kept
+            kept = self.newest
             assert self._lent is None
             self._lent = None if kept is None else kept.shards
         try:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from astraflow.commands.options import grouped_options
-from astraflow.commands.wording import as_json, console, count_text, print_json, table
+from astraflow.commands.wording import console, count_text, print_json, table
 from astraflow.dataflow.v1 import version_service_pb2
 from astraflow_kit import log
 from astraflow_weights.tools.collection_command import gc
@@ -140,10 +140,7 @@ def pin(
             run_id=server.run_id, policy_id=server.policy_id, version=version, reason=reason
         )
         answer = server.client.call(server.client.versions.PinVersion, request)
-    if options.json_:
-        print_json(as_json(answer))
-    else:
-        typer.echo(f"version {version} of policy {server.policy_id!r} is pinned")
+    options.show(answer, lambda _: f"version {version} of policy {server.policy_id!r} is pinned")
 
 
 @app.command()
@@ -155,11 +152,8 @@ def unpin(version: VersionArgument, options: ServerPolicyOptions) -> None:
             run_id=server.run_id, policy_id=server.policy_id, version=version
         )
         answer = server.client.call(server.client.versions.UnpinVersion, request)
-    if options.json_:
-        print_json(as_json(answer))
-    else:
-        outcome = "is no longer pinned" if answer.was_pinned else "was not pinned"
-        typer.echo(f"version {version} of policy {server.policy_id!r} {outcome}")
+    outcome = "is no longer pinned" if answer.was_pinned else "was not pinned"
+    options.show(answer, lambda _: f"version {version} of policy {server.policy_id!r} {outcome}")
 
 
 # ---------------------------------------------------------------- for programs

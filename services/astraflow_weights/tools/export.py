@@ -26,8 +26,6 @@ from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.layout import WEIGHTS_FILE
 from astraflow_weights.versions.log import VersionLog
 
-__all__ = ["MAX_SHARD_BYTES", "ExportedVersion", "export_version"]
-
 MAX_SHARD_BYTES = 5 * 10**9
 """Larger models are split, as `save_pretrained` does."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"

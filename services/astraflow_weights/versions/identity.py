@@ -11,8 +11,6 @@ from astraflow_weights.errors import ObjectNotFound
 from astraflow_weights.store import ObjectStore, PutResult
 from astraflow_weights.store.layout import PolicyKeys
 
-__all__ = ["read_identity", "remember_identity"]
-
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 

@@ -60,25 +60,28 @@ class VersionLog:
         self._history = History(run_id=run_id, policy_id=policy_id)
         self.checkpointed = 0
         """First entry that is not in the newest checkpoint that this log began at, or that its owner wrote."""
-        self._damaged_checkpoints: tuple[str, ...] = ()
+        self.damaged_checkpoints: tuple[str, ...] = ()
+        """Keys of checkpoints that cannot be used: damaged, or of another log."""
         self._entries = EntryReader(store, self._keys)
         self._references = References(store, keys=self._keys, entries=self._entries)
         self._held: dict[int, Manifest] = {}
         self._paths: dict[str, AddedPath] = {}
-        self._damaged_paths: tuple[str, ...] = ()
+        self.damaged_paths: tuple[str, ...] = ()
+        """Keys of added paths that the last `refresh` passed over: damaged, or made for another log."""
         self._next_round = 0
         self._sweeps: set[str] = set()
-        self._damaged_sweeps: tuple[str, ...] = ()
+        self.damaged_sweeps: tuple[str, ...] = ()
+        """Keys of sweeps that cannot be read: paths that they collected are offered, and prove bad."""
 
     def copy(self) -> "VersionLog":
         """What was read so far, for another owner; nothing is read again."""
         other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
         other._history = self._history.copy()
-        other.checkpointed, other._damaged_checkpoints = self.checkpointed, self._damaged_checkpoints
+        other.checkpointed, other.damaged_checkpoints = self.checkpointed, self.damaged_checkpoints
         other._entries.rescued, other._held = dict(self._entries.rescued), dict(self._held)
-        other._paths, other._damaged_paths = dict(self._paths), self._damaged_paths
+        other._paths, other.damaged_paths = dict(self._paths), self.damaged_paths
         other._next_round, other._sweeps = self._next_round, set(self._sweeps)
-        other._damaged_sweeps = self._damaged_sweeps
+        other.damaged_sweeps = self.damaged_sweeps
         return other
 
     @property
@@ -110,21 +113,6 @@ class VersionLog:
     def rescued(self) -> dict[int, bytes]:
         """Entries to be copied: manifests that others refer to, and those that only `latest` holds. Remove what is."""
         return self._entries.rescued
-
-    @property
-    def damaged_checkpoints(self) -> Sequence[str]:
-        """Keys of checkpoints that cannot be used: damaged, or of another log."""
-        return self._damaged_checkpoints
-
-    @property
-    def damaged_paths(self) -> Sequence[str]:
-        """Keys of added paths that the last `refresh` passed over: damaged, or made for another log."""
-        return self._damaged_paths
-
-    @property
-    def damaged_sweeps(self) -> Sequence[str]:
-        """Keys of sweeps that cannot be read: paths that they collected are offered, and prove bad."""
-        return self._damaged_sweeps
 
     def refresh(self) -> int | None:
         """Read what was added, entries and paths, and return the newest version that can be read, None when there is
@@ -238,7 +226,7 @@ class VersionLog:
                 damaged.append(key)
             else:
                 break
-        self._damaged_checkpoints = tuple(damaged)
+        self.damaged_checkpoints = tuple(damaged)
 
     def _take_in(self, checkpoint: LogCheckpoint) -> None:
         anchor = checkpoint.history.anchor
@@ -278,8 +266,8 @@ class VersionLog:
 
     def _refresh_paths(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Believe the listing: paths that were collected are gone, and only new ones are read."""
-        new = [key for key in listed if key not in self._paths and key not in self._damaged_paths]
-        damaged = [key for key in self._damaged_paths if key in listed]
+        new = [key for key in listed if key not in self._paths and key not in self.damaged_paths]
+        damaged = [key for key in self.damaged_paths if key in listed]
         paths = {key: self._paths[key] for key in listed if key in self._paths}
         for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
             if content is None:
@@ -297,7 +285,7 @@ class VersionLog:
                 paths[key] = path
             else:
                 damaged.append(key)
-        self._paths, self._damaged_paths = paths, tuple(damaged)
+        self._paths, self.damaged_paths = paths, tuple(damaged)
         self._take_in_paths()
 
     def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
@@ -310,7 +298,7 @@ class VersionLog:
                 damaged.append(key)
             else:
                 self._take_in_sweep(key, sweep)
-        self._damaged_sweeps = tuple(damaged)
+        self.damaged_sweeps = tuple(damaged)
 
     def _take_in_sweep(self, key: str, sweep: Sweep) -> None:
         known = [edge for edge in sweep.paths if edge.version < len(self._history.records)]

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["LOSS_WINDOW_S", "Doubt", "Known", "ServerStanding", "compare"]
-
 LOSS_WINDOW_S = 3.0
 """Redis may lose what it answered in so many seconds before it died: `appendfsync everysec` on a busy disk."""
 

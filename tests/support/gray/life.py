@@ -5,6 +5,7 @@ Started in namespaces of its own by `live`, which returns the rows. Times are of
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ _RECOVER_S = 150.0
 _STEPS_AFTER = 2
 _LOOK_S = 0.05
 _SHOWN = 150
+_FOLDER = re.compile(r"/\S*?/run(?=[/ ]|$)")
 
 
 @dataclass
@@ -104,11 +106,22 @@ class _Said:
 
 
 def line_with(words: Iterable[str], text: str) -> str:
-    """The first line with one of these words, shortened; empty when there is none."""
+    """The first line with one of these words, shortened, without what is of this machine; empty when there is none."""
     for line in text.splitlines():
         if any(word in line for word in words):
-            return " ".join(line.split())[:_SHOWN]
+            return " ".join(_FOLDER.sub("RUN", _sentence(line)).split())[:_SHOWN]
     return ""
+
+
+def _sentence(line: str) -> str:
+    """What a line of a log says to a person."""
+    if not line.startswith("{"):
+        return line
+    try:
+        facts = json.loads(line)
+    except ValueError:  # it is being written
+        return line
+    return next((str(facts[name]) for name in ("doubt", "fault", "message") if name in facts), line)
 
 
 def live(folder: Path, names: Sequence[str]) -> Lived:
@@ -166,7 +179,10 @@ class _Life:
         steps, said = self._files.steps_taken(), _Said(self._files)
         with said.listening():
             with fault.done(self._ground):
-                self._wait(lambda: said.elapsed_s() >= fault.lasts_s, _NOTICE_S + fault.lasts_s)
+                self._wait(
+                    lambda: self._heard(fault, said, row) and said.elapsed_s() >= fault.lasts_s,
+                    _NOTICE_S + fault.lasts_s,
+                )
                 self._wait(lambda: self._noticed(fault, said, steps), _NOTICE_S)
                 row.lasted_s = said.elapsed_s()
                 row.steps_meanwhile = self._files.steps_taken() - steps
@@ -185,6 +201,12 @@ class _Life:
             row.wrong.append(f"restarted: {', '.join(sorted(unasked))}")
         sys.stderr.write(f"{json.dumps(asdict(row))}\n")
         return row
+
+    def _heard(self, fault: Fault, said: _Said, row: Row) -> bool:
+        """Note when the lines said it first."""
+        if row.lines_s is None and line_with(fault.lines, said.lines()):
+            row.lines_s = said.elapsed_s()
+        return True
 
     def _noticed(self, fault: Fault, said: _Said, steps: int) -> bool:
         self._ground.monkey.require_running()

@@ -75,9 +75,10 @@ class Resumes:
             row.wrong.append("it was refused, and changed the store or a checkpoint")
         if path.exists() and path.read_bytes() == damaged:
             path.write_bytes(whole)
+        if path.is_relative_to(self._files.data_dir / "redis"):  # it writes on after what it could still read
+            self._restore("redis")
         if row.wrong:  # the next one finds a data dir that is whole
-            shutil.rmtree(self._files.data_dir)
-            shutil.copytree(self._kept, self._files.data_dir, symlinks=True)
+            self._restore("")
         if damage.refused or row.wrong:
             with dev(self._files.folder, "--steps", str(self._steps)) as launcher:
                 finish(launcher, self._files.folder, timeout_s=PATIENCE_S)
@@ -97,6 +98,10 @@ class Resumes:
             row.wrong.append(f"nobody said any of {damage.said}, but:\n{talk.complaints()}")
         if damage.refused is (status == 0):
             row.wrong.append(f"the launch ended with status {status}:\n{talk.text()[:2500]}")
+
+    def _restore(self, part: str) -> None:
+        shutil.rmtree(self._files.data_dir / part)
+        shutil.copytree(self._kept / part, self._files.data_dir / part, symlinks=True)
 
     def _look(self, damage: Damage, row: Row, talk: Talk, *, taken: int, began_s: float) -> None:
         if row.recovered_s is None and self._files.steps_taken() > taken:

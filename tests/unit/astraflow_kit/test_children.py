@@ -23,5 +23,7 @@ async def test_a_kill_at_any_instant_of_the_start_leaves_nothing_that_left_the_g
         await kill_family(child)
         assert child.returncode is not None
     await kill_family(child)
-    left = [process for process in psutil.process_iter(["cmdline"]) if seconds in process.info["cmdline"]]
+    left = [
+        process for process in psutil.process_iter(["cmdline"]) if seconds in (process.info["cmdline"] or ())
+    ]
     assert left == []

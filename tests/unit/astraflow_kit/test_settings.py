@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import AstraflowError
 from astraflow_kit.join_settings import JoinSettings
-from astraflow_kit.settings import DaemonSettings, SettingsError, load, read_secret
+from astraflow_kit.settings import DaemonSettings, SettingsError, environment_of, load, read_secret
 
 
 class Example(DaemonSettings):
@@ -75,10 +75,21 @@ def test_what_a_command_calls_the_server_with_is_no_misspelling(monkeypatch: pyt
 def test_a_misspelt_variable_is_refused_and_another_daemons_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAFLOW_LEARNING_RATE", "3")
     monkeypatch.setenv("ASTRAFLOW_TOKEN_FILE", "of whoever dials this daemon; close to token_keys_file")
+    monkeypatch.setenv("ASTRAFLOW_RANK_TIMEOUT_S", "a trainer's; close to drain_timeout_s")
     load(Example)
     monkeypatch.setenv("ASTRAFLOW_FAILPOINT", "x=kill")
     with pytest.raises(SettingsError, match=r"ASTRAFLOW_FAILPOINT is not a setting.*ASTRAFLOW_FAILPOINTS"):
         load(Example)
+
+
+def test_another_process_can_have_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = load(Example, {"grpc_port": 7070, "http_allowed_hosts": ["a", "b"], "log_format": "json"})
+    monkeypatch.setenv("ASTRAFLOW_LOG_LEVEL", "debug")
+    for name, value in environment_of(given).items():
+        monkeypatch.setenv(name, value)
+    assert "ASTRAFLOW_LOG_LEVEL" not in environment_of(given)
+    monkeypatch.delenv("ASTRAFLOW_LOG_LEVEL")
+    assert load(Example) == given
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

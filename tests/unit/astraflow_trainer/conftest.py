@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from astraflow_trainer.model.model import PolicyModel, build_causal_lm, shard
+from astraflow_trainer.model.model import PolicyModel, build_causal_lm
+from astraflow_trainer.model.sharding import Placement, shard
 from support.tiny_training import TINY, MakePolicy
 
 
@@ -29,11 +30,17 @@ def mesh() -> Iterator[DeviceMesh]:
 def make_policy(mesh: DeviceMesh) -> MakePolicy:
     """Builds a tiny policy of two layers, sharded unless told otherwise; equal seeds give equal weights."""
 
-    def make(*, seed: int = 0, sharded: bool = True, intermediate_size: int = 32) -> PolicyModel:
-        shape = replace(TINY, num_hidden_layers=2, intermediate_size=intermediate_size)
+    def make(
+        *,
+        seed: int = 0,
+        sharded: bool = True,
+        placement: Placement | None = None,
+        **shape_fields: int,
+    ) -> PolicyModel:
+        shape = replace(TINY, num_hidden_layers=2, **shape_fields)
         policy = PolicyModel(build_causal_lm(shape, seed=seed))
         if sharded:
-            shard(policy, mesh=mesh)
+            shard(policy, mesh=mesh, placement=placement)
         return policy
 
     return make

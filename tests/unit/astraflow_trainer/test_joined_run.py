@@ -1,5 +1,7 @@
 """Joining a run: its recipe, policy, store and code, and the code only with leave."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,36 @@ def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
 def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="'judge' is not in the recipe, which has solver"):
         _join(ScriptedBatches(), tmp_path, policy_id="judge")
+
+
+def test_what_only_the_trainer_reads_may_come_from_another_file(tmp_path: Path) -> None:
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(RECIPE + "trainer: {optimizer: {learning_rate: 0.125}, algorithm: {loss: ppo_clip}}\n")
+    joined = _join(ScriptedBatches(), tmp_path, recipe_file=changed)
+    assert joined.policy.trainer.optimizer.learning_rate == 0.125
+    assert "trainer.optimizer.learning_rate: 1e-06 → 0.125" in joined.changes
+    assert 'trainer.algorithm.loss.kind: "m2po" → "ppo_clip"' in joined.changes
+    assert _join(ScriptedBatches(), tmp_path).changes == ()
+
+
+def test_a_file_that_changes_more_or_is_none_is_refused(tmp_path: Path) -> None:
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(RECIPE.replace("somewhere", "elsewhere"))
+    with pytest.raises(errors.ConflictError, match=r'solver.model.path: "somewhere" → "elsewhere"'):
+        _join(ScriptedBatches(), tmp_path, recipe_file=changed)
+    with pytest.raises(errors.InvalidArgumentError, match=r"none.yaml cannot be read"):
+        _join(ScriptedBatches(), tmp_path, recipe_file=tmp_path / "none.yaml")
+
+
+def test_the_history_of_a_recipe_has_a_line_for_each_change_and_the_step_that_it_begins_with(
+    tmp_path: Path,
+) -> None:
+    joined = _join(ScriptedBatches(), tmp_path)
+    for changes, first_step in [((), 1), (("a: 1 → 2",), 4), (("a: 1 → 2",), 6), ((), 9), ((), 11)]:
+        replace(joined, changes=changes).record_changes(tmp_path, first_step=first_step)
+    lines = [json.loads(line) for line in (tmp_path / "recipe_changes.jsonl").read_text().splitlines()]
+    assert [(line["first_step"], line["changes"]) for line in lines] == [(4, ["a: 1 → 2"]), (9, [])]
+    assert all(line["user"] and line["time"] for line in lines)
 
 
 def test_recipe_code_is_written_only_with_leave(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_version_says_what_its_published_bits_answer(bench: Bench, tmp_path: P
     first = learner.published_bytes().probe
     learner.train(tiny_training.make_rows())
     published = learner.published_bytes()
-    learner.save(step=1, version=1)
+    learner.stage(step=1, version=1)()
     # A model made of the published bits alone, as an engine loads it.
     bits = {
         name: torch.from_numpy(shard.elements.copy()).view(torch.bfloat16)
@@ -131,6 +131,18 @@ def test_a_version_says_what_its_published_bits_answer(bench: Bench, tmp_path: P
     assert bench.learner("trainer.publish.probe=false").published_bytes().probe is None
 
 
+def test_bf16_compute_resumes_with_the_same_bits(bench: Bench) -> None:
+    options = ("trainer.compute=bf16", "trainer.optimizer.learning_rate=0.01")
+    straight = bench.learner(*options)
+    straight.train(tiny_training.make_rows(seed=1))
+    straight.stage(step=1, version=1)()
+    straight.train(tiny_training.make_rows(seed=2))
+    resumed = bench.learner(*options)
+    assert resumed.restore() is not None
+    resumed.train(tiny_training.make_rows(seed=2))
+    assert _differing(straight.published_bytes().open(), resumed.published_bytes().open()) == []
+
+
 def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -> None:
     assert bench.learner().restore() is None
 
@@ -138,7 +150,7 @@ def test_there_is_nothing_to_restore_before_the_first_checkpoint(bench: Bench) -
 def test_only_as_many_checkpoints_are_kept_as_the_recipe_says(bench: Bench) -> None:
     learner = bench.learner("trainer.keep_checkpoints=2")
     for step in (1, 2, 3):
-        learner.save(step=step, version=step + 10)
+        learner.stage(step=step, version=step + 10)()
     assert len(list(bench.checkpoint_dir.iterdir())) == 2
     position = bench.learner().restore()
     assert position is not None
@@ -158,16 +170,16 @@ def test_a_resumed_trainer_goes_on_with_the_running_baselines_of_its_checkpoint(
     first = bench.learner(RAE)
     for _ in range(3):
         first.train(_played(1.0))
-    first.save(step=3, version=3)
+    first.stage(step=3, version=3)()
     first.train(_played(0.75))
-    first.save(step=4, version=4)
+    first.stage(step=4, version=4)()
 
     resumed = bench.learner(RAE)
     position = resumed.restore(at_most=3)
     assert position is not None
     assert position.baselines == {"role=solver/source=sums": 0.875}
     resumed.train(_played(0.75))
-    resumed.save(step=4, version=4)
+    resumed.stage(step=4, version=4)()
     assert [at.baselines for at in bench.learner(RAE).positions()] == [
         {"role=solver/source=sums": 0.875},
         {"role=solver/source=sums": 0.8125},
@@ -181,6 +193,6 @@ def test_a_step_that_is_skipped_moves_running_baselines_all_the_same(bench: Benc
     learner.train(_played(1.0))
     learner.train(_played(0.5))
     assert learner.train(_played(0.5)).outcome is Outcome.SKIPPED
-    learner.save(step=4, version=2)
+    learner.stage(step=4, version=2)()
     (position,) = learner.positions()
     assert position.baselines == {"role=solver/source=sums": 0.5}

@@ -5,6 +5,7 @@ the store only write down what they were asked, into the same list of events.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +23,10 @@ from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import BatchSource, Ledger
 from astraflow_trainer.loop import LoopSettings, TrainingLoop
-from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
+from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics
+from astraflow_weights.publish.announcing import Announcer
 from support import scripted_batches
 from support.scripted_batches import PATIENCE_S, eventually
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -57,6 +59,7 @@ class Bookkeeper:
             outcome=Outcome.SKIPPED if skipped else Outcome.COMMITTED,
             skip_reason=SkipReason.NO_SIGNAL if skipped else SkipReason.NONE,
             num_rows=len(rows),
+            num_left_out=0,
             num_trained_rows=0 if skipped else len(rows),
             num_groups=1,
             num_zero_variance_groups=int(skipped),
@@ -77,9 +80,14 @@ class Bookkeeper:
         self.events.append(f"rate {peak:g}")
         self.learning_rate = peak
 
-    def save(self, *, step: int, version: int) -> None:
-        self.events.append(f"save {step} at version {version}")
-        self.on_save(step)
+    def stage(self, *, step: int, version: int) -> Callable[[], None]:
+        self.events.append(f"stage {step}")
+
+        def save() -> None:
+            self.events.append(f"save {step} at version {version}")
+            self.on_save(step)
+
+        return save
 
 
 class Bench:
@@ -222,16 +230,57 @@ def test_a_stalled_store_holds_training_up_only_when_max_behind_wait(bench: Benc
     assert 0.0 < first["publish_copy_s"] <= first["publish_blocked_s"]
 
 
-def test_waits_before_a_checkpoint_count_for_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_until_done = PublishWorker.wait_until_done
+def test_steps_are_taken_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(bench: Bench) -> None:
+    written = threading.Event()
+    bench.learner.on_save = lambda step: eventually(written.is_set, what="the test") if step == 2 else None
+    with bench.running(last_step=6, checkpoint_every_steps=2):
+        # Step 4 is taken, its checkpoint is due, and that of step 2 is still being written.
+        eventually(lambda: "trained 4" in bench.events, what="step 4")
+        eventually(lambda: bench.progress.state.step == 4, what="the record of step 4")
+        held_from = time.monotonic()
+        assert bench.about("stage", "save", "durable") == ["stage 2", "save 2 at version 2"]
+        assert bench.progress.state.durable_step == 0
+        held_s = time.monotonic() - held_from
+        written.set()
+    assert bench.about("stage", "durable") == [
+        *("stage 2", "durable 2", "stage 4", "durable 4", "stage 6", "durable 6")
+    ]
+    assert "train 5" not in bench.events[: bench.events.index("durable 2")]
+    held = bench.progress.records_after(4)[0].metrics
+    assert held["checkpoint_wait_s"] >= held_s
+    assert held["checkpoint_blocked_s"] == held["checkpoint_copy_s"] + held["checkpoint_wait_s"]
 
-    def slowly(worker: PublishWorker, **options: Any) -> None:
-        time.sleep(0.05)
-        wait_until_done(worker, **options)
 
-    monkeypatch.setattr(PublishWorker, "wait_until_done", slowly)
-    bench.run(last_step=2, checkpoint_every_steps=1)
-    assert bench.progress.records_after(0)[1].metrics["publish_wait_s"] >= 0.05
+@pytest.mark.parametrize("last_step", [1, 50])
+def test_a_checkpoint_that_cannot_be_written_ends_training(bench: Bench, last_step: int) -> None:
+    def fail(_step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    bench.learner.on_save = fail
+    with pytest.raises(OSError, match="No space left"):
+        bench.run(last_step=last_step, checkpoint_every_steps=1)
+    assert bench.about("durable") == []
+    assert len(bench.about("train")) <= 2
+    assert bench.progress.state.phase is not progress.Phase.FINISHED
+
+
+def test_training_that_fails_leaves_no_thread_that_writes_later(bench: Bench) -> None:
+    """After a new claim in the same process the folder is somebody else's."""
+    bench.store.gate.clear()
+
+    def fail(step: int) -> None:
+        if step == 2:
+            raise FloatingPointError("no")
+
+    bench.learner.on_train = fail
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(bench.run, last_step=3, checkpoint_every_steps=1)
+        with pytest.raises(FloatingPointError):
+            running.result(PATIENCE_S)
+        bench.store.gate.set()
+    assert "stage 1" in bench.events
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert bench.about("save", "durable") == []
 
 
 def test_a_stop_request_ends_training_after_the_step_in_progress(bench: Bench) -> None:
@@ -260,10 +309,17 @@ def test_a_checkpoint_that_the_server_never_heard_of_is_told_at_the_end(bench: B
 
 def test_a_stop_request_during_a_checkpoint_names_the_step_it_covers(bench: Bench) -> None:
     answers: list[int] = []
-    bench.learner.on_save = lambda _: answers.append(bench.controls.stop_after_step())
+
+    def stop(step: int) -> None:
+        if step == 3:
+            answers.append(bench.controls.stop_after_step())
+
+    bench.learner.on_save = stop
+    bench.poll_without_end(after_step=3)
     bench.run(last_step=50, checkpoint_every_steps=3)
     assert answers == [3]
     assert bench.progress.state.step == 3
+    assert bench.about("durable") == ["durable 3"]
 
 
 def test_a_stop_request_while_waiting_for_a_batch_takes_no_further_step(bench: Bench) -> None:
@@ -432,9 +488,9 @@ def test_checkpoints_come_at_their_interval_and_at_the_end(bench: Bench) -> None
 
 def test_a_checkpoint_that_is_too_old_is_followed_by_another_before_the_next_step(bench: Bench) -> None:
     bench.run(last_step=3, checkpoint_every_s=0.0)
-    assert bench.about("train", "durable") == [
-        *("train 1", "durable 1", "train 2", "durable 2", "train 3", "durable 3"),
-    ]
+    wanted = ["train 1", "stage 1", "train 2", "stage 2", "train 3", "stage 3"]
+    assert bench.about("train", "stage") == wanted
+    assert bench.about("durable") == ["durable 1", "durable 2", "durable 3"]
 
 
 def test_an_end_that_a_checkpoint_covers_needs_no_other(bench: Bench) -> None:

@@ -14,8 +14,6 @@ from enum import StrEnum
 from astraflow.commands.waits import in_order
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 
-__all__ = ["Bound", "Verdict", "find_bottleneck", "find_failure"]
-
 _BLOCKING = {
     "server_unreachable": "the dataflow server cannot be reached",
     "server_silent": "the dataflow server does not answer",

@@ -1,4 +1,4 @@
-"""`astraflow nodes`: list the nodes of a run, or drain one."""
+"""`astraflow nodes`: list the nodes of a run, drain one, or take that back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from astraflow.commands.wording import as_json, console, print_json, seconds_of,
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import version_pb2
 
-app = typer.Typer(add_completion=False, help="List the nodes of a run, or drain one.")
+app = typer.Typer(add_completion=False, help="List the nodes of a run, drain one, or take that back.")
 
 _PAGE = 1000
 _MTOK_PER_TOK_H = 1e6 / 3600
@@ -39,19 +39,23 @@ def nodes(
     if not found:
         typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
         return
-    figures = ("price/h", "leases", "credits", "at once", "tokens/s", "per Mtok")
+    figures = ("price/h", "leases", "credits", "at once", "tokens/s", "a task", "per Mtok")
     shown = table(
         *("node", "state", "where", "hardware", "price/h", "serves"),
-        *("leases", "credits", "at once", "bounded by", "tokens/s", "per Mtok", "last seen"),
+        *("leases", "credits", "at once", "bounded by", "tokens/s", "a task", "per Mtok", "last seen"),
         right=figures,
     )
     for node in found:
         shown.add_row(*_cells(node))
     console().print(shown)
     typer.echo(
-        "credits: tasks that it takes now; at once: episodes; per Mtok: price of a million sampled tokens"
+        "credits: tasks that it takes now; at once: episodes; a task: mean time of one; "
+        "per Mtok: price of a million sampled tokens"
     )
     for node in found:
+        if node.poisoned:
+            drained = "; it is drained for them" if node.drain_reason == "poison" else ""
+            typer.echo(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
         for fault in node.weight_faults:
             typer.echo(f"{node.node_id}: {_fault_text(fault)}")
         for load in node.engine_loads:
@@ -62,6 +66,7 @@ def nodes(
 def _cells(node: pb.NodeStatus) -> tuple[str, ...]:
     priced = node.HasField("price_per_hour")
     cost = node.price_per_hour / node.tokens_per_s * _MTOK_PER_TOK_H if priced and node.tokens_per_s else None
+    task_s = node.task_duration.ToNanoseconds() / 1e9
     seen_s = max(0.0, time.time() - seconds_of(node.last_seen_time))
     return (
         node.node_id,
@@ -75,6 +80,7 @@ def _cells(node: pb.NodeStatus) -> tuple[str, ...]:
         str(node.max_episodes) if node.connected and node.max_episodes else "–",
         node.bounded_by if node.connected and node.bounded_by else "–",
         f"{node.tokens_per_s:,.0f}" if node.connected else "–",
+        span_text(task_s) if task_s else "–",
         f"{cost:.2f}" if cost is not None else "–",
         f"{span_text(seen_s)} ago",
     )
@@ -92,6 +98,25 @@ def drain(
     with options.client() as client:
         answer = client.call(client.admin.DrainNode, request)
     options.show(answer, lambda drained: _drain_text(node, drained))
+
+
+@app.command()
+@grouped_options
+def undrain(
+    options: RunOptions,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Node that was drained.")],
+) -> None:
+    """Let NODE, drained for poison or not gone yet, have tasks again."""
+    request = pb.UndrainNodeRequest(run_id=options.run_id, node_id=node)
+    with options.client() as client:
+        answer = client.call(client.admin.UndrainNode, request)
+    options.show(answer, lambda undrained: _undrain_text(node, undrained))
+
+
+def _undrain_text(node: str, answer: pb.UndrainNodeResponse) -> str:
+    if not answer.drain_reason:
+        return f"{node} was not drained"
+    return f"{node} may have tasks again; it was drained for {answer.drain_reason}"
 
 
 def _drain_text(node: str, answer: pb.DrainNodeResponse) -> str:

@@ -11,8 +11,6 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
-__all__ = ["grouped_options"]
-
 
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command as typer must see it: with the fields of its dataclass parameters in their places.

@@ -10,9 +10,15 @@ from typing import Annotated
 import typer
 
 from astraflow.client import Client
-from astraflow.commands.forking import fork_run, origins_of
 from astraflow.commands.options import grouped_options
-from astraflow.commands.run_creation import StoreOption, create_run, prepare_store, run_of
+from astraflow.commands.run_creation import (
+    StoreOption,
+    create_run,
+    fork_run,
+    origins_of,
+    prepare_store,
+    run_of,
+)
 from astraflow.commands.server import ServerOptions
 from astraflow.commands.status import follow
 from astraflow.commands.wording import (
@@ -30,7 +36,7 @@ from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import PreconditionError
 from astraflow.recipe import StoredVersionSettings
 from astraflow.recipe.command import SetOption
-from astraflow.recipe.file import load_recipe
+from astraflow.recipe.file import load_recipe, parse_recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Create, follow and end runs.")
 
@@ -82,6 +88,8 @@ def show(options: ServerOptions, run_id: RunArgument) -> None:
     code = f"code: {len(run.code.files)} files, sha256 {run.code.sha256.hex()[:16]}…"
     origins = "".join(f"{_origin_text(name, start)}\n" for name, start in origins_of(run).items())
     facts = f"{_state_text(run)}, created {_created_text(run)}\n{origins}store: {run.store_uri}\n{code}\n"
+    if run.switches:
+        facts += f"{_switches_text(run)}\n"
     options.show(run, lambda _: f"{facts}\n{run.recipe_yaml}")
 
 
@@ -112,6 +120,36 @@ def resume(options: ServerOptions, run_id: RunArgument, wait: WaitOption = False
     Example: astraflow runs resume my-run
     """
     _update(options, run_id, run_pb2.RUN_STATE_ACTIVE, wait=wait)
+
+
+@app.command()
+@grouped_options
+def switch(
+    options: ServerOptions,
+    run_id: RunArgument,
+    overrides: SetOption = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option("--recipe", metavar="RECIPE", help="Go on with this one. Default: that of RUN."),
+    ] = None,
+) -> None:
+    """Switch curators, filters, selector, routes or needs of batches of RUN while it goes on, at the end of the step in
+    hand. `astraflow runs show` has when each switch took effect.
+
+    Example: astraflow runs switch my-run --set dataflow.filters=[]
+    """
+    with options.client() as client:
+        run = client.call(client.runs.GetRun, pb.GetRunRequest(run_id=run_id)).run
+        text = run.switched_recipe_yaml or run.recipe_yaml
+        source = f"recipe of run {run_id}"
+        loaded = (
+            load_recipe(recipe, overrides=overrides or ())
+            if recipe
+            else parse_recipe(text, source=source, overrides=overrides or ())
+        )
+        request = pb.UpdateRunRequest(run_id=run_id, recipe_yaml=loaded.yaml_text)
+        run = client.call(client.runs.UpdateRun, request).run
+    options.show(run, lambda switched: _switches_text(switched) or "nothing differs")
 
 
 @app.command()
@@ -200,6 +238,16 @@ def delete(
             timeout_s=_DELETE_TIMEOUT_S,
         )
     options.show(answer, lambda deleted: _deleted_text(run_id, deleted))
+
+
+def _switches_text(run: run_pb2.Run) -> str:
+    """A line for each change of plug-ins, oldest first."""
+    lines = []
+    for switch in run.switches:
+        steps = ", ".join(f"{name} step {step}" for name, step in sorted(switch.steps.items()))
+        when = f"since {steps}" if switch.HasField("effect_time") else "not in effect"
+        lines.append(f"switch {switch.number} by {switch.requested_by}, {when}: {'; '.join(switch.changes)}")
+    return "\n".join(lines)
 
 
 def _origin_text(policy_id: str, start: StoredVersionSettings) -> str:

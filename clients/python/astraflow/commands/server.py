@@ -31,19 +31,6 @@ from astraflow.join import is_join_string
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "OPERATOR_TOKEN",
-    "RUNS",
-    "DataDirOption",
-    "DialOptions",
-    "RunIdOption",
-    "RunOptions",
-    "Server",
-    "ServerOptions",
-    "find_server",
-    "server_of_folder",
-]
-
 RUNS = Path(".astraflow") / "runs"
 ADDRESS_FILE = Path("addresses") / "dataflow.json"
 OPERATOR_TOKEN = Path("secrets") / "operator.token"

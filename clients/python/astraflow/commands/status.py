@@ -110,7 +110,7 @@ def status_page(status: pb.StatusResponse) -> RenderableType:
         *failure_parts(status.failures, dead_letters=status.dead_letters),
     ]
     parts += [*_policies(status), *trajectory_parts(status), *node_parts(status), *_evaluations(status)]
-    parts += wait_parts(status)
+    parts += [*data_parts(status), *wait_parts(status)]
     return Group(*parts)
 
 
@@ -283,6 +283,26 @@ def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
         since = span_text(seconds_of(wait.waited_duration))
         shown.add_row(wait.stage, wait.policy_id, wait.reason, since, wait.detail)
     return [heading("waits"), shown, Text("  `astraflow why` says what would end them", "dim")]
+
+
+def data_parts(answer: pb.StatusResponse | pb.WhyResponse) -> list[RenderableType]:
+    """Return where routes took groups, and what shadow plug-ins would have decided; nothing where there are none."""
+    routed = [
+        f"{count.verdict}: {count_text(count.groups)} groups of {count.policy_id}, mean reward "
+        f"{number_text(count.mean_reward)}"
+        for count in answer.routes
+    ]
+    lines = [*routed, *map(_shadow_text, answer.shadows)]
+    return [heading("routes and shadow plug-ins"), *(Text(f"  {line}") for line in lines)] if lines else []
+
+
+def _shadow_text(shadow: pb.ShadowPlugin) -> str:
+    asked, differs = count_text(shadow.asked), count_text(shadow.differs)
+    if shadow.kind == "selector":
+        return f"shadow {shadow.name} would have chosen {differs} of {asked} groups otherwise"
+    verb, what = ("skipped", "tasks") if shadow.kind == "curator" else ("dropped", "groups")
+    decided = f"shadow {shadow.name} would have {verb} {count_text(shadow.refused)} of {asked} {what}"
+    return f"{decided}, {differs} otherwise than it went"
 
 
 def failure_parts(failures: Sequence[pb.TaskFailures], *, dead_letters: int) -> list[RenderableType]:

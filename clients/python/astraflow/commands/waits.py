@@ -14,8 +14,6 @@ from enum import IntEnum
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import AstraflowError, DeadlineError
 
-__all__ = ["RANKS", "Rank", "in_order", "is_alarm", "rank_of", "server_wait"]
-
 
 class Rank(IntEnum):
     """What kind of a wait it is; a lower number is seen to first."""
@@ -48,7 +46,7 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.SILENT: ("engine_hung", "trainer_hung", "trainer_silent"),
     Rank.BROKEN: (
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
-        *("environment_unavailable", "weight_fault"),
+        *("environment_unavailable", "node_poison", "weight_fault", "archive_failed", "archive_behind"),
     ),
     Rank.MISSING: (
         *("no_node", "no_capable_node", "no_trainer", "policy_not_served", "no_version"),
@@ -56,8 +54,8 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     ),
     Rank.STARTING: ("warm_start", "model_loading", "node_starting"),
     Rank.FLOW: (
-        *("staleness_window", "no_credit", "node_behind", "selector", "turn", "ready_groups"),
-        *("publish", "unpublished", "no_node_at_version"),
+        *("staleness_window", "lease_quota", "barrier", "no_credit", "node_behind", "selector", "turn"),
+        *("ready_groups", "batch_needs", "publish", "unpublished", "no_node_at_version"),
     ),
 }
 RANKS: Mapping[str, Rank] = {reason: rank for rank, reasons in _BY_RANK.items() for reason in reasons}

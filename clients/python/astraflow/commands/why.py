@@ -15,7 +15,7 @@ from astraflow.client import Client, RetryPolicy
 from astraflow.commands.bottleneck import Bound, Verdict, find_bottleneck, find_failure
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.status import failure_parts
+from astraflow.commands.status import data_parts, failure_parts
 from astraflow.commands.waits import in_order, server_wait
 from astraflow.commands.wording import (
     as_json,
@@ -117,9 +117,10 @@ def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
     line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
     waits = in_order(answer.waits)
     failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)
+    blocks = [block for wait in waits for block in _block(wait)]
     if not waits and verdict.bound is not Bound.FINISHED:
-        return Group(title, line, *failed, Text("\nnothing waits at this moment"))
-    return Group(title, line, *failed, *(block for wait in waits for block in _block(wait)))
+        blocks = [Text("\nnothing waits at this moment")]
+    return Group(title, line, *failed, *blocks, *data_parts(answer))
 
 
 def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:

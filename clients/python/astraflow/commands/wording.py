@@ -20,17 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "as_json",
-    "console",
-    "count_text",
-    "origin_text",
-    "print_json",
-    "seconds_of",
-    "span_text",
-    "table",
-]
-
 if TYPE_CHECKING:
     from google._upb import _message
     from google.protobuf import descriptor

@@ -11,8 +11,6 @@ from astraflow.errors import IncompatibleError
 from astraflow.options.v1 import options_pb2
 from astraflow.server.v1 import server_info_pb2
 
-__all__ = ["CONTRACT_VERSION", "require_compatible"]
-
 CONTRACT_VERSION: int = server_info_pb2.DESCRIPTOR.GetOptions().Extensions[options_pb2.contract_version]
 """Contract version that this package was made for."""
 

@@ -16,8 +16,6 @@ from typing import Self, TypeAlias
 from astraflow.errors import InvalidArgumentError, UnavailableError
 from astraflow.join import JoinString, is_join_string, parse_join, require_address
 
-__all__ = ["Connection", "DialFiles", "Token", "dial", "is_loopback"]
-
 Token: TypeAlias = "str | Path | Callable[[], str]"
 """A value, a file, or a function, which are read and called for each call to the server."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from astraflow.connecting.connection import Connection
 
-__all__ = ["trust_problem"]
-
 _TIMEOUT_S = 3.0
 # Numbers of OpenSSL's verification results.
 _NOT_YET_VALID, _EXPIRED, _NAME_MISMATCH, _ADDRESS_MISMATCH = 9, 10, 62, 64

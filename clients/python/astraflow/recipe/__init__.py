@@ -1,33 +1,38 @@
 """The recipe: what it may say (`settings`, `roles`, `algorithm`), how it is read (`file`) and checked (`command`)."""
 
+from astraflow.recipe.dataflow import (
+    MAX_EVALUATION_SAMPLES,
+    BatchSettings,
+    DataflowSettings,
+    EvaluationSettings,
+)
 from astraflow.recipe.model import (
     ArchitectureSettings,
     ExternalSettings,
     LoraSettings,
     ModelSettings,
+    SamplingSettings,
+    StoredVersionSettings,
     TokenizerSettings,
     WarmStartSettings,
 )
 from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
-    BatchSettings,
-    DataflowSettings,
-    EvaluationSettings,
     OptimizerSettings,
     PolicySettings,
     PublishSettings,
     RaasSettings,
     Recipe,
     ResolvedPolicy,
+    RowLimits,
     RunSettings,
-    SamplingSettings,
     TrainerSettings,
     json_schema,
 )
-from astraflow.recipe.stored_version import StoredVersionSettings
 
 __all__ = [
+    "MAX_EVALUATION_SAMPLES",
     "SCHEMA_VERSION",
     "ArchitectureSettings",
     "BatchSettings",
@@ -44,6 +49,7 @@ __all__ = [
     "ResolvedPolicy",
     "ResolvedRole",
     "RoleSettings",
+    "RowLimits",
     "RunSettings",
     "SamplingSettings",
     "StoredVersionSettings",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage, Grpo
 from astraflow.recipe.plugin_settings import PluginSettings
@@ -219,11 +219,57 @@ class KlSettings(Section):
     """`behavior`, the sampler, or `model`, the policy's initial model."""
 
 
+class AgreementSettings(Section):
+    """Rows on which trainer and engine disagree are left out: those whose mean of r − 1 − log r over their trained
+    tokens, r to the engine's log-probs, exceeds a bound. It is what staleness and engine add up to, as `mismatch_kl`.
+    """
+
+    max_kl: float = Field(default=0.1, gt=0, le=10)
+    """Largest mean of a row. The denominators keep counting its tokens."""
+
+
+class OverlongSettings(Section):
+    """A penalty for long answers, added to a row's reward before advantages are computed. With n its generated tokens:
+    0 for n ≤ max_tokens − buffer_tokens; −factor·(n − (max_tokens − buffer_tokens)) / buffer_tokens up to max_tokens;
+    −factor beyond. "Soft overlong punishment", DAPO, arXiv 2503.14476, equation 13 (16,384 + 4,096 tokens there).
+    """
+
+    max_tokens: int = Field(ge=1, le=1_048_576)
+    """From this length on the penalty is whole: where answers are cut off, as a rule."""
+    buffer_tokens: int = Field(ge=1, le=1_048_576)
+    """Length over which it grows; at most max_tokens."""
+    factor: float = Field(default=1.0, gt=0, le=1000)
+    """The whole penalty."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongSettings:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(
+                f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}: empty answers would be "
+                "penalised; lower it"
+            )
+        return self
+
+
 LossSettings: TypeAlias = NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Cispo
 Anchor: TypeAlias = BehaviorAnchor | ProximalAnchor
 Aggregation: TypeAlias = TokenMean | SeqMeanTokenMean | SeqMeanTokenSum | Constant
 
 _STEP_WIDE = (M2po, M2poClip, M2poMask)
+
+
+class StaleTokenSettings(Section):
+    """What becomes of tokens of versions that `max_staleness` does not allow, when their batch is bound."""
+
+    correction: Literal["mask", "reweight"]
+    """`mask` leaves them out of the loss. A group is dropped when one of its trajectories has no newer token.
+    `reweight` multiplies the loss of each by `decay` to the power of the versions beyond `max_staleness`. A group is
+    dropped when a token is more than `max_excess` versions beyond it.
+    """
+    decay: float = Field(default=0.5, gt=0, lt=1)
+    """Of `reweight`."""
+    max_excess: int = Field(default=4, ge=1, le=1024)
+    """Of `reweight`, in versions."""
 
 
 class AlgorithmSettings(Section):
@@ -241,6 +287,14 @@ class AlgorithmSettings(Section):
     """How token losses become one number: a sum of weight · loss."""
     kl: KlSettings | None = None
     """A KL term in the loss."""
+    agreement: AgreementSettings | None = None
+    """Leave out rows on which trainer and engine disagree; unset: none."""
+    truncated: Literal["train", "mask"] = "train"
+    """Rows whose last answer a limit of tokens cut off. `mask` leaves them out of the step and of its denominators
+    (DAPO's overlong filtering); their rewards still count in the baselines of their groups.
+    """
+    overlong: OverlongSettings | None = None
+    """A penalty for long answers, in the reward; unset: none."""
     drop_zero_advantage: bool = True
     """Leave rows whose advantage is exactly 0 out of the step and of its denominators, as dynamic sampling does. They
     are kept when a KL term gives them a gradient.

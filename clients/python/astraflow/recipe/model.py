@@ -1,18 +1,17 @@
-"""The `model` section of a policy: where its weights and its tokenizer come from.
+"""The `model` and `sampling` sections of a policy: where its weights and its tokenizer come from, how tokens are drawn.
 
 Each setting is checked by itself here; what concerns several policies is checked by `settings`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.roles import PolicyName
 from astraflow.recipe.section import Section
-from astraflow.recipe.stored_version import StoredVersionSettings
 
 _ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 _ALL_LINEAR = tuple(sorted((*_ATTENTION, "down_proj", "gate_proj", "up_proj")))
@@ -131,6 +130,23 @@ class SnapshotSettings(Section):
         return self
 
 
+class StoredVersionSettings(Section):
+    """A weight version of another run, in its store. `astraflow runs fork` writes it."""
+
+    store: str = Field(pattern=r"^(file|s3)://\S+$", max_length=1024)
+    """The other run's store; trainers read it with the credentials of their own."""
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """The other run."""
+    policy: PolicyName
+    """Its policy."""
+    version: int = Field(ge=0, lt=2**21)
+    """The version; pinned there, or it may be collected before a trainer has it."""
+    step: int | None = Field(default=None, ge=0)
+    """The step after which the policy had these weights; a checkpoint of it has the optimizer that belongs to them."""
+    manifest_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Digest of the version's manifest; what the store has under that number is refused when it is another."""
+
+
 class LoraSettings(Section):
     """A LoRA adapter of another policy's model, arXiv 2106.09685. It alone is trained and published, and served by the
     engine of that policy.
@@ -198,3 +214,33 @@ class ModelSettings(Section):
         if elsewhere and (self.tokenizer or self.warm_start):
             raise ValueError(f"with `{elsewhere}` there is nothing to prepare here; remove the other keys")
         return self
+
+
+class SamplingSettings(Section):
+    """How the policy samples during rollout."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    """Softmax temperature; 0 is greedy (allowed for evaluation-only policies)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of candidates; 0 means all."""
+    max_new_tokens: int = Field(default=256, ge=1, le=1_048_576)
+    """Upper bound of new tokens per call."""
+    accept_sampling_bias: bool = False
+    """Let a trained policy be sampled with `top_p` or `top_k`. Its log-probs are those of all candidates, as if nothing
+    had been cut: ratios to them are biased, by the probability that was cut.
+    """
+
+    def parameters(self) -> dict[str, Any]:
+        """What `rollout.v1.SamplingParams` has."""
+        return self.model_dump(exclude={"accept_sampling_bias"})
+
+    def require_trainable(self, place: str) -> None:
+        """Raise ValueError where ratios to what was sampled would be biased, and nobody has accepted that."""
+        if (self.top_p < 1 or self.top_k > 0) and not self.accept_sampling_bias:
+            raise ValueError(
+                f"{place}: top_p {self.top_p:g} and top_k {self.top_k} cut candidates off, but log-probs, and so the "
+                "ratios that are trained on, are those of all of them; leave both out, or accept the bias with "
+                "`accept_sampling_bias: true`"
+            )

@@ -23,7 +23,7 @@ from astraflow.recipe.section import Kind
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
-__all__ = ["PluginSettings"]
+__all__ = ["DataPluginSettings", "PluginSettings"]
 
 
 class PluginSettings(Kind):
@@ -57,3 +57,15 @@ class PluginSettings(Kind):
         # One schema for both forms: `pattern` is for text, the rest for the mapping.
         schema |= {"type": ["string", "object"], "pattern": schema["properties"]["use"]["pattern"]}
         return schema
+
+
+class DataPluginSettings(PluginSettings):
+    """A plug-in of the data path, which may be a shadow: `{use: module.path:Name, with: {...}, shadow: true}`."""
+
+    shadow: bool = False
+    """It is asked, and what it decides is counted beside what happens, but nobody obeys it."""
+
+    @model_serializer
+    def _shortest_form(self) -> object:
+        settings = {"with": self.settings} if self.settings else {}
+        return {"use": self.use, **settings, "shadow": True} if self.shadow else super()._shortest_form()

@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
+from astraflow.recipe.dataflow import BatchSettings, DataflowSettings
+from astraflow.recipe.groups import require_routes
 from astraflow.recipe.model import (
     LoraSettings,
     ModelSettings,
+    SamplingSettings,
     SnapshotSettings,
 )
 from astraflow.recipe.plugin_settings import PluginSettings
@@ -37,9 +40,6 @@ from astraflow.recipe.trackers import AnyTracker
 SCHEMA_VERSION = 1
 
 
-_MAX_EVALUATION_SAMPLES = 1_000_000
-
-
 class RunSettings(Section):
     """What is trained and for how long."""
 
@@ -53,100 +53,6 @@ class RunSettings(Section):
     """Optimizer steps of each policy that does not say otherwise. 0: nothing is trained, whatever policies say; the
     weights to start from become version 0, which is evaluated, and the run ends.
     """
-
-
-class SamplingSettings(Section):
-    """How the policy samples during rollout."""
-
-    temperature: float = Field(default=1.0, ge=0, le=10)
-    """Softmax temperature; 0 is greedy (allowed for evaluation-only policies)."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass."""
-    top_k: int = Field(default=0, ge=0)
-    """Number of candidates; 0 means all."""
-    max_new_tokens: int = Field(default=256, ge=1, le=1_048_576)
-    """Upper bound of new tokens per call."""
-
-
-class EvaluationSettings(Section):
-    """Held-out evaluation by the same nodes, at exact versions."""
-
-    every_versions: int = Field(default=10, ge=0)
-    """Evaluate all policies whenever one has announced another multiple of this; 0: first and final version only."""
-    num_samples: int = Field(default=256, ge=1, le=1_000_000)
-    """Held-out tasks of a periodic evaluation."""
-    final_samples: int = Field(default=1024, ge=1, le=1_000_000)
-    """Held-out tasks of the first (version 0) and of the final evaluation."""
-    samples_per_task: int = Field(default=1, ge=1, le=1024)
-    """Samples of each held-out task: the k of avg@k, and the largest k of pass@k."""
-    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
-    """A sample with at least this reward counts as passed in pass@k."""
-
-    @model_validator(mode="after")
-    def _samples_bounded(self) -> EvaluationSettings:
-        most = max(self.num_samples, self.final_samples) * self.samples_per_task
-        if most > _MAX_EVALUATION_SAMPLES:
-            raise ValueError(
-                f"an evaluation of {most:,} samples (tasks · samples_per_task) is larger than "
-                f"{_MAX_EVALUATION_SAMPLES:,}; lower samples_per_task, num_samples or final_samples"
-            )
-        return self
-
-
-class BatchSettings(Section):
-    """What the batches of a policy are made of."""
-
-    groups_per_step: int = Field(default=16, ge=1, le=65_536)
-    """Groups in one batch."""
-    max_staleness: int = Field(default=2, ge=0, le=1024)
-    """Largest staleness, in versions, of a trajectory when its batch is bound; 0 is exactly on-policy."""
-
-
-class DataflowSettings(BatchSettings):
-    """How tasks become batches."""
-
-    group_size: int = Field(default=8, ge=1, le=1024)
-    """Episodes per task (G)."""
-    filters: tuple[PluginSettings, ...] = ()
-    """`Filter` plug-ins, applied in order to each complete group."""
-    curators: tuple[PluginSettings, ...] = ()
-    """`Curator` plug-ins, asked in order about drawn tasks; each sees what those before it left."""
-    selector: PluginSettings | None = None
-    """`Selector` plug-in that chooses the groups of a batch; unset: those whose staleness deadline is nearest."""
-    admit: Literal["any", "all"] = "any"
-    """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
-    (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
-    """
-    alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
-    Unset: all at once.
-    """
-    min_acceptance: float = Field(default=0.1, gt=0, le=1)
-    """Floor of the moving average of groups surviving filters, used by admission."""
-    lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
-    """Time before an unrenewed lease is handed to another node."""
-    max_attempts: int = Field(default=4, ge=1, le=100)
-    """Leases of one task before it ends in the dead-letter stream."""
-    max_identical_failures: int = Field(default=100, ge=0, le=1_000_000)
-    """Leases that may fail alike (same exception, same line) in a row, without a task completed between them, before
-    the run is stopped as failed. 0 stops no run.
-    """
-    min_members: int | None = Field(default=None, ge=1)
-    """Smallest k with which a group whose members failed for good is closed and used; unset drops such
-    groups."""
-    group_deadline_s: float = Field(default=600.0, ge=1, le=604_800)
-    """Time after which an incomplete group is closed or dropped."""
-    evaluation: EvaluationSettings = EvaluationSettings()
-    """Held-out evaluation."""
-
-    @model_validator(mode="after")
-    def _members_fit(self) -> DataflowSettings:
-        if self.min_members is not None and self.min_members > self.group_size:
-            raise ValueError(
-                f"min_members {self.min_members} exceeds group_size {self.group_size}; "
-                f"lower it or raise group_size"
-            )
-        return self
 
 
 class RewardLimitSettings(Section):
@@ -239,10 +145,18 @@ class TrainerSettings(Section):
 
     tokens_per_microbatch: int = Field(default=8192, ge=16, le=16_777_216)
     """Token budget of one packed micro-batch."""
+    gradient_sync: Literal["step", "micro_batch"] = "step"
+    """How often several ranks add their gradients up: once a step, for which each keeps the gradient of the whole model
+    (4 bytes per weight), or after each micro-batch, which sends as much each time.
+    """
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between durable checkpoints, at most."""
     checkpoint_every_s: float = Field(default=600.0, ge=1, le=86_400)
     """Seconds between durable checkpoints, at most, unless a step takes longer: what a killed trainer takes again."""
+    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic of the forward and the backward pass; `auto` is fp32 on a CPU, bf16 on a GPU. Masters, moments and
+    sums of gradients are fp32, weights bf16, in either.
+    """
     keep_checkpoints: int = Field(default=2, ge=1, le=1000)
     """Checkpoints kept."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -286,6 +200,15 @@ class PolicySettings(Section):
         return None if value is None else value.model_dump(mode="json", exclude_unset=True)
 
 
+class RowLimits(NamedTuple):
+    """What a trainer can train on."""
+
+    max_tokens: int
+    """Of one row: `trainer.tokens_per_microbatch`, for a row is never cut."""
+    vocab_size: int | None
+    """Token ids from 0 to this, exclusive; None where only who has the model knows."""
+
+
 @dataclass(frozen=True)
 class ResolvedPolicy:
     """All settings of one policy; `Recipe.policy` makes it, and nothing else reads them."""
@@ -295,6 +218,8 @@ class ResolvedPolicy:
     """Of the policy that the weights are from."""
     tokenizer_of: str
     """The policy whose tokenizer it has; the policy itself where it has its own."""
+    vocab_size: int | None
+    """Most token ids of a model that is built from `architecture`; None for others, which bring their own."""
     train: bool
     sampling: SamplingSettings
     steps: int
@@ -330,6 +255,14 @@ class Recipe(Section):
     def _sequences_fit(self) -> Recipe:
         for name in {role.policy_id: None for role in self.resolved_roles.values()}:
             policy = self.policy(name)
+            sampled, row = policy.sampling.max_new_tokens, policy.trainer.tokens_per_microbatch
+            if policy.train:
+                policy.sampling.require_trainable(f"policies.{name}.sampling")
+            if policy.train and sampled >= row:
+                raise ValueError(
+                    f"policies.{name}: max_new_tokens {sampled} and a prompt of at least 1 token are more than "
+                    f"trainer.tokens_per_microbatch {row}, and a row is never cut; lower the first or raise the second"
+                )
             architecture = policy.model.architecture
             if architecture and policy.sampling.max_new_tokens >= architecture.max_position_embeddings:
                 raise ValueError(
@@ -347,10 +280,11 @@ class Recipe(Section):
             _check_lora(name, lora, policies=self.policies)
         for name in self.raas.swap_seats or ():
             require_policy(name, self.resolved_roles, place="raas.swap_seats", kind="role")
-        num_trained = sum(policy.train for policy in self.policies.values())
-        if not num_trained:
+        trained = [name for name, policy in self.policies.items() if policy.train]
+        if not trained:
             raise ValueError("no policy is trained; take `train: false` from one of policies")
-        if self.dataflow.alternate_every_steps and num_trained == 1:
+        require_routes(self.dataflow.routes, trained=trained, has_archive=self.dataflow.archive is not None)
+        if self.dataflow.alternate_every_steps and len(trained) == 1:
             raise ValueError(
                 f"dataflow.alternate_every_steps is {self.dataflow.alternate_every_steps} and one policy is trained; "
                 "take it out, or train another policy"
@@ -364,12 +298,24 @@ class Recipe(Section):
         trained = Counter(role.policy_id for role in self.resolved_roles.values() if role.is_trained)
         for policy_id, num_roles in trained.items():
             batches = self.resolved_policies[policy_id].batches
-            room = batches.max_staleness * batches.groups_per_step + 1
+            if batches.batch_needs:
+                batches.batch_needs.require_possible(policy_id, num_groups=batches.fresh_groups)
+            has_barrier = self.dataflow.barrier != "none"
+            room = 1 if has_barrier else batches.max_staleness * batches.fresh_groups + 1
+            if batches.replay and batches.fresh_groups == batches.groups_per_step:
+                raise ValueError(
+                    f"replay.ratio {batches.replay.ratio} of {batches.groups_per_step} groups_per_step of policy "
+                    f"{policy_id!r} is less than one group; raise one of them, or leave `replay` out"
+                )
             if self.dataflow.admit == "all" and num_roles > room:
+                because = (
+                    f"dataflow.barrier is `{self.dataflow.barrier}`, and the last group of a batch comes alone"
+                    if has_barrier
+                    else f"max_staleness {batches.max_staleness} · groups_per_step {batches.groups_per_step} + 1"
+                )
                 raise ValueError(
                     f"dataflow.admit is `all` and policy {policy_id!r} has {num_roles} trained roles, but its window "
-                    f"may have room for {room} groups only (max_staleness {batches.max_staleness} · groups_per_step "
-                    f"{batches.groups_per_step} + 1); raise one of them, or set admit to `any`"
+                    f"may have room for {room} groups only ({because}); raise the window, or set admit to `any`"
                 )
         return self
 
@@ -377,6 +323,14 @@ class Recipe(Section):
     def resolved_policies(self) -> Mapping[str, ResolvedPolicy]:
         """Every policy with its settings, in recipe order."""
         return {policy_id: self._resolve(policy_id) for policy_id in self.policies}
+
+    @cached_property
+    def row_limits(self) -> Mapping[str, RowLimits]:
+        """What the trainer of each policy can train on, as far as the recipe says."""
+        return {
+            policy_id: RowLimits(policy.trainer.tokens_per_microbatch, policy.vocab_size)
+            for policy_id, policy in self.resolved_policies.items()
+        }
 
     @cached_property
     def resolved_roles(self) -> Mapping[str, ResolvedRole]:
@@ -437,7 +391,8 @@ class Recipe(Section):
         policy = self.policies[policy_id]
         model = self.policies[self._source(policy_id, "from_policy")].model
         tokenizer_of = self._source(policy_id, "tokenizer.from_policy")
-        if model.architecture and self.policies[tokenizer_of].model.tokenizer is None:
+        tokenizer = self.policies[tokenizer_of].model.tokenizer
+        if model.architecture and tokenizer is None:
             raise ValueError(
                 f"policies.{policy_id}.model.tokenizer.from_policy: policy {tokenizer_of!r} trains no tokenizer, its "
                 "model has one; name a policy that is built from `architecture`"
@@ -456,6 +411,7 @@ class Recipe(Section):
             policy_id=policy_id,
             model=model,
             tokenizer_of=tokenizer_of,
+            vocab_size=tokenizer.vocab_size if model.architecture and tokenizer else None,
             train=policy.train,
             sampling=policy.sampling,
             steps=self.run.steps and (policy.steps or self.run.steps),

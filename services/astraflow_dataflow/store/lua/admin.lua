@@ -3,20 +3,34 @@
 local DEAD_PER_CALL = 500
 local MAX_PINS = 1000
 
+local function unknown_node(node)
+  return refuse('NOTFOUND', 'node ' .. node .. ' has not joined this run; ListNodes shows who has')
+end
+
 -- drain: node, reason. The node gets nothing more from now on. Returns { leases held, '1' when connected }.
 SIGNATURE.drain = { 'node', 'reason' }
-local function drain(keys, a)
+function F.drain(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
-  if call('EXISTS', N) == 0 then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; ListNodes shows who has') end
-  call('HSET', N, 'drain', a.reason)
-  emit(P, 'node ' .. a.node, 'drain', a.reason)
+  if call('EXISTS', N) == 0 then return unknown_node(a.node) end
+  drain(P, a.node, a.reason)
   local connected = tonumber(call('HGET', N, 'connected_until') or 0) > now_ms()
   return { call('SCARD', K.node_leases(P, a.node)), connected and '1' or '0' }
 end
 
+-- undrain: node. It may have leases again. Returns why it was drained, or ''.
+SIGNATURE.undrain = { 'node' }
+function F.undrain(keys, a)
+  local P, N = keys[1], K.node(keys[1], a.node)
+  if call('EXISTS', N) == 0 then return unknown_node(a.node) end
+  local reason = call('HGET', N, 'drain')
+  call('HDEL', N, 'drain', 'poison', 'poison_at')
+  emit(P, 'work')
+  return reason or ''
+end
+
 -- pin: policy, version, reason. Returns the time of the pin; pinning again keeps it and replaces the reason.
 SIGNATURE.pin = { 'policy', 'version', 'reason' }
-local function pin(keys, a)
+function F.pin(keys, a)
   local P, pins = keys[1], K.pins(keys[1], a.policy)
   if call('HEXISTS', K.versions(P, a.policy), a.version) == 0 then
     return refuse('NOTFOUND', 'version ' .. a.version .. ' of ' .. a.policy .. ' is not announced; ListVersions shows those that are')
@@ -32,7 +46,7 @@ end
 
 -- unpin: policy, version. Returns 1 when it was pinned.
 SIGNATURE.unpin = { 'policy', 'version' }
-local function unpin(keys, a)
+function F.unpin(keys, a)
   return call('HDEL', K.pins(keys[1], a.policy), a.version)
 end
 
@@ -53,9 +67,10 @@ local function revive(P, f)
       call('HDEL', T, names[i])
     end
   end
-  call('HDEL', T, 'why', 'credited', 'uncredited', 'avoid', 'node')
-  local entry = call('XADD', K.lane(P, TRAIN), '*', 'task', task)
-  call('HSET', T, 'state', 'queued', 'attempt', f.attempt, 'tries', 0, 'size', size, 'left', size, 'lane', TRAIN, 'entry', entry,
+  call('HDEL', T, 'why', 'credited', 'uncredited', 'avoid', 'node', 'letter')
+  local lane = lane_of(P, call('HGET', T, 'priority') or '0')
+  local entry = call('XADD', K.lane(P, lane), '*', 'task', task)
+  call('HSET', T, 'state', 'queued', 'attempt', f.attempt, 'tries', 0, 'size', size, 'left', size, 'lane', lane, 'entry', entry,
     'evaluation', '', 'spec', f.spec)
   call('PERSIST', T)
   call('PERSIST', K.trace(P, task))
@@ -64,9 +79,9 @@ end
 
 -- requeue: letter ids, or none for the oldest. Returns { requeued, unknown, kept }.
 SIGNATURE.requeue = { rest = true }
-local function requeue(keys, a)
+function F.requeue(keys, a)
   local P, requeued, unknown, kept, entries = keys[1], 0, 0, 0, {}
-  if call('HGET', K.run(P), 'state') ~= 'active' then
+  if run_of(P).state ~= 'active' then
     return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
   end
   if #a.rest == 0 then entries = call('XRANGE', K.dead(P), '-', '+', 'COUNT', DEAD_PER_CALL) end
@@ -90,7 +105,7 @@ end
 
 -- purge: letter ids, or none for all. Returns how many were forgotten.
 SIGNATURE.purge = { rest = true }
-local function purge(keys, a)
+function F.purge(keys, a)
   local P = keys[1]
   if #a.rest == 0 then return call('XTRIM', K.dead(P), 'MAXLEN', 0) end
   return call('XDEL', K.dead(P), unpack(a.rest))
@@ -98,7 +113,7 @@ end
 
 -- refused: nodes. Returns { tasks that all of them refused, one of these, since when }, looking at the oldest that wait to be tried again.
 SIGNATURE.refused = { rest = true }
-local function refused(keys, a)
+function F.refused(keys, a)
   local P, n, example, since = keys[1], 0, '', 0
   local lanes = call('HKEYS', K.open_evaluations(P))
   lanes[#lanes + 1] = TRAIN
@@ -118,6 +133,6 @@ local function refused(keys, a)
 end
 
 -- beat. Writes something, so that waiting for it to be safe means that all before it is.
-local function beat(keys)
+function F.beat(keys)
   return call('INCR', keys[1])
 end

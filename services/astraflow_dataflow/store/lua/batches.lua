@@ -39,19 +39,32 @@ local function held_by_another(P, policy, claimer, lease_ms)
     'anyway, which fences that trainer', 'holder=' .. f[1])
 end
 
+-- The plug-ins that were asked for last hold from now on, if they do not yet: no step is in hand, or one has just ended. Of those that were asked
+-- for since the last time only the newest do.
+local function switch_plugins(P)
+  local f = call('HMGET', K.run(P), 'switches', 'switch')
+  if not f[1] or f[1] == f[2] then return end
+  local steps = {}
+  for _, policy in ipairs(policies(P)) do steps[#steps + 1] = policy .. ' ' .. call('HGET', K.policy(P, policy), 'finished') end
+  call('HSET', K.switch(P, f[1]), 'effect_ms', now_ms(), 'steps', lines(steps))
+  call('HSET', K.run(P), 'switch', f[1], 'archive', call('HGET', K.switch(P, f[1]), 'archive'))
+  emit(P, 'run')
+end
+
 local function unbind(P, policy, step, id)
+  return_replayed(P, policy, id)
   call('HDEL', K.steps(P, policy), step)
   call('HDEL', K.unpublished(P, policy), step)
   call('ZREM', K.batch_leases(P), id)
+  switch_plugins(P)
 end
 
 -- Drops the trajectories of a batch that nobody may train on; returns how many.
 local function discard(P, id)
-  local f = call('HMGET', K.batch(P, id), 'groups', 'n')
+  local f = call('HMGET', K.batch(P, id), 'groups', 'n', 'step')
   for _, gid in ipairs(split(f[1])) do
     note_group(P, gid, 'D', 'voided')
-    forget(P, split(call('HGET', K.group(P, gid), 'ids')))
-    call('UNLINK', K.group(P, gid))
+    retire_group(P, gid, 'voided', f[3], id)
   end
   count(P, 'in_batch', -tonumber(f[2]))
   count(P, 'dropped:voided', tonumber(f[2]))
@@ -81,7 +94,7 @@ end
 -- and to hold nothing, the last step it will take or 0, identity and step of an accepted loss or ''. Returns { epoch, last finished step, last
 -- durable step, newest version or '', identity of the run }.
 SIGNATURE.claim = { 'policy', 'trainer', 'known_epoch', 'held_epoch', 'incarnation', 'lease_ms', 'only_if_unheld', 'last_step', 'lost_identity', 'lost_step' }
-local function claim(keys, a)
+function F.claim(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
   local f = call('HMGET', Q, 'epoch', 'trainer', 'incarnation')
@@ -102,6 +115,7 @@ local function claim(keys, a)
     call('HDEL', Q, 'doubt')
     note_heard(P, a.policy)
   end
+  emit(P, 'due')
   if a.lost_identity ~= '' then accept_loss(P, a.policy, a.lost_identity, tonumber(a.lost_step)) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '', call('HGET', K.run(P), 'identity') or '' }
@@ -110,7 +124,7 @@ end
 -- hold: policy, epoch or 0, then what the trainer says that it waits for: reason, detail, progress, each or ''. The trainer of the epoch lives,
 -- whatever it is busy with; one without an epoch is only listened to. Returns 1.
 SIGNATURE.hold = { 'policy', 'epoch', 'reason', 'detail', 'progress' }
-local function hold(keys, a)
+function F.hold(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
   if tonumber(a.epoch) > 0 then
@@ -125,11 +139,12 @@ end
 
 -- release_policy: policy, epoch, why its trainer does not trust what is here or ''. The trainer ends: nobody holds the policy. Returns 1.
 SIGNATURE.release_policy = { 'policy', 'epoch', 'doubt' }
-local function release_policy(keys, a)
+function F.release_policy(keys, a)
   local refusal = fenced(keys[1], a.policy, a.epoch)
   if refusal then return refusal end
   call('HDEL', K.policy(keys[1], a.policy), 'heard_ms')
   if a.doubt ~= '' then call('HSET', K.policy(keys[1], a.policy), 'doubt', a.doubt) end
+  emit(keys[1], 'due')
   return 1
 end
 
@@ -139,13 +154,12 @@ local function drop_stale(P, policy, base, limit)
   if bound <= 0 then return false end
   local old = call('ZRANGEBYSCORE', K.ready(P, policy), '-inf', '(' .. precise(bound * 4294967296), 'LIMIT', 0, limit)
   for _, gid in ipairs(old) do
-    local f = call('HMGET', K.group(P, gid), 'n', 'ids')
+    local n = tonumber(call('HGET', K.group(P, gid), 'n'))
     call('ZREM', K.ready(P, policy), gid)
-    count(P, 'ready', -tonumber(f[1]))
-    count(P, 'dropped:stale', tonumber(f[1]))
+    count(P, 'ready', -n)
+    count(P, 'dropped:stale', n)
     note_group(P, gid, 'D', 'stale')
-    forget(P, split(f[2]))
-    call('UNLINK', K.group(P, gid))
+    retire_group(P, gid, 'stale')
   end
   if #old > 0 then emit(P, 'work') end
   return #old == limit
@@ -175,19 +189,31 @@ local function bind(P, policy, step, base, gids, lease_ms)
     n = n + tonumber(call('HGET', K.group(P, gid), 'n'))
     note_group(P, gid, 'B', id, step)
   end
-  call('HSET', K.batch(P, id), 'policy', policy, 'step', step, 'base', base, 'groups', lines(gids), 'n', n, 'stage', '')
+  call('HSET', K.batch(P, id), 'policy', policy, 'step', step, 'base', base, 'groups', lines(gids), 'n', n, 'stage', '',
+    'replayed', lines(take_replayed(P, policy, base)))
   call('HSET', K.steps(P, policy), step, id)
   call('HSET', K.unpublished(P, policy), step, #gids)
   call('ZADD', K.batch_leases(P), now_ms() + lease_ms, id)
-  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'voided_step', 'voided', 'voided_batch')
+  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'lack', 'lack_since', 'voided_step', 'voided', 'voided_batch')
   count(P, 'ready', -n)
   count(P, 'in_batch', n)
+  emit(P, 'due')
+  -- Nodes may go on with the next batch.
+  if (call('HGET', K.policy(P, policy), 'barrier') or 'none') ~= 'none' then emit(P, 'work') end
   return id
 end
 
--- The ready groups a selector chooses from, nearest deadline first.
+-- Whether other groups of a policy are sampled, or may be leased yet.
+local function more_come(P, policy)
+  if call('SCARD', K.outstanding(P, policy)) > 0 then return 1 end
+  local is_over = free_credit(P, policy, 0) == 0 or queued(P) == 0 and call('HGET', K.run(P), 'exhausted') == '1'
+  return is_over and 0 or 1
+end
+
+-- The ready groups a batch is chosen from, nearest deadline first.
 local function offer(P, policy, limit)
-  local out = { 'offer', call('SCARD', K.outstanding(P, policy)) }
+  local lacked = now_ms() - tonumber(call('HGET', K.policy(P, policy), 'lack_since') or now_ms())
+  local out = { 'offer', call('SCARD', K.outstanding(P, policy)), more_come(P, policy), lacked }
   local ready = call('ZRANGE', K.ready(P, policy), 0, limit - 1, 'WITHSCORES')
   for i = 1, #ready, 2 do out[#out + 1] = { ready[i], ready[i + 1], call('HGET', K.group(P, ready[i]), 'items') } end
   return out
@@ -203,21 +229,35 @@ local function all_ready(P, policy, wanted, chosen)
   return n == wanted
 end
 
--- What a selector makes of a step that could be bound: a reply when there is nothing to bind yet, nil when its choice can be.
-local function selected(P, policy, wanted, mode, wait_ms, limit, chosen)
+-- What a selector, or what the batch needs, makes of a step that could be bound: a reply when there is nothing to bind yet, nil when the choice can
+-- be. How long it lacks something is kept apart from the wait, which ends while the trainer does not ask.
+local function selected(P, policy, wanted, mode, wait_ms, limit, lack, chosen)
   if mode == 'offer' then return offer(P, policy, math.max(limit, wanted)) end
   if mode == 'wait' then
     note_wait(P, policy, 'selector', wait_ms)
     return { 'wait', 'selector', 'the selector wants other groups than those that are ready' }
   end
+  if mode == 'lack' then
+    call('HSETNX', K.policy(P, policy), 'lack_since', now_ms())
+    call('HSET', K.policy(P, policy), 'lack', lack)
+    note_wait(P, policy, 'batch_needs', wait_ms)
+    return { 'wait', 'batch_needs', lack }
+  end
   return not all_ready(P, policy, wanted, chosen) and { 'more' } or nil
 end
 
--- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms; with a selector also 'offer',
--- 'wait' or 'take', most groups offered, groups to take. Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' } |
--- { 'offer', outstanding groups, { group, score, items }... }.
-SIGNATURE.acquire = { 'policy', 'epoch', 'step', 'base', 'max_behind', 'stale_limit', 'lease_ms', 'wait_ms', 'mode', 'offered', rest = true }
-local function acquire(keys, a)
+-- Groups of all policies that nodes sample or will sample again.
+local function still_sampled(P)
+  local n = 0
+  for _, policy in ipairs(policies(P)) do n = n + call('SCARD', K.outstanding(P, policy)) end
+  return n
+end
+
+-- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms; to choose groups also 'offer',
+-- 'wait', 'lack' or 'take', most groups offered, what is lacking, groups to take. Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' } |
+-- { 'offer', outstanding groups, 1 when others come, ms that the batch has lacked something, { group, score, items }... }.
+SIGNATURE.acquire = { 'policy', 'epoch', 'step', 'base', 'max_behind', 'stale_limit', 'lease_ms', 'wait_ms', 'mode', 'offered', 'lack', rest = true }
+function F.acquire(keys, a)
   local P, policy, step, base = keys[1], a.policy, tonumber(a.step), tonumber(a.base)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
@@ -227,7 +267,7 @@ local function acquire(keys, a)
     call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
     return { 'bound', id, call('HGET', K.batch(P, id), 'stage') }
   end
-  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step')
+  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step', 'barrier')
   local finished = tonumber(f[1])
   if step <= finished then
     return refuse('NOTFOUND', 'step ' .. step .. ' is not retained: steps up to ' .. f[2] .. ' are durable; resume from there')
@@ -236,7 +276,7 @@ local function acquire(keys, a)
     return refuse('INVALID', 'step ' .. step .. ' cannot be bound: the last finished step is ' .. finished .. ', ask for ' .. finished + 1)
   end
   note_heard(P, policy)
-  if call('HGET', K.run(P), 'state') ~= 'active' then return { 'wait', 'run_finished', 'the run takes no more steps' } end
+  if run_of(P).state ~= 'active' then return { 'wait', 'run_finished', 'the run takes no more steps' } end
   local whose, last = turn(P)
   if whose and whose ~= policy then
     note_wait(P, policy, 'turn', tonumber(a.wait_ms))
@@ -253,31 +293,41 @@ local function acquire(keys, a)
     note_wait(P, policy, 'ready_groups', tonumber(a.wait_ms))
     return { 'wait', 'ready_groups', ready .. ' of ' .. f[4] .. ' groups are ready' }
   end
+  local sampled = f[5] == 'phase' and still_sampled(P) or 0
+  if sampled > 0 then
+    note_wait(P, policy, 'barrier', tonumber(a.wait_ms))
+    return { 'wait', 'barrier', sampled .. ' groups are still sampled' }
+  end
   local wanted, chosen = tonumber(f[4]), a.rest
-  local instead = a.mode and selected(P, policy, wanted, a.mode, tonumber(a.wait_ms), tonumber(a.offered), chosen)
+  local instead = a.mode and selected(P, policy, wanted, a.mode, tonumber(a.wait_ms), tonumber(a.offered), a.lack, chosen)
   if instead then return instead end
   return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a.lease_ms)), '' }
 end
 
--- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then the items of its groups when there is no manifest yet.
+-- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then when there is no manifest yet the items of its groups, and
+-- { use, items } of those that it replays.
 SIGNATURE.batch = { 'policy', 'epoch', 'step' }
-local function batch(keys, a)
+function F.batch(keys, a)
   local P, policy = keys[1], a.policy
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
   local id = call('HGET', K.steps(P, policy), a.step)
   if not id then return unbound(P, policy, a.step) end
-  local f = call('HMGET', K.batch(P, id), 'base', 'manifest', 'groups')
+  local f = call('HMGET', K.batch(P, id), 'base', 'manifest', 'groups', 'replayed')
   local out = { id, f[1], f[2] or '' }
   if not f[2] then
     for _, gid in ipairs(split(f[3])) do out[#out + 1] = call('HGET', K.group(P, gid), 'items') end
+    for _, line in ipairs(split(f[4])) do
+      local gid, use = string.match(line, '^(%S+) (%d+)$')
+      out[#out + 1] = { tonumber(use), call('HGET', K.group(P, gid), 'items') }
+    end
   end
   return out
 end
 
 -- seal: policy, batch, manifest, digest, then staleness, trajectories. Keeps the first manifest; a repetition changes nothing.
 SIGNATURE.seal = { 'policy', 'batch', 'manifest', 'digest', each = { 'age', 'trajectories' } }
-local function seal(keys, a)
+function F.seal(keys, a)
   local P, B = keys[1], K.batch(keys[1], a.batch)
   if call('EXISTS', B) == 0 or call('HSETNX', B, 'manifest', a.manifest) == 0 then return 0 end
   call('HSET', B, 'digest', a.digest)
@@ -287,13 +337,18 @@ end
 
 local STAGE_ORDER = { [''] = 0, intent = 1, trained = 2, skipped = 2 }
 
-local function end_step(P, policy, step, id, stage, n)
-  local trained = stage == 'trained'
-  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do note_group(P, gid, 'A', stage) end
+local function end_step(P, policy, step, id, stage, n, priorities)
+  local trained, priority_of = stage == 'trained', {}
+  for _, item in ipairs(priorities) do priority_of[item.gid] = item.priority end
+  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do
+    note_group(P, gid, 'A', stage)
+    if trained then keep_for_replay(P, policy, gid, step, id, priority_of[gid] or 0) end
+  end
   count(P, 'in_batch', -n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
   call('ZREM', K.batch_leases(P), id)
+  switch_plugins(P)
   if not trained then call('HDEL', K.unpublished(P, policy), step) end
   local takes_turns = turn(P)
   if not trained or takes_turns then emit(P, 'work') end
@@ -301,9 +356,10 @@ local function end_step(P, policy, step, id, stage, n)
   if takes_turns then emit(P, 'run') end
 end
 
--- ack: policy, epoch, step, batch, digest, stage. Stages only move forward. Returns the stage recorded now.
-SIGNATURE.ack = { 'policy', 'epoch', 'step', 'batch', 'digest', 'stage' }
-local function ack(keys, a)
+-- ack: policy, epoch, step, batch, digest, stage, then priority of each group where they are replayed by it. Stages only move forward. Returns the
+-- stage recorded now.
+SIGNATURE.ack = { 'policy', 'epoch', 'step', 'batch', 'digest', 'stage', each = { 'gid', 'priority' } }
+function F.ack(keys, a)
   local P, policy, B = keys[1], a.policy, K.batch(keys[1], a.batch)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
@@ -330,8 +386,9 @@ local function ack(keys, a)
   end
   call('HSET', B, 'stage', a.stage, 'epoch', a.epoch)
   if next_order == 2 then
-    end_step(P, policy, a.step, a.batch, a.stage, tonumber(f[3]))
-    call('XADD', K.consumed(P, policy), '*', 'step', a.step, 'batch', a.batch, 'stage', a.stage, 'epoch', a.epoch, 'digest', a.digest, 'n', f[3])
+    end_step(P, policy, a.step, a.batch, a.stage, tonumber(f[3]), a.each)
+    call('XADD', K.consumed(P, policy), '*', 'step', a.step, 'batch', a.batch, 'stage', a.stage, 'epoch', a.epoch, 'digest', a.digest, 'n', f[3],
+      'replayed', call('HGET', B, 'replayed'))
   end
   return a.stage
 end
@@ -344,12 +401,13 @@ local function return_groups(P, policy, gids, n, reason)
   count(P, 'in_batch', -n)
   count(P, 'ready', n)
   emit(P, 'ready ' .. policy)
+  emit(P, 'work')
   return #gids
 end
 
 -- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
 SIGNATURE.nack = { 'policy', 'epoch', 'step' }
-local function nack(keys, a)
+function F.nack(keys, a)
   local P, policy = keys[1], a.policy
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
@@ -367,7 +425,7 @@ end
 
 -- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.
 SIGNATURE.void = { 'policy', 'step', 'batch', 'action', 'reason' }
-local function void(keys, a)
+function F.void(keys, a)
   local P, policy, B = keys[1], a.policy, K.batch(keys[1], a.batch)
   local f = call('HMGET', B, 'stage', 'groups', 'n', 'returned', 'dropped')
   if f[1] == 'voided' then return { tonumber(f[4]), tonumber(f[5]) } end
@@ -394,7 +452,7 @@ end
 
 -- renew_batch: policy, epoch, step, lease ms. Returns 1 when a batch is bound.
 SIGNATURE.renew_batch = { 'policy', 'epoch', 'step', 'lease_ms' }
-local function renew_batch(keys, a)
+function F.renew_batch(keys, a)
   local P = keys[1]
   local refusal = fenced(P, a.policy, a.epoch)
   if refusal then return refusal end
@@ -417,7 +475,7 @@ end
 -- mark_durable: policy, epoch, step. Never moves back. Ends the training of a run when it was the last that was missing. Returns the newest
 -- durable step.
 SIGNATURE.mark_durable = { 'policy', 'epoch', 'step' }
-local function mark_durable(keys, a)
+function F.mark_durable(keys, a)
   local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
@@ -427,44 +485,46 @@ local function mark_durable(keys, a)
   end
   local durable = math.max(tonumber(f[1]), tonumber(a.step))
   call('HSET', Q, 'durable', durable)
-  if all_done(P) and call('HGET', K.run(P), 'state') == 'active' then
-    call('HSET', K.run(P), 'state', 'finishing')
+  emit(P, 'due')
+  if all_done(P) and run_of(P).state == 'active' then
+    set_state(P, 'finishing')
     emit(P, 'run')
     emit(P, 'work')
   end
   return durable
 end
 
--- releasable: policy. Returns retained steps that a durable checkpoint covers.
+-- releasable: policy. Returns retained steps that a durable checkpoint covers, and 0 for what is kept for replay when no step follows.
 SIGNATURE.releasable = { 'policy' }
-local function releasable(keys, a)
+function F.releasable(keys, a)
   local P, policy = keys[1], a.policy
   local durable, steps = tonumber(call('HGET', K.policy(P, policy), 'durable')), {}
   for _, step in ipairs(call('HKEYS', K.steps(P, policy))) do
     if tonumber(step) <= durable then steps[#steps + 1] = step end
   end
+  if has_replay_left(P, policy) then steps[#steps + 1] = '0' end
   return steps
 end
 
--- release: policy, step. Frees one durable step. Returns the number of trajectories released.
+-- release: policy, step. Frees one durable step, or with step 0 some of what was kept for replay. Returns the number of trajectories released.
 SIGNATURE.release = { 'policy', 'step' }
-local function release(keys, a)
+function F.release(keys, a)
   local P, policy = keys[1], a.policy
+  if a.step == '0' then return end_replay(P, policy) end
   local id = call('HGET', K.steps(P, policy), a.step)
   if not id or tonumber(a.step) > tonumber(call('HGET', K.policy(P, policy), 'durable')) then return 0 end
-  local released = 0
-  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do
-    local ids = split(call('HGET', K.group(P, gid), 'ids'))
-    forget(P, ids)
-    call('UNLINK', K.group(P, gid))
-    released = released + #ids
-  end
+  local released = release_groups(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
   call('HDEL', K.steps(P, policy), a.step)
   return released
 end
 
--- late_batches. Returns batches whose lease is over; an alarm, nothing is unbound.
-local function late_batches(keys)
-  return call('ZRANGEBYSCORE', K.batch_leases(keys[1]), '-inf', now_ms(), 'LIMIT', 0, 100)
+-- pending. Returns { run state, tasks that are open or unsettled, batches whose lease is over (an alarm, nothing is unbound), ms until the next one
+-- is or '' }: what only time changes.
+function F.pending(keys)
+  local P, now = keys[1], now_ms()
+  local late = call('ZRANGEBYSCORE', K.batch_leases(P), '-inf', now, 'LIMIT', 0, 100)
+  local due = call('ZRANGEBYSCORE', K.batch_leases(P), '(' .. now, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local num_open = call('ZCARD', K.open(P)) + call('ZCARD', K.settling(P))
+  return { run_of(P).state, num_open, late, due[2] and tonumber(due[2]) - now or '' }
 end

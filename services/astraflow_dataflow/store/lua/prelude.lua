@@ -9,12 +9,24 @@ local MAX_EVENTS = 10000
 local MAX_DEAD = 10000
 local MAX_FAILURE_KINDS = 32
 local MAX_POISON = 1000
+-- So many accepted episodes of a node make up for one that is poison.
+local ACCEPTED_PER_POISON = 20
 -- How long a task waits for a node that plays all of its roles before one gets it that plays some.
 local RELUCTANCE_MS = 2000
 
+-- What one call of a function reads, or adds up, once; `begin` makes a new one. Redis runs one function at a time.
+local CALL
+
+local function begin()
+  CALL = { sums = {}, gathered = {}, emitted = {} }
+end
+
 local function now_ms()
-  local t = call('TIME')
-  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+  if not CALL.now then
+    local t = call('TIME')
+    CALL.now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+  end
+  return CALL.now
 end
 
 -- `metadata` is `name=value`; it travels with the error.
@@ -22,12 +34,101 @@ local function refuse(kind, text, metadata)
   return redis.error_reply(kind .. ' ' .. (metadata and '[' .. metadata .. '] ' or '') .. text)
 end
 
-local function count(P, field, by)
-  if by ~= 0 then call('HINCRBY', K.counters(P), field, by) end
+-- Something that a recount counts is elsewhere now, so one that is under way begins again.
+local function move()
+  CALL.moved = true
 end
 
+-- Adds to a field of a hash when the call ends, all that was added at once; nothing reads the field before.
+local function add(key, field, by)
+  CALL.sums[key] = CALL.sums[key] or {}
+  CALL.sums[key][field] = (CALL.sums[key][field] or 0) + by
+end
+
+local function count(P, field, by)
+  move()
+  add(K.counters(P), field, by)
+end
+
+local function write_sums(key, sums)
+  local fields, written = {}, {}
+  for field, by in pairs(sums) do
+    if by ~= 0 then fields[#fields + 1] = field end
+  end
+  if #fields == 1 then call('HINCRBY', key, fields[1], sums[fields[1]]) end
+  if #fields < 2 then return end
+  for i, value in ipairs(call('HMGET', key, unpack(fields))) do
+    written[#written + 1] = fields[i]
+    written[#written + 1] = string.format('%.0f', tonumber(value or 0) + sums[fields[i]])
+  end
+  call('HSET', key, unpack(written))
+end
+
+-- Lua hands over 8,000 values at most; even, for those that go in pairs.
+local MOST_VALUES = 4000
+
+-- A command of many values, in parts where they are too many. Returns all replies, or the elements of those that are lists.
+local function call_many(head, values)
+  local replies = {}
+  for first = 1, #values, MOST_VALUES do
+    local part = { unpack(head) }
+    for i = first, math.min(first + MOST_VALUES - 1, #values) do part[#part + 1] = values[i] end
+    local reply = call(unpack(part))
+    for _, one in ipairs(type(reply) == 'table' and reply or { reply }) do replies[#replies + 1] = one end
+  end
+  return replies
+end
+
+-- Values of a command that takes many: it is sent when the call ends, once for all of the same beginning. Nothing reads before what it changes.
+local function gather(head, ...)
+  local name = table.concat(head, ' ')
+  if not CALL.gathered[name] then
+    CALL.gathered[name] = { head = head }
+    table.insert(CALL.gathered, CALL.gathered[name])
+  end
+  for _, value in ipairs({ ... }) do table.insert(CALL.gathered[name], value) end
+end
+
+local function write_gathered(P)
+  if CALL.moved then add(K.counters(P), 'moved', 1) end
+  local sums, gathered = CALL.sums, CALL.gathered
+  CALL.sums, CALL.gathered, CALL.moved = {}, {}, false
+  for key, added in pairs(sums) do write_sums(key, added) end
+  for _, values in ipairs(gathered) do call_many(values.head, values) end
+end
+
+-- Calls a function: what it counted is written also when it fails, for what it moved until then stays moved.
+local function once(callback, keys, a)
+  local ok, reply = pcall(callback, keys, a)
+  write_gathered(keys[1])
+  if not ok then error(reply, 0) end
+  return reply
+end
+
+-- Topics: `work` (there may be tasks to lease), `ready <policy>`, `run`, `version <policy>`, `node <id>`, and `due`: something began that only time
+-- ends, or that a sweep ends. An event without fields says no more when a call repeats it.
 local function emit(P, topic, ...)
+  if select('#', ...) == 0 then
+    if CALL.emitted[topic] then return end
+    CALL.emitted[topic] = true
+  end
   call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...)
+end
+
+local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'admit', 'alternate', 'priorities', 'roles' }
+
+-- What is read of the run in almost every call.
+local function run_of(P)
+  if not CALL.run then
+    CALL.run = {}
+    for i, value in ipairs(call('HMGET', K.run(P), unpack(RUN_FIELDS))) do CALL.run[RUN_FIELDS[i]] = value end
+  end
+  return CALL.run
+end
+
+local function set_state(P, state)
+  call('HSET', K.run(P), 'state', state)
+  run_of(P).state = state
 end
 
 local function lines(list)
@@ -38,6 +139,26 @@ local function split(text)
   local list = {}
   for line in string.gmatch(text or '', '[^\n]+') do list[#list + 1] = line end
   return list
+end
+
+-- The lanes of training tasks, the most urgent first: those of priorities that were ever submitted, and that of priority 0. All share one set of
+-- tasks to be tried again.
+local function training_lanes(P)
+  local lanes = {}
+  for priority in string.gmatch(run_of(P).priorities or '', '%d') do lanes[#lanes + 1] = TRAIN .. ':' .. priority end
+  lanes[#lanes + 1] = TRAIN
+  return lanes
+end
+
+local function retries(P, lane)
+  return K.retry(P, string.match(lane, '^(' .. TRAIN .. '):%d$') or lane)
+end
+
+-- Training tasks that nobody has leased yet.
+local function queued(P)
+  local n = 0
+  for _, lane in ipairs(training_lanes(P)) do n = n + call('XLEN', K.lane(P, lane)) - call('XPENDING', K.lane(P, lane), GROUP)[1] end
+  return n
 end
 
 local function precise(number)
@@ -60,42 +181,56 @@ local function is_open(state)
 end
 
 -- The names of each function's arguments, in the order in which they are sent. What follows them is records with the fields `each`, or values
--- (`rest`). Sent by position and read by name: that costs Redis nothing measurable (37 and 44 us of CPU per commit, with and without), while
--- names on the wire, as pairs, cost the server 5.2 us instead of 3.3 to pack a commit.
+-- (`rest`). A record that has an `each` itself is followed by as many of those as its field `n` says. Sent by position and read by name: that
+-- costs Redis nothing measurable, while names on the wire, as pairs, cost the server 5.2 us instead of 3.3 to pack a commit.
 local SIGNATURE = {}
+-- The functions themselves: Lua has room for 200 local names.
+local F = {}
+
+-- The record that begins at `at`, and where the next one does.
+local function record(names, values, at)
+  local item = {}
+  for i, name in ipairs(names) do item[name] = values[at + i - 1] end
+  at = at + #names
+  if names.each then
+    item.each = {}
+    for i = 1, tonumber(item.n) do item.each[i], at = record(names.each, values, at) end
+  end
+  return item, at
+end
 
 local function by_name(names, values)
   if not names then return values end
-  local a = {}
+  local a, at = {}, #names + 1
   for i, name in ipairs(names) do a[name] = values[i] end
   if names.each then
     a.each = {}
-    for i = #names + 1, #values, #names.each do
-      local item = {}
-      for j, field in ipairs(names.each) do item[field] = values[i + j - 1] end
-      a.each[#a.each + 1] = item
-    end
+    while at <= #values do a.each[#a.each + 1], at = record(names.each, values, at) end
   elseif names.rest then
     a.rest = {}
-    for i = #names + 1, #values do a.rest[#a.rest + 1] = values[i] end
+    for i = at, #values do a.rest[#a.rest + 1] = values[i] end
   end
   return a
 end
 
 local function named(callback, names)
-  return function(keys, values) return callback(keys, by_name(names, values)) end
+  return function(keys, values)
+    begin()
+    return once(callback, keys, by_name(names, values))
+  end
 end
 
 -- Wraps a function so that it finds no run that does not exist or is being deleted: nothing may write its keys again.
 -- `names.without_run` is called then: it removes what was written in the same pipeline.
 local function of_a_run(callback, names)
   return function(keys, values)
-    local state = call('HGET', K.run(keys[1]), 'state')
+    begin()
+    local state = run_of(keys[1]).state
     if not state or state == 'deleting' then
       if names and names.without_run then names.without_run(keys[1], by_name(names, values)) end
       return refuse('NOTFOUND', 'no run ' .. string.match(keys[1], '{(.*)}') .. ' on this server; create it, or list the runs it has')
     end
-    return callback(keys, by_name(names, values))
+    return once(callback, keys, by_name(names, values))
   end
 end
 
@@ -106,13 +241,14 @@ local function position(P, moved)
 end
 
 local function policies(P)
-  return call('LRANGE', K.policies(P), 0, -1)
+  CALL.policies = CALL.policies or call('LRANGE', K.policies(P), 0, -1)
+  return CALL.policies
 end
 
 -- Whose turn it is to train, and the step that ends the turn; nil where all policies train at once, or have no steps left. It is the first, by
 -- name, of those with the fewest whole turns behind them, so it follows from the finished steps alone.
 local function turn(P)
-  local every = tonumber(call('HGET', K.run(P), 'alternate') or 0)
+  local every = tonumber(run_of(P).alternate or 0)
   if every == 0 then return nil end
   local whose, last, fewest
   for _, policy in ipairs(policies(P)) do
@@ -127,8 +263,10 @@ end
 
 -- Trained roles in recipe order, as { name, policy }.
 local function trained_roles(P)
+  if CALL.roles then return CALL.roles end
   local roles = {}
-  for _, line in ipairs(split(call('HGET', K.run(P), 'roles'))) do
+  CALL.roles = roles
+  for _, line in ipairs(split(run_of(P).roles)) do
     local name, policy = string.match(line, '^(%S+) (%S+)$')
     roles[#roles + 1] = { name = name, policy = policy }
   end

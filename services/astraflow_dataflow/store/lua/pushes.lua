@@ -1,27 +1,66 @@
--- Episodes: one call commits a whole episode, or says why not. The outcome table is section "push" of docs/dataflow.md.
+-- Episodes: one call commits many, each whole, or says why not. The outcome table is section "push" of docs/dataflow.md. Those of one task are
+-- taken together, as if they had been pushed one after the other: what they change of it is read once and written once.
 
--- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them. `a` is what commit was called with.
-local function turn_away(P, a, known, outcome, reason, items, detail)
-  local n, task, episode = 0, a.task, a.episode
-  for _, item in ipairs(items) do
-    -- An accepted push of the same episode owns these bytes.
-    local owned = call('HGET', K.owners(P), item.id) == episode
-    if item.stored and not owned then call('UNLINK', K.payload(P, episode, item.id)) end
-    n = n + 1
+-- Reads what a commit needs to know of a task: its fields, and of each episode the member's and the episode's own.
+local function read_task(P, t)
+  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node' }, {}
+  for _, e in ipairs(t.episodes) do
+    names[#names + 1] = 'm' .. e.member
+    names[#names + 1] = 'r' .. e.episode
   end
-  count(P, 'ingested', n)
-  count(P, 'dropped:' .. reason, n)
-  if known then
-    call('HSET', K.task(P, task), 'r' .. episode, outcome .. ' ' .. (detail or ''))
-    note_episode(P, task, a.member, a.attempt, a.node, episode, outcome, a.failed, detail or reason, items)
-  end
-  return { outcome, detail or '', {}, position(P, true) }
+  for i, value in ipairs(call('HMGET', K.task(P, t.id), unpack(names))) do fields[names[i]] = value or nil end
+  t.fields, t.is_evaluation = fields, (fields.evaluation or '') ~= ''
 end
 
-local function credit_node(P, node, items)
-  if call('SISMEMBER', K.nodes(P), node) == 1 then
-    call('HINCRBY', K.node(P, node), 'episodes', 1)
-    if #items > 0 then call('HINCRBY', K.node(P, node), 'trajectories', #items) end
+local function set(t, field, value)
+  t.fields[field] = value
+  t.set[#t.set + 1] = field
+  t.set[#t.set + 1] = value
+end
+
+-- Writes what a commit changed of a task. A task that was never leased has no trace until an episode of it is accepted.
+local function write_task(P, t, horizon)
+  call_many({ 'HSET', K.task(P, t.id) }, t.set)
+  call_many({ 'HSET', K.members(P, t.id) }, t.headers)
+  if #t.notes > 0 and note_all(P, t.id, t.notes) == 0 and t.first_accepted then
+    open_trace(P, t.id)
+    note_all(P, t.id, t.notes, t.first_accepted)
+  end
+  if t.first_accepted and t.fields.state == 'queued' then open_task(P, t.id, now_ms() + horizon) end
+end
+
+-- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them.
+local function turn_away(P, t, e, outcome, reason, detail)
+  local known = t.fields.state
+  for _, item in ipairs(e.each) do
+    -- An accepted push of the same episode owns these bytes.
+    if not t.is_evaluation and CALL.owners[item.id] ~= e.episode then
+      -- What belongs to no task is refused again each time, and poison is kept elsewhere: neither is archived.
+      if known and outcome ~= 'POISON' then
+        retire_refused(P, t.id, e.episode, item.policy, reason, item.header, item.id)
+      else
+        call('UNLINK', K.payload(P, e.episode, item.id))
+        CALL.has_all = false
+      end
+    end
+  end
+  count(P, 'ingested', #e.each)
+  count(P, 'dropped:' .. reason, #e.each)
+  if outcome == 'POISON' then table.insert(CALL.poison_of, e.node) end
+  if known then
+    set(t, 'r' .. e.episode, outcome .. ' ' .. (detail or ''))
+    t.notes[#t.notes + 1] = episode_entry(e, outcome, detail or reason, e.each)
+  end
+  return { outcome, detail or '' }
+end
+
+local function credit_node(P, e)
+  local N = K.node(P, e.node)
+  CALL.nodes = CALL.nodes or {}
+  if CALL.nodes[N] == nil then CALL.nodes[N] = call('SISMEMBER', K.nodes(P), e.node) == 1 end
+  if CALL.nodes[N] then
+    add(N, 'episodes', 1)
+    add(N, 'trajectories', #e.each)
   end
 end
 
@@ -51,100 +90,169 @@ local function accept_evaluation(P, id, items, metrics, journal)
   count(P, 'evaluated', #items)
 end
 
-local function accept_training(P, task, episode, items)
-  for _, item in ipairs(items) do
-    call('PERSIST', K.payload(P, episode, item.id))
-    call('HSET', K.owners(P), item.id, episode)
-    call('HSET', K.members(P, task), item.id, item.header)
+local function accept_training(P, t, e)
+  for _, item in ipairs(e.each) do
+    call('PERSIST', K.payload(P, e.episode, item.id))
+    gather({ 'HSET', K.owners(P) }, item.id, e.episode)
+    CALL.owners[item.id] = e.episode
+    t.headers[#t.headers + 1] = item.id
+    t.headers[#t.headers + 1] = item.header
   end
-  count(P, 'ingested', #items)
-  count(P, 'assembling', #items)
+  count(P, 'ingested', #e.each)
+  count(P, 'assembling', #e.each)
 end
 
--- Ends a task whose last member came. Returns it when the caller must settle it, else {}.
-local function complete_task(P, task, evaluation, failed, node)
-  end_lease(P, task, 'group_closed', node, 'completed')
-  if evaluation ~= '' then
-    leave_lane(P, task)
-    entomb(P, task, 86400000)
-    call('HINCRBY', K.evaluation(P, evaluation), failed and 'failed' or 'done', 1)
-    if not failed then note_completed(P, 'evaluation') end
-    finish_evaluation(P, evaluation)
-    return {}
+-- The last member came: the lease ends, and of a training task nothing is open any more.
+local function close_complete(P, t, e)
+  local f = t.fields
+  t.last = e
+  if not t.is_evaluation then note_pace(P, t.id, e.node) end
+  if f.state == 'leased' then
+    t.notes[#t.notes + 1] = trace_entry('l', f.attempt, 'completed')
+    leave_lease(P, t.id, f.node, f.attempt, 'group_closed', e.node)
   end
-  call('HSET', K.task(P, task), 'state', 'complete', 'why', '')
-  call('ZREM', K.open(P), task)
-  call('ZREM', K.retry(P, TRAIN), task)
-  call('ZADD', K.settling(P), now_ms(), task)
-  return complete_task_of(P, task)
+  if t.is_evaluation then return end
+  move()
+  set(t, 'state', 'complete')
+  set(t, 'why', '')
+  gather({ 'ZREM', K.open(P) }, t.id)
+  gather({ 'ZREM', K.retry(P, TRAIN) }, t.id)
+  gather({ 'ZADD', K.settling(P) }, now_ms(), t.id)
+end
+
+local function end_evaluation_task(P, t)
+  local f = call('HMGET', K.task(P, t.id), 'lane', 'entry')
+  leave_lane(P, t.id, f[1], f[2])
+  entomb(P, t.id, 86400000)
+  call('HINCRBY', K.evaluation(P, t.fields.evaluation), t.last.failed == '1' and 'failed' or 'done', 1)
+  if t.last.failed ~= '1' then note_completed(P, 'evaluation') end
+  finish_evaluation(P, t.fields.evaluation)
 end
 
 -- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
-local function unusable(P, episode, items)
-  for _, item in ipairs(items) do
-    if call('HEXISTS', K.owners(P), item.id) == 1 then return 'POISON' end
+local function unusable(P, e)
+  for _, item in ipairs(e.each) do
+    if CALL.owners[item.id] then return 'POISON' end
   end
-  for _, item in ipairs(items) do
-    if call('EXISTS', K.payload(P, episode, item.id)) == 0 then return 'RETRY' end
+  for _, item in ipairs(not CALL.has_all and e.each or {}) do
+    if call('EXISTS', K.payload(P, e.episode, item.id)) == 0 then return 'RETRY' end
   end
   return nil
 end
 
--- commit: task, member, attempt, episode, node, '1' hedge, '1' failed, horizon ms, metrics of an evaluation as lines of value and name, lines for its journal, then id, policy, reward, header, trace
--- per trajectory. Returns { outcome, detail, the task when this completed it and it waits to be settled, position }.
-SIGNATURE.commit = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'horizon', 'metrics', 'journal', each = { 'id', 'policy', 'reward', 'header', 'trace' } }
+local function accept(P, t, e)
+  local f, left = t.fields, tonumber(t.fields.left) - 1
+  set(t, 'm' .. e.member, (e.failed == '1' and 'x' or 'f') .. e.episode)
+  set(t, 'left', left)
+  if t.is_evaluation then accept_evaluation(P, f.evaluation, e.each, e.metrics, e.journal) else accept_training(P, t, e) end
+  credit_node(P, e)
+  local late = e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt)
+  local outcome = late and 'ACCEPTED_LATE' or 'ACCEPTED'
+  t.notes[#t.notes + 1] = episode_entry(e, outcome, '', e.each)
+  t.first_accepted = t.first_accepted or #t.notes
+  if left == 0 then close_complete(P, t, e) end
+  return { outcome, '' }
+end
+
+-- What becomes of one episode, as { outcome, detail }.
+local function commit_episode(P, t, e)
+  local f = t.fields
+  if not f.state then return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed', 'unknown_task') end
+  local member, refused = f['m' .. e.member], f['r' .. e.episode]
+  if member and string.sub(member, 2) == e.episode then return { 'DUPLICATE', '' } end
+  if refused then return { string.match(refused, '^(%S+) (.*)$') } end
+  if tonumber(e.member) >= tonumber(f.size) then return turn_away(P, t, e, 'POISON', 'poison', 'member_out_of_range') end
+  if member then
+    if e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt) then return turn_away(P, t, e, 'FENCED', 'fenced') end
+    return turn_away(P, t, e, 'SUPERSEDED', 'superseded')
+  end
+  local run = run_of(P).state
+  if not is_open(f.state) or run == 'finished' or (run == 'finishing' and not t.is_evaluation) then
+    return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed')
+  end
+  local bad = not t.is_evaluation and unusable(P, e)
+  if bad == 'RETRY' then return { 'RETRY', '' } end
+  if bad == 'POISON' then return turn_away(P, t, e, 'POISON', 'poison', 'duplicate_id') end
+  return accept(P, t, e)
+end
+
+-- Commits the episodes of one task. Returns it when this completed it and it waits to be settled.
+local function commit_task(P, t, horizon)
+  local is_new = t.fields.left == t.fields.size
+  for _, e in ipairs(t.episodes) do e.reply = commit_episode(P, t, e) end
+  write_task(P, t, horizon)
+  if not t.last then return {} end
+  if t.is_evaluation then
+    end_evaluation_task(P, t)
+    return {}
+  end
+  return complete_task_of(P, t.id, t.fields.size, is_new and t.headers)
+end
+
+-- Does something with each task; a defect in what is stored of one answers its episodes, and costs the others nothing.
+local function with_each(tasks, work)
+  for _, t in ipairs(tasks) do
+    local ok, problem = pcall(work, t)
+    if not ok then t.problem = t.problem or { 'ERROR', type(problem) == 'table' and problem.err or tostring(problem) } end
+  end
+end
+
+-- Who owns the trajectories of a commit, and whether all of its payloads are stored.
+local function read_stored(P, tasks)
+  local ids, payloads, num_stored = {}, {}, 0
+  CALL.owners = {}
+  for _, t in ipairs(tasks) do
+    for _, e in ipairs(t.is_evaluation and {} or t.episodes) do
+      for _, item in ipairs(e.each) do
+        ids[#ids + 1] = item.id
+        payloads[#payloads + 1] = K.payload(P, e.episode, item.id)
+      end
+    end
+  end
+  for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do CALL.owners[ids[i]] = owner or nil end
+  for _, n in ipairs(call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
+  CALL.has_all = num_stored == #payloads
+end
+
+-- commit: horizon ms, then task, member, attempt, episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines
+-- for its journal and n per episode, each with id, policy, reward, header, trace of its n trajectories. Returns the position, { outcome, detail } of
+-- each episode, and the tasks that it completed and that wait to be settled.
+SIGNATURE.commit = { 'horizon', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal', 'n',
+  each = { 'id', 'policy', 'reward', 'header', 'trace' } } }
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
-  for _, item in ipairs(a.each) do call('UNLINK', K.payload(P, a.episode, item.id)) end
+  for _, e in ipairs(a.each) do
+    for _, item in ipairs(e.each) do call('UNLINK', K.payload(P, e.episode, item.id)) end
+  end
 end
-local function commit(keys, a)
-  local P, task, episode, node = keys[1], a.task, a.episode, a.node
-  local T, items = K.task(P, task), a.each
-  local f = call('HMGET', T, 'state', 'attempt', 'size', 'evaluation', 'm' .. a.member, 'r' .. episode)
-  local state, member = f[1], f[5]
-  local is_evaluation = f[4] and f[4] ~= ''
-  for _, item in ipairs(items) do item.stored = not is_evaluation end
-  if not state then return turn_away(P, a, false, 'LATE_CLOSED', 'late_closed', items, 'unknown_task') end
-  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', {}, position(P, false) } end
-  if f[6] then
-    local outcome, detail = string.match(f[6], '^(%S+) (.*)$')
-    return { outcome, detail, {}, position(P, false) }
-  end
-  if tonumber(a.member) >= tonumber(f[3]) then
-    return turn_away(P, a, true, 'POISON', 'poison', items, 'member_out_of_range')
-  end
-  if member then
-    if a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2]) then
-      return turn_away(P, a, true, 'FENCED', 'fenced', items)
+function F.commit(keys, a)
+  local P, tasks, replies, completed = keys[1], {}, {}, {}
+  CALL.poison_of = {}
+  for _, e in ipairs(a.each) do
+    if not tasks[e.task] then
+      tasks[e.task] = { id = e.task, episodes = {}, set = {}, headers = {}, notes = {} }
+      tasks[#tasks + 1] = tasks[e.task]
     end
-    return turn_away(P, a, true, 'SUPERSEDED', 'superseded', items)
+    table.insert(tasks[e.task].episodes, e)
   end
-  local run = call('HGET', K.run(P), 'state')
-  if not is_open(state) or run == 'finished' or (run == 'finishing' and not is_evaluation) then
-    return turn_away(P, a, true, 'LATE_CLOSED', 'late_closed', items)
-  end
-  local bad = not is_evaluation and unusable(P, episode, items)
-  if bad == 'RETRY' then return { 'RETRY', '', {}, 0 } end
-  if bad == 'POISON' then return turn_away(P, a, true, 'POISON', 'poison', items, 'duplicate_id') end
-  call('HSET', T, 'm' .. a.member, (a.failed == '1' and 'x' or 'f') .. episode)
-  if is_evaluation then accept_evaluation(P, f[4], items, a.metrics, a.journal) else accept_training(P, task, episode, items) end
-  credit_node(P, node, items)
-  local late = a.hedge ~= '1' and tonumber(a.attempt) < tonumber(f[2])
-  local outcome, settle = late and 'ACCEPTED_LATE' or 'ACCEPTED', {}
-  open_trace(P, task)
-  note_episode(P, task, a.member, a.attempt, node, episode, outcome, a.failed, '', items)
-  if call('HINCRBY', T, 'left', -1) == 0 then
-    settle = complete_task(P, task, f[4], a.failed == '1', node)
-  else
-    call('ZADD', K.open(P), 'NX', now_ms() + tonumber(a.horizon), task)
-  end
-  return { outcome, '', settle, position(P, true) }
+  with_each(tasks, function(t) read_task(P, t) end)
+  read_stored(P, tasks)
+  with_each(tasks, function(t)
+    local complete = commit_task(P, t, tonumber(a.horizon))
+    if complete[1] then completed[#completed + 1] = complete end
+  end)
+  for i, e in ipairs(a.each) do replies[i] = tasks[e.task].problem or e.reply end
+  local at = position(P, CALL.moved)
+  -- To drain a node gives back its leases: not before what else is said of their tasks is written.
+  write_gathered(P)
+  for _, node in ipairs(CALL.poison_of) do note_poison(P, node) end
+  return { at, replies, completed }
 end
 
 -- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample, attempt. Idempotent per episode id.
 -- An episode that was accepted or refused before keeps its first answer. Returns { outcome, detail, position }.
 SIGNATURE.quarantine = { 'task', 'member', 'episode', 'node', 'reason', 'detail', 'num_trajectories', 'sample', 'attempt' }
-local function quarantine(keys, a)
+function F.quarantine(keys, a)
   local P, task, episode = keys[1], a.task, a.episode
   local f = call('HMGET', K.task(P, task), 'state', 'm' .. a.member, 'r' .. episode)
   if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '', position(P, false) } end
@@ -156,9 +264,9 @@ local function quarantine(keys, a)
   count(P, 'dropped:poison', tonumber(a.num_trajectories))
   if f[1] then
     call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)
-    note_episode(P, task, a.member, a.attempt, a.node, episode, 'POISON', '0', a.reason, {})
+    note_all(P, task, { episode_entry(a, 'POISON', a.reason, {}) })
   end
-  if call('SISMEMBER', K.nodes(P), a.node) == 1 then call('HINCRBY', K.node(P, a.node), 'poisoned', 1) end
+  note_poison(P, a.node)
   call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a.node,
     'reason', a.reason, 'detail', a.detail, 'sample', a.sample)
   return { 'POISON', a.reason, position(P, true) }

@@ -1,28 +1,43 @@
 -- Runs, nodes, evaluations, and states of plug-ins.
 
--- create_run: run id, digest, identity, recipe, code, store, max attempts, 'any' or 'all', steps of a turn or 0, trained roles as lines of name and policy,
--- then per policy: name, '1' when it is not trained, '1' when it has no versions, window, floor, smoothing, max staleness, groups per step, steps.
+-- create_run: run id, digest, identity, recipe, code, store, most attempts, poison of a node and leases, 'any' or 'all', steps of a turn or 0, trained roles as lines of name and policy,
+-- what is archived (see archive.lua) or '', then per policy: name, '1' when it is not trained, '1' when it has no versions, window, floor, smoothing, max staleness, groups per step, steps, replay or '', barrier.
 -- Returns { '1' when new, digest stored }.
-SIGNATURE.create_run = { 'run', 'digest', 'identity', 'recipe', 'code', 'store', 'max_attempts', 'admit', 'alternate', 'roles', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step', 'steps' } }
-local function create_run(keys, a)
+SIGNATURE.create_run = { 'run', 'digest', 'identity', 'recipe', 'code', 'store', 'max_attempts', 'max_poison', 'max_leases', 'admit', 'alternate', 'roles', 'archive', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step', 'steps', 'replay', 'barrier' } }
+function F.create_run(keys, a)
   local P = keys[1]
   local known = call('HGET', K.run(P), 'digest')
-  if call('HGET', K.run(P), 'state') == 'deleting' then
+  if run_of(P).state == 'deleting' then
     return refuse('PRECONDITION', 'run ' .. a.run .. ' is being deleted; create it again in a moment, or under another id')
   end
   if known then return { '0', known } end
   local now = now_ms()
-  call('HSET', K.run(P), 'digest', a.digest, 'identity', a.identity, 'recipe', a.recipe, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts,
-    'admit', a.admit, 'alternate', a.alternate, 'roles', a.roles, 'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
+  call('HSET', K.run(P), 'digest', a.digest, 'identity', a.identity, 'recipe', a.recipe, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts, 'max_poison', a.max_poison, 'max_leases', a.max_leases,
+    'admit', a.admit, 'alternate', a.alternate, 'roles', a.roles, 'archive', a.archive, 'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
   for _, item in ipairs(a.each) do
     call('RPUSH', K.policies(P), item.policy)
     call('HSET', K.policy(P, item.policy), 'frozen', item.frozen, 'external', item.external, 'window', item.window, 'floor', item.floor, 'smoothing', item.smoothing,
-      'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'steps', item.steps, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
+      'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'steps', item.steps, 'replay', item.replay, 'barrier', item.barrier, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
   end
   call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
   call('ZADD', RUNS, now, a.run)
   emit(P, 'run')
   return { '1', a.digest }
+end
+
+-- switch_plugins: recipe, what is archived with it, what it changes (lines), who asked. Asked for again, the newest changes nothing. Returns its number.
+SIGNATURE.switch_plugins = { 'recipe', 'archive', 'changes', 'by' }
+function F.switch_plugins(keys, a)
+  local P = keys[1]
+  local newest = tonumber(call('HGET', K.run(P), 'switches') or 0)
+  if newest > 0 and call('HGET', K.switch(P, newest), 'recipe') == a.recipe then return newest end
+  if newest == 256 then
+    return refuse('PRECONDITION', 'plug-ins were switched ' .. newest .. ' times, which is as often as a run keeps; fork the run, or create another')
+  end
+  call('HSET', K.switch(P, newest + 1), 'recipe', a.recipe, 'archive', a.archive, 'changes', a.changes, 'by', a.by, 'ms', now_ms())
+  call('HSET', K.run(P), 'switches', newest + 1)
+  if call('ZCARD', K.batch_leases(P)) == 0 then switch_plugins(P) end
+  return newest + 1
 end
 
 local LIFE = { active = 1, finishing = 2, finished = 3 }
@@ -31,14 +46,14 @@ local LIFE = { active = 1, finishing = 2, finished = 3 }
 -- Only a run that is finishing becomes finished, so that a server that saw it finishing cannot end one that was continued meanwhile.
 -- `stopped_for` is why the server ends it early, or ''. Returns the state it is in now.
 SIGNATURE.advance = { 'state', 'stopped_for' }
-local function advance(keys, a)
+function F.advance(keys, a)
   local P = keys[1]
-  local state = call('HGET', K.run(P), 'state')
+  local state = run_of(P).state
   if not state then return refuse('NOTFOUND', 'no such run') end
   if a.state == 'finished' and state == 'active' then return state end
   if a.state ~= 'active' and LIFE[a.state] < LIFE[state] then return state end
   if a.state ~= state then
-    call('HSET', K.run(P), 'state', a.state)
+    set_state(P, a.state)
     if a.stopped_for ~= '' then call('HSET', K.run(P), 'stopped_for', a.stopped_for) end
     if a.state == 'active' then
       call('HDEL', K.run(P), 'stopped_for')
@@ -54,7 +69,7 @@ end
 
 -- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back }.
 SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
-local function join(keys, a)
+function F.join(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
   local now, taken = now_ms(), 0
   local known = call('HGET', N, 'incarnation')
@@ -70,8 +85,10 @@ local function join(keys, a)
     end
   end
   if known ~= a.incarnation then
-    call('HDEL', N, 'drain')
+    -- A new process may well send the same poison.
+    if call('HGET', N, 'drain') ~= 'poison' then call('HDEL', N, 'drain') end
     call('HSET', N, 'join_ms', now)
+    call('HDEL', N, 'task_ms')
   end
   call('SADD', K.nodes(P), a.node)
   call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
@@ -83,7 +100,7 @@ end
 -- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
 -- Refuses an older incarnation.
 SIGNATURE.report = { 'node', 'incarnation', 'connected_ms', 'heard', each = { 'field', 'value' } }
-local function report(keys, a)
+function F.report(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
   local known = call('HGET', N, 'incarnation')
   if not known then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; join it first') end
@@ -98,11 +115,23 @@ local function report(keys, a)
 end
 
 local KEPT_JOURNALS = 16
+local MAX_WAITING = 8
+
+-- Opens a pass at `wanted`, lines of policy and version: it has a lane of its own, and nodes get nothing newer while it is open.
+local function open_evaluation(P, id, wanted, now)
+  call('HSET', K.evaluation(P, id), 'versions', lines(wanted), 'state', 'open')
+  call('ZADD', K.evaluations(P), now, id)
+  for _, old in ipairs(call('ZREVRANGE', K.evaluations(P), KEPT_JOURNALS, KEPT_JOURNALS)) do call('UNLINK', K.evaluation_journal(P, old)) end
+  call('HSET', K.open_evaluations(P), id, lines(wanted))
+  call('HSET', K.run(P), 'begun_evaluation', id)
+  call('XGROUP', 'CREATE', K.lane(P, id), GROUP, '0', 'MKSTREAM')
+  emit(P, 'work')
+end
 
 -- plan_evaluation: id, planned, samples per task, '1' final, then policy, version. Idempotent. Refuses versions that are not the newest, so that nodes, which
 -- get no newer ones while a pass is open, all come to serve these; and a periodic pass beside another. Returns 1 when it is new.
 SIGNATURE.plan_evaluation = { 'id', 'planned', 'samples_per_task', 'final', each = { 'policy', 'version' } }
-local function plan_evaluation(keys, a)
+function F.plan_evaluation(keys, a)
   local P, E, wanted = keys[1], K.evaluation(keys[1], a.id), {}
   if call('EXISTS', E) == 1 then return 0 end
   if a.final ~= '1' and call('HLEN', K.open_evaluations(P)) > 0 then return 0 end
@@ -111,25 +140,99 @@ local function plan_evaluation(keys, a)
     wanted[#wanted + 1] = item.policy .. ' ' .. item.version
   end
   local now = now_ms()
-  call('HSET', E, 'versions', lines(wanted), 'planned', a.planned, 'samples_per_task', a.samples_per_task, 'final', a.final,
-    'state', 'open', 'fed', 0, 'done', 0, 'failed', 0, 'create_ms', now)
-  call('ZADD', K.evaluations(P), now, a.id)
-  for _, old in ipairs(call('ZREVRANGE', K.evaluations(P), KEPT_JOURNALS, KEPT_JOURNALS)) do call('UNLINK', K.evaluation_journal(P, old)) end
-  call('HSET', K.open_evaluations(P), a.id, lines(wanted))
-  call('XGROUP', 'CREATE', K.lane(P, a.id), GROUP, '0', 'MKSTREAM')
-  emit(P, 'work')
+  call('HSET', E, 'planned', a.planned, 'samples_per_task', a.samples_per_task, 'final', a.final, 'fed', 0, 'done', 0, 'failed', 0, 'create_ms', now)
+  call('HSET', K.run(P), 'planned_evaluation', a.id)
+  open_evaluation(P, a.id, wanted, now)
   return 1
 end
 
--- feed_evaluation: id, expected fed, planned (smaller when the data set ended), lines for the journal, then task id, size, spec. Returns -1 when another server was first.
-SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', 'journal', each = { 'id', 'size', 'spec' } }
-local function feed_evaluation(keys, a)
+-- passes. Returns { id, begin or request time, fields } of the evaluations on which it depends what is evaluated next: those that are open or wait,
+-- the one begun last, and the one planned last, whose versions are the newest of those planned.
+function F.passes(keys)
+  local P, found, seen = keys[1], {}, {}
+  local function add(id)
+    if not id or seen[id] then return end
+    seen[id] = true
+    found[#found + 1] = { id, call('ZSCORE', K.evaluations(P), id), call('HGETALL', K.evaluation(P, id)) }
+  end
+  for _, id in ipairs(call('HKEYS', K.open_evaluations(P))) do add(id) end
+  for _, id in ipairs(call('HKEYS', K.waiting_evaluations(P))) do add(id) end
+  local f = call('HMGET', K.run(P), 'begun_evaluation', 'planned_evaluation')
+  add(f[1])
+  add(f[2])
+  return found
+end
+
+-- request_evaluation: id, digest of the request, planned, samples per task, number of versions named, then policy and version of each, then
+-- own tasks. Idempotent by id and digest. Returns 1 when it is new.
+SIGNATURE.request_evaluation = { 'id', 'digest', 'planned', 'samples_per_task', 'num_versions', rest = true }
+function F.request_evaluation(keys, a)
+  local P, E, named_versions, own = keys[1], K.evaluation(keys[1], a.id), {}, 2 * tonumber(a.num_versions)
+  local known = call('HGET', E, 'digest')
+  if known == a.digest then return 0 end
+  if call('EXISTS', E) == 1 then return refuse('CONFLICT', 'evaluation ' .. a.id .. ' was another request; give this one another name') end
+  if run_of(P).state ~= 'active' then
+    return refuse('PRECONDITION', 'the run has ended, and its nodes leave; continue it first: astraflow runs resume')
+  end
+  if call('HLEN', K.waiting_evaluations(P)) >= MAX_WAITING then
+    return refuse('PRECONDITION', MAX_WAITING .. ' evaluations wait, the most there may be; ask again later, or cancel some')
+  end
+  for i = 1, own, 2 do
+    local newest = call('HGET', K.policy(P, a.rest[i]), 'version')
+    if newest ~= a.rest[i + 1] then
+      return refuse('PRECONDITION', 'version ' .. a.rest[i + 1] .. ' of ' .. a.rest[i] .. ' is not its newest announced one, ' .. (newest or 'which there is not yet') ..
+        '; nodes only go forward, so ask for that one, or leave it out; `astraflow eval` scores older ones by itself')
+    end
+    named_versions[#named_versions + 1] = a.rest[i] .. ' ' .. newest
+  end
+  local now = now_ms()
+  call('HSET', E, 'digest', a.digest, 'versions', lines(named_versions), 'planned', a.planned, 'samples_per_task', a.samples_per_task, 'final', '0',
+    'requested', '1', 'own_tasks', #a.rest - own, 'state', 'waiting', 'fed', 0, 'done', 0, 'failed', 0, 'create_ms', now)
+  for i = own + 1, #a.rest do call('RPUSH', K.evaluation_tasks(P, a.id), a.rest[i]) end
+  call('ZADD', K.evaluations(P), now, a.id)
+  call('HSET', K.waiting_evaluations(P), a.id, lines(named_versions))
+  emit(P, 'run')
+  return 1
+end
+
+-- Of each policy the lowest version that a waiting request names.
+local function named_by_waiting(P)
+  local lowest, waiting = {}, call('HVALS', K.waiting_evaluations(P))
+  for _, line in ipairs(split(lines(waiting))) do
+    local policy, version = string.match(line, '^(%S+) (%d+)$')
+    lowest[policy] = math.min(tonumber(version), lowest[policy] or math.huge)
+  end
+  return lowest
+end
+
+-- open_requested: id, then the trained policies. Opens a pass that waits, at the versions that it names and of the other policies at the newest
+-- that nodes may get now. Returns 1, or 0 beside an open one, or when a policy has no version.
+SIGNATURE.open_requested = { 'id', rest = true }
+function F.open_requested(keys, a)
+  local P, wanted, asked = keys[1], {}, {}
+  local named_versions = call('HGET', K.waiting_evaluations(P), a.id)
+  if not named_versions or call('HLEN', K.open_evaluations(P)) > 0 then return 0 end
+  for policy, version in string.gmatch(named_versions, '(%S+) (%d+)') do asked[policy] = tonumber(version) end
+  local lowest = named_by_waiting(P)
+  for _, policy in ipairs(a.rest) do
+    local newest = call('HGET', K.policy(P, policy), 'version')
+    if not newest then return 0 end
+    wanted[#wanted + 1] = policy .. ' ' .. (asked[policy] or math.min(tonumber(newest), lowest[policy] or math.huge))
+  end
+  call('HDEL', K.waiting_evaluations(P), a.id)
+  open_evaluation(P, a.id, wanted, now_ms())
+  return 1
+end
+
+-- feed_evaluation: id, expected fed, planned (smaller when the data set ended), lines for the journal, then task id, size, spec, priority. Returns -1 when another server was first.
+SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', 'journal', each = { 'id', 'size', 'spec', 'priority' } }
+function F.feed_evaluation(keys, a)
   local P, E = keys[1], K.evaluation(keys[1], a.evaluation)
   local f = call('HMGET', E, 'fed', 'state')
   if f[1] ~= a.expected or f[2] ~= 'open' then return -1 end
   local fresh = 0
   for _, item in ipairs(a.each) do
-    if add_task(P, a.evaluation, item.id, tonumber(item.size), a.evaluation, item.spec) then fresh = fresh + 1 end
+    if add_task(P, a.evaluation, item) then fresh = fresh + 1 end
   end
   call('HSET', E, 'fed', tonumber(a.expected) + #a.each, 'planned', a.planned)
   if a.journal ~= '' then call('APPEND', K.evaluation_journal(P, a.evaluation), a.journal) end
@@ -138,18 +241,20 @@ local function feed_evaluation(keys, a)
   return fresh
 end
 
--- give_up_evaluation: id, reason. Closes its tasks; what was counted stays counted. Returns the tasks closed.
-SIGNATURE.give_up_evaluation = { 'id', 'reason' }
-local function give_up_evaluation(keys, a)
+-- give_up_evaluation: id, reason, state that it ends in. Closes its tasks; what was counted stays counted. Returns the tasks closed.
+SIGNATURE.give_up_evaluation = { 'id', 'reason', 'state' }
+function F.give_up_evaluation(keys, a)
   local P, E, now = keys[1], K.evaluation(keys[1], a.id), now_ms()
-  if call('HGET', E, 'state') ~= 'open' then return 0 end
-  call('HSET', E, 'state', 'given_up', 'reason', a.reason, 'complete_ms', now)
+  local state = call('HGET', E, 'state')
+  if state ~= 'open' and state ~= 'waiting' then return 0 end
+  call('HSET', E, 'state', a.state, 'reason', a.reason, 'complete_ms', now)
   call('HDEL', K.open_evaluations(P), a.id)
+  call('HDEL', K.waiting_evaluations(P), a.id)
   local closed = 0
   for _, entry in ipairs(call('XRANGE', K.lane(P, a.id), '-', '+')) do
     if close_task(P, entry[2][2], 'given_up', now) then closed = closed + 1 end
   end
-  call('UNLINK', K.lane(P, a.id), K.retry(P, a.id))
+  call('UNLINK', K.lane(P, a.id), K.retry(P, a.id), K.evaluation_tasks(P, a.id))
   release_versions(P, a.id)
   return closed
 end
@@ -158,7 +263,7 @@ end
 -- changed one state the second reads it again.
 -- save_states: then per plug-in: name, revision it was read at, number of entries, and per entry key and value ('' deletes it).
 -- Returns 1, or 0 and changes nothing when a revision is another by now.
-local function save_states(keys, a)
+function F.save_states(keys, a)
   local P, i = keys[1], 1
   while i <= #a do
     if (call('HGET', K.plugin_revisions(P), a[i]) or '0') ~= a[i + 1] then return 0 end
@@ -200,9 +305,9 @@ end
 
 -- begin_delete: run id, '1' force, lease ms of a trainer. Ends the run for everybody; its keys are removed afterwards, then end_delete. Returns the counters.
 SIGNATURE.begin_delete = { 'run', 'force', 'lease_ms' }
-local function begin_delete(keys, a)
+function F.begin_delete(keys, a)
   local P = keys[1]
-  local state = call('HGET', K.run(P), 'state')
+  local state = run_of(P).state
   if not state then return refuse('NOTFOUND', 'no run ' .. a.run .. ' on this server; ListRuns shows those it has') end
   if state ~= 'deleting' then
     local busy = a.force ~= '1' and state ~= 'finished' and at_work(P, tonumber(a.lease_ms))
@@ -215,17 +320,18 @@ local function begin_delete(keys, a)
       count(P, 'dropped:run_deleted', n)
     end
     emit(P, 'run')
-    call('HSET', K.run(P), 'state', 'deleting')
+    set_state(P, 'deleting')
     call('ZREM', RUNS, a.run)
     call('SADD', DELETING, a.run)
+    write_gathered(P)
   end
   return call('HGETALL', K.counters(P))
 end
 
 -- end_delete: run id. The last keys of a deleted run.
 SIGNATURE.end_delete = { 'run' }
-local function end_delete(keys, a)
-  if call('HGET', K.run(keys[1]), 'state') ~= 'deleting' then return 0 end
+function F.end_delete(keys, a)
+  if run_of(keys[1]).state ~= 'deleting' then return 0 end
   call('UNLINK', K.run(keys[1]), K.counters(keys[1]))
   call('SREM', DELETING, a.run)
   return 1

@@ -1,41 +1,76 @@
 -- Tasks: submit, lease, renew, give back, expire. Task states:
 -- queued -> leased <-> retry -> complete -> done (training) | done (evaluation), see settle.lua.
 
-local function add_task(P, lane, id, size, evaluation, spec)
+-- The lane of training tasks of a priority, which is made with the first of them.
+local function lane_of(P, priority)
+  if priority == '0' then return TRAIN end
+  local lane, known = TRAIN .. ':' .. priority, run_of(P).priorities or ''
+  if not string.find(known, priority, 1, true) then
+    local all = {}
+    for digit in string.gmatch(known .. priority, '%d') do all[#all + 1] = digit end
+    table.sort(all, function(a, b) return a > b end)
+    run_of(P).priorities = table.concat(all)
+    call('HSET', K.run(P), 'priorities', run_of(P).priorities)
+    call('XGROUP', 'CREATE', K.lane(P, lane), GROUP, '0', 'MKSTREAM')
+  end
+  return lane
+end
+
+local function add_task(P, evaluation, item)
+  local id, size = item.id, tonumber(item.size)
   if call('SADD', K.known(P), id) == 0 then return false end
+  local lane = evaluation ~= '' and evaluation or lane_of(P, item.priority)
   local entry = call('XADD', K.lane(P, lane), '*', 'task', id)
-  call('HSET', K.task(P, id), 'state', 'queued', 'attempt', 0, 'tries', 0, 'size', size, 'left', size,
-    'lane', lane, 'entry', entry, 'evaluation', evaluation, 'spec', spec)
+  call('HSET', K.task(P, id), 'priority', item.priority, 'spec', item.spec, 'state', 'queued', 'attempt', 0, 'tries', 0, 'size', size, 'left', size,
+    'lane', lane, 'entry', entry, 'evaluation', evaluation)
   return true
 end
 
--- Removes what points at a running lease; its holder learns of it unless it ended the lease itself. `outcome` is for the trace.
-local function end_lease(P, task, reason, quiet_node, outcome)
-  local f = call('HMGET', K.task(P, task), 'state', 'node', 'attempt')
-  call('ZREM', K.leases(P), task)
-  if f[1] ~= 'leased' then return end
-  note(P, task, 'l', f[3], outcome)
-  call('SREM', K.node_leases(P, f[2]), task)
-  if f[2] ~= quiet_node then
-    emit(P, 'node ' .. f[2], 'lease', task .. '#' .. f[3], 'reason', reason)
-  end
+-- Leases that the run may have at a time.
+local function max_leases(P)
+  local most = tonumber(run_of(P).max_leases or 0)
+  return most > 0 and most or math.huge
 end
 
-local function leave_lane(P, task)
-  local f = call('HMGET', K.task(P, task), 'lane', 'entry')
-  if f[1] then
-    call('XACK', K.lane(P, f[1]), GROUP, f[2])
-    call('XDEL', K.lane(P, f[1]), f[2])
-    call('ZREM', K.retry(P, f[1]), task)
+-- Removes what points at a running lease; its holder learns of it unless it ended the lease itself.
+local function leave_lease(P, task, node, attempt, reason, quiet_node)
+  gather({ 'ZREM', K.leases(P) }, task)
+  gather({ 'SREM', K.node_leases(P, node) }, task)
+  if max_leases(P) < math.huge then emit(P, 'work') end
+  if node ~= quiet_node then emit(P, 'node ' .. node, 'lease', task .. '#' .. attempt, 'reason', reason) end
+end
+
+-- Ends the lease of a task if it has one; `outcome` is for the trace.
+local function end_lease(P, task, reason, quiet_node, outcome)
+  local f = call('HMGET', K.task(P, task), 'state', 'node', 'attempt')
+  if f[1] ~= 'leased' then return gather({ 'ZREM', K.leases(P) }, task) end
+  note(P, task, 'l', f[3], outcome)
+  leave_lease(P, task, f[2], f[3], reason, quiet_node)
+end
+
+-- A task is open from its first lease or episode until it is complete. The first one of all wakes who sweeps the run.
+local function open_task(P, task, horizon)
+  if call('ZADD', K.open(P), 'NX', horizon, task) == 0 then return end
+  move()
+  if not CALL.opened and call('ZCARD', K.open(P)) == 1 then emit(P, 'due') end
+  CALL.opened = true
+end
+
+local function leave_lane(P, task, lane, entry)
+  move()
+  if lane then
+    gather({ 'XACK', K.lane(P, lane), GROUP }, entry)
+    gather({ 'XDEL', K.lane(P, lane) }, entry)
+    gather({ 'ZREM', retries(P, lane) }, task)
   end
-  call('ZREM', K.open(P), task)
+  gather({ 'ZREM', K.open(P) }, task)
 end
 
 -- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
 local function entomb(P, task, ttl_ms)
   call('HSET', K.task(P, task), 'state', 'done')
   call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid')
-  call('UNLINK', K.members(P, task))
+  gather({ 'UNLINK' }, K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
   close_trace(P, task, ttl_ms)
 end
@@ -52,7 +87,7 @@ local function finish_evaluation(P, id)
   if f[4] == 'open' and tonumber(f[2]) + tonumber(f[3]) >= tonumber(f[1]) then
     call('HSET', E, 'state', 'complete', 'complete_ms', now_ms())
     call('HDEL', K.open_evaluations(P), id)
-    call('UNLINK', K.lane(P, id), K.retry(P, id))
+    call('UNLINK', K.lane(P, id), K.retry(P, id), K.evaluation_tasks(P, id))
     release_versions(P, id)
   end
 end
@@ -60,12 +95,13 @@ end
 -- Ends a task whose members will not all come. Training tasks go on to settle; evaluation tasks end here.
 local function close_task(P, task, why, now, outcome)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'state', 'evaluation', 'left')
+  local f = call('HMGET', T, 'state', 'evaluation', 'lane', 'entry')
   if not is_open(f[1]) then return false end
+  move()
   end_lease(P, task, 'group_closed', '', outcome or why)
   note(P, task, 'C', why)
   if f[2] ~= '' then
-    leave_lane(P, task)
+    leave_lane(P, task, f[3], f[4])
     entomb(P, task, 86400000)
     call('HINCRBY', K.evaluation(P, f[2]), 'failed', 1)
     finish_evaluation(P, f[2])
@@ -80,8 +116,9 @@ end
 
 local function bury(P, task, reason, detail, now)
   local f = call('HMGET', K.task(P, task), 'attempt', 'node', 'size', 'evaluation', 'spec')
-  call('XADD', K.dead(P), 'MAXLEN', '~', MAX_DEAD, '*', 'task', task, 'reason', reason, 'detail', detail,
+  local letter = call('XADD', K.dead(P), 'MAXLEN', '~', MAX_DEAD, '*', 'task', task, 'reason', reason, 'detail', detail,
     'attempt', f[1], 'node', f[2] or '', 'size', f[3], 'evaluation', f[4], 'spec', f[5])
+  call('HSET', K.task(P, task), 'letter', letter)
   close_task(P, task, 'dead_letter', now, reason)
 end
 
@@ -89,54 +126,111 @@ end
 local function give_again(P, task, reason, detail, now, due, quiet_node)
   local T = K.task(P, task)
   local f = call('HMGET', T, 'tries', 'lane')
-  if tonumber(f[1]) >= tonumber(call('HGET', K.run(P), 'max_attempts')) then
+  if tonumber(f[1]) >= tonumber(run_of(P).max_attempts) then
     bury(P, task, reason, detail, now)
     return false
   end
   end_lease(P, task, 'lease_lost', quiet_node, reason)
   call('HSET', T, 'state', 'retry')
-  call('ZADD', K.retry(P, f[2]), due, task)
+  call('ZADD', retries(P, f[2]), due, task)
   emit(P, 'work')
   return true
 end
 
--- submit: lane, then id, size, spec per task. Returns the number of new tasks.
-SIGNATURE.submit = { 'lane', each = { 'id', 'size', 'spec' } }
-local function submit(keys, a)
+-- Gives back a lease whose node cannot help it, or whose task cannot; costs no attempt.
+local function give_back(P, task, reason, detail, now)
+  call('HINCRBY', K.task(P, task), 'tries', -1)
+  give_again(P, task, reason, detail, now, now, '')
+end
+
+-- Orders a node to leave: it gets nothing more from now on, and learns of it on its stream.
+local function drain(P, node, reason)
+  call('HSET', K.node(P, node), 'drain', reason)
+  emit(P, 'node ' .. node, 'drain', reason)
+end
+
+-- Counts an episode that was refused as poison. A node with more than `max_poison` of them beyond one in ACCEPTED_PER_POISON is drained, and what
+-- it holds is given to others at once. What was accepted since is taken off when the next one comes, so that good episodes cost nothing here.
+local function note_poison(P, node)
+  if call('SISMEMBER', K.nodes(P), node) == 0 then return end
+  local N, most = K.node(P, node), tonumber(run_of(P).max_poison or 0)
+  call('HINCRBY', N, 'poisoned', 1)
+  local f = call('HMGET', N, 'episodes', 'poison', 'poison_at', 'drain')
+  local accepted = tonumber(f[1] or 0)
+  local poison = math.max(0, tonumber(f[2] or 0) - (accepted - tonumber(f[3] or 0)) / ACCEPTED_PER_POISON) + 1
+  call('HSET', N, 'poison', precise(poison), 'poison_at', accepted)
+  if most == 0 or poison <= most or f[4] == 'poison' then return end
+  drain(P, node, 'poison')
+  for _, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
+    give_back(P, task, 'poison', 'node ' .. node .. ' was drained: it sends poison', now_ms())
+  end
+end
+
+-- submit: then id, size, spec, priority per task. Returns the number of new tasks.
+SIGNATURE.submit = { each = { 'id', 'size', 'spec', 'priority' } }
+function F.submit(keys, a)
   local P, fresh = keys[1], 0
-  if call('HGET', K.run(P), 'state') ~= 'active' then
+  if run_of(P).state ~= 'active' then
     return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
   end
   for _, item in ipairs(a.each) do
-    if add_task(P, a.lane, item.id, tonumber(item.size), '', item.spec) then fresh = fresh + 1 end
+    if add_task(P, '', item) then fresh = fresh + 1 end
   end
   if fresh > 0 then emit(P, 'work') end
   return fresh
 end
 
--- feed: expected cursor, next cursor, '1' when the data set ended, then id, size, spec per task.
+-- feed: expected cursor, next cursor, '1' when the data set ended, then id, size, spec, priority per task.
 -- Compare-and-set on the cursor: of two servers feeding at once one does nothing. Returns -1 for that one.
-SIGNATURE.feed = { 'expected', 'next', 'exhausted', each = { 'id', 'size', 'spec' } }
-local function feed(keys, a)
+SIGNATURE.feed = { 'expected', 'next', 'exhausted', each = { 'id', 'size', 'spec', 'priority' } }
+function F.feed(keys, a)
   local P = keys[1]
   local f = call('HMGET', K.run(P), 'cursor', 'state')
   if f[1] ~= a.expected or f[2] ~= 'active' then return -1 end
   call('HSET', K.run(P), 'cursor', a.next, 'exhausted', a.exhausted)
   local fresh = 0
   for _, item in ipairs(a.each) do
-    if add_task(P, TRAIN, item.id, tonumber(item.size), '', item.spec) then fresh = fresh + 1 end
+    if add_task(P, '', item) then fresh = fresh + 1 end
   end
   if fresh > 0 then emit(P, 'work') end
   return fresh
 end
 
+-- Whether the trainer of a policy has released it: it trains no more, and is not waited for.
+local function has_ended(P, policy)
+  CALL.ended = CALL.ended or {}
+  if CALL.ended[policy] == nil then
+    local f = call('HMGET', K.policy(P, policy), 'epoch', 'heard_ms')
+    CALL.ended[policy] = f[1] ~= '0' and not f[2]
+  end
+  return CALL.ended[policy]
+end
+
+-- Policy and step of a batch that is bound or trained on and whose version is not announced, or nil.
+local function in_training(P)
+  for _, policy in ipairs(policies(P)) do
+    local step = call('HKEYS', K.unpublished(P, policy))[1]
+    if step then return policy .. ' ' .. step end
+  end
+  return nil
+end
+
+-- Groups between lease and batch that a barrier leaves room for, and what holds the next ones back: `batch` until the one that is sampled is
+-- bound, `training` with policy and step until their version is announced, `ended` where nobody trains any more.
+local function behind_barrier(P, policy, barrier, of_step, ready)
+  local trains = barrier == 'phase' and in_training(P)
+  if trains then return 0, 'training ' .. trains end
+  if has_ended(P, policy) then return 0, 'ended' end
+  return of_step - ready, 'batch'
+end
+
 -- Groups that may still be leased for a policy: equation 5.1 of the protocol solved for new groups. A node that serves `lag` versions
 -- less than the newest samples with weights that are that much older already: its window is that many steps shorter. Of policies that take
--- turns one has room, and only for the steps that are left of its turn.
+-- turns one has room, and only for the steps that are left of its turn. Returns what holds groups back as well, where that is a barrier.
 local function free_credit(P, policy, lag)
   local whose, last = turn(P)
-  if whose and whose ~= policy then return 0 end
-  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance', 'max_staleness', 'finished', 'groups_per_step')
+  if whose and whose ~= policy then return 0, '' end
+  local f = call('HMGET', K.policy(P, policy), 'window', 'floor', 'acceptance', 'max_staleness', 'finished', 'groups_per_step', 'barrier')
   local survives = math.max(tonumber(f[3]), tonumber(f[2]))
   local unpublished, bound, of_step = 0, 0, call('HGETALL', K.unpublished(P, policy))
   for i = 1, #of_step, 2 do
@@ -148,34 +242,48 @@ local function free_credit(P, policy, lag)
   local ready = call('ZCARD', K.ready(P, policy))
   local room = window - ready - unpublished
   if whose then room = math.min(room, (last - tonumber(f[5])) * tonumber(f[6]) - ready - bound) end
-  return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9))
+  local held = ''
+  if f[7] and f[7] ~= 'none' then
+    local allowed, why = behind_barrier(P, policy, f[7], tonumber(f[6]), ready)
+    if allowed < room or why ~= 'batch' then room, held = math.min(allowed, room), why end
+  end
+  return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9)), held
 end
 
--- Leases a task; `without` are roles that this attempt leaves out, besides those that have no credit.
-local function grant(P, node, task, ttl, horizon, now, without)
+-- Leases a task; `without` are roles that this attempt leaves out, besides those that have no credit. `charged` is what `charge` says of a task that
+-- is leased for the first time.
+local function grant(P, node, task, ttl, horizon, now, without, charged)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'size', 'spec', 'uncredited')
-  local attempt = call('HINCRBY', T, 'attempt', 1)
-  call('HINCRBY', T, 'tries', 1)
-  call('HSET', T, 'state', 'leased', 'node', node)
+  local f = call('HMGET', T, 'size', 'left', 'spec', 'uncredited', 'attempt', 'tries')
+  local attempt, missing = tonumber(f[5]) + 1, {}
+  call('HSET', T, 'state', 'leased', 'node', node, 'attempt', attempt, 'tries', tonumber(f[6]) + 1, 'leased_ms', now, unpack(charged or {}))
   call('ZADD', K.leases(P), now + ttl, task)
   call('SADD', K.node_leases(P, node), task)
-  call('ZADD', K.open(P), 'NX', now + horizon, task)
-  open_trace(P, task)
-  note(P, task, 'L', attempt, node)
-  local names, missing = {}, {}
-  for i = 0, tonumber(f[1]) - 1 do names[#names + 1] = 'm' .. i end
-  for i, filled in ipairs(call('HMGET', T, unpack(names))) do
-    if not filled then missing[#missing + 1] = i - 1 end
+  open_task(P, task, now + horizon)
+  if note(P, task, 'L', attempt, node) == 0 then
+    open_trace(P, task)
+    note(P, task, 'L', attempt, node)
   end
-  local uncredited = split(f[3])
+  if f[1] == f[2] then
+    for i = 0, tonumber(f[1]) - 1 do missing[#missing + 1] = i end
+  else
+    local names = {}
+    for i = 0, tonumber(f[1]) - 1 do names[#names + 1] = 'm' .. i end
+    for i, filled in ipairs(call('HMGET', T, unpack(names))) do
+      if not filled then missing[#missing + 1] = i - 1 end
+    end
+  end
+  local uncredited = split(charged and charged[4] or f[4])
   for _, role in ipairs(without or {}) do uncredited[#uncredited + 1] = role end
-  return { task, attempt, f[2], table.concat(missing, ','), lines(uncredited) }
+  return { task, attempt, f[3], table.concat(missing, ','), lines(uncredited) }
+end
+
+local function is_avoided(names, node)
+  return names and string.find(names, '\n' .. node .. '\n', 1, true) ~= nil
 end
 
 local function avoids(P, task, node)
-  local names = call('HGET', K.task(P, task), 'avoid')
-  return names and string.find(names, '\n' .. node .. '\n', 1, true) ~= nil
+  return is_avoided(call('HGET', K.task(P, task), 'avoid'), node)
 end
 
 -- Versions between the newest announced one and what a node says it serves. A node that says nothing at all has no lag; one that serves other
@@ -186,31 +294,39 @@ local function lag_of(P, policy, serving)
   return math.max(0, tonumber(call('HGET', K.policy(P, policy), 'version') or 0) - serving[policy])
 end
 
--- Roles that were charged for a task and that this node cannot play now; nil when it must leave the task to others. It waits for a node that
--- plays all of them before one gets it that plays some.
-local function unplayable(P, task, serving, lane, now)
-  local left, lacking, policy_of = 0, {}, {}
-  for _, role in ipairs(trained_roles(P)) do policy_of[role.name] = role.policy end
-  for _, name in ipairs(split(call('HGET', K.task(P, task), 'credited'))) do
-    local policy = policy_of[name]
-    if lag_of(P, policy, serving) > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) then lacking[#lacking + 1] = name
-    else left = left + 1 end
+-- The trained roles of policies that a node is too far behind to play.
+local function unplayed(P, serving)
+  local lacking = {}
+  for _, role in ipairs(next(serving) and trained_roles(P) or {}) do
+    local policy = role.policy
+    lacking[role.name] = lag_of(P, policy, serving) > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) or nil
   end
-  if #lacking == 0 then return lacking end
-  local waits = now - tonumber(call('ZSCORE', K.retry(P, lane), task)) < RELUCTANCE_MS
-  if left == 0 or waits or call('HGET', K.run(P), 'admit') == 'all' then return nil end
   return lacking
 end
 
+-- Roles that were charged for a task, `credited`, and that this node cannot play now; nil when it must leave the task to others. It waits for a
+-- node that plays all of them before one gets it that plays some.
+local function unplayable(P, task, credited, cannot, lane, now)
+  local left, lacking = 0, {}
+  for _, name in ipairs(next(cannot) and split(credited) or {}) do
+    if cannot[name] then lacking[#lacking + 1] = name else left = left + 1 end
+  end
+  if #lacking == 0 then return lacking end
+  local waits = now - tonumber(call('ZSCORE', K.retry(P, lane), task)) < RELUCTANCE_MS
+  if left == 0 or waits or run_of(P).admit == 'all' then return nil end
+  return lacking
+end
+
+-- A task that is tried again stays the pending entry of whoever had it first: its hash says whose it is.
 local function lease_retries(P, node, serving, lane, want, ttl, horizon, now, out)
   local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 256)
+  local cannot = #due > 0 and unplayed(P, serving)
   for _, task in ipairs(due) do
     if #out >= want then return end
-    local without = not avoids(P, task, node) and unplayable(P, task, serving, lane, now)
+    local f = call('HMGET', K.task(P, task), 'avoid', 'credited')
+    local without = not is_avoided(f[1], node) and unplayable(P, task, f[2], cannot, lane, now)
     if without then
       call('ZREM', K.retry(P, lane), task)
-      local entry = call('HGET', K.task(P, task), 'entry')
-      call('XCLAIM', K.lane(P, lane), GROUP, node, 0, entry, 'JUSTID')
       out[#out + 1] = grant(P, node, task, ttl, horizon, now, without)
     end
   end
@@ -232,10 +348,20 @@ local function read_lane(P, node, lane, most)
   return found
 end
 
--- Whether the trainer of a policy has released it: it trains no more, and is not waited for.
-local function has_ended(P, policy)
-  local f = call('HMGET', K.policy(P, policy), 'epoch', 'heard_ms')
-  return f[1] ~= '0' and not f[2]
+-- The next training tasks, at most `most`. Where there are several lanes it is one: of the most urgent lane first, but every fourth one of the
+-- lanes in turn, so that of L lanes each that has tasks gets at least one of 4·L.
+local function draw(P, node, most)
+  local lanes = training_lanes(P)
+  if #lanes > 1 then
+    most = 1
+    local n = call('HINCRBY', K.run(P), 'drawn', 1)
+    if n % 4 == 0 then table.insert(lanes, 1, lanes[n / 4 % #lanes + 1]) end
+  end
+  for _, lane in ipairs(lanes) do
+    local found = read_lane(P, node, lane, most)
+    if #found > 0 then return found end
+  end
+  return {}
 end
 
 -- Tasks that may be charged with this credit, in groups per policy: under `all` each role needs a group, unless its policy has ended or it is
@@ -248,14 +374,14 @@ local function admitted(P, roles, credit)
     if policy == (whose or policy) and not has_ended(P, policy) then fewest = math.min(fewest or whole, whole) end
     most = math.max(most, math.ceil(credit[policy] / n))
   end
-  return call('HGET', K.run(P), 'admit') == 'all' and fewest or most
+  return run_of(P).admit == 'all' and fewest or most
 end
 
 -- Charges one group to each role whose policy has credit; trajectories of the others will end as no_credit. Roles take turns to be first, so
--- that of two roles of one policy neither always gets its last group.
+-- that of two roles of one policy neither always gets its last group. Returns the fields that say so of the task.
 local function charge(P, task, roles, credit)
   local credited, uncredited = {}, {}
-  local turn = call('HINCRBY', K.run(P), 'charges', 1)
+  local turn = #roles > 1 and call('HINCRBY', K.run(P), 'charges', 1) or 0
   for i = 1, #roles do
     local role = roles[(turn + i) % #roles + 1]
     if credit[role.policy] > 0 then
@@ -266,43 +392,57 @@ local function charge(P, task, roles, credit)
       uncredited[#uncredited + 1] = role.name
     end
   end
-  call('HSET', K.task(P, task), 'credited', lines(credited))
-  if #uncredited > 0 then call('HSET', K.task(P, task), 'uncredited', lines(uncredited)) end
+  move()
+  if #uncredited == 0 then return { 'credited', lines(credited) } end
+  return { 'credited', lines(credited), 'uncredited', lines(uncredited) }
 end
 
 -- Why nobody may train now, or nil.
 local function barred(P)
-  if call('HGET', K.run(P), 'state') ~= 'active' then return 'run_finished' end
+  if run_of(P).state ~= 'active' then return 'run_finished' end
   for _, policy in ipairs(policies(P)) do
-    local f = call('HMGET', K.policy(P, policy), 'version', 'external')
+    local f = call('HMGET', K.policy(P, policy), 'version', 'external', 'barrier')
     if not f[1] and f[2] ~= '1' then return 'no_version' end
+    if f[3] == 'phase' and call('HLEN', K.unpublished(P, policy)) > 0 then return 'barrier' end
   end
   return nil
 end
 
 -- Why a node without credit gets nothing. `serving` maps policy to the version the node says it serves.
 local function no_room(P, serving)
+  local reason = 'staleness_window'
   for _, role in ipairs(trained_roles(P)) do
     local policy = role.policy
-    local lag = lag_of(P, policy, serving)
-    if lag > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) and free_credit(P, policy, 0) > 0 then
+    local lag, credit, held = lag_of(P, policy, serving), free_credit(P, policy, 0)
+    if lag > tonumber(call('HGET', K.policy(P, policy), 'max_staleness')) and credit > 0 then
       return lag == math.huge and 'policy_not_served' or 'node_behind'
     end
+    if held ~= '' then reason = 'barrier' end
   end
-  return 'staleness_window'
+  return reason
 end
 
--- Evaluation leases go to nodes that serve exactly the versions; they come before training.
-local function lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
+-- Of the places of a node those that evaluations on request may still take while there is training: `share` percent of those it has, at least one.
+local function room_on_request(P, node, want, share)
+  local held, evaluating = call('SMEMBERS', K.node_leases(P, node)), 0
+  for _, task in ipairs(held) do
+    if string.sub(task, 1, 5) == 'eval:' then evaluating = evaluating + 1 end
+  end
+  return math.max(0, math.max(1, math.floor((#held + want) * share / 100)) - evaluating)
+end
+
+-- Evaluation leases go to nodes that serve exactly the versions; they come before training, those on request up to their `share`.
+local function lease_evaluations(P, node, serving, most, ttl, horizon, now, out, share)
   local open = call('HGETALL', K.open_evaluations(P))
   for i = 1, #open, 2 do
-    if #out >= want then return end
+    local want = most
+    if share and call('HGET', K.evaluation(P, open[i]), 'requested') then want = math.min(most, #out + room_on_request(P, node, most, share)) end
     local served = true
     for _, line in ipairs(split(open[i + 1])) do
       local policy, version = string.match(line, '^(%S+) (%d+)$')
       served = served and serving[policy] == tonumber(version)
     end
-    if served then
+    if served and want > #out then
       lease_retries(P, node, serving, open[i], want, ttl, horizon, now, out)
       for _, task in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
         out[#out + 1] = grant(P, node, task, ttl, horizon, now)
@@ -312,20 +452,27 @@ local function lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
 end
 
 -- Returns why nothing more was leased for training, or nil when `want` was reached.
-local function lease_training(P, node, serving, want, ttl, horizon, now, out)
+local function lease_training(P, node, serving, want, fresh, ttl, horizon, now, out)
   local reason = barred(P)
   if reason then return reason end
   lease_retries(P, node, serving, TRAIN, want, ttl, horizon, now, out)
   local roles, credit = trained_roles(P), {}
-  for _, policy in ipairs(policies(P)) do credit[policy] = free_credit(P, policy, lag_of(P, policy, serving)) end
+  for _, policy in ipairs(policies(P)) do credit[policy] = (free_credit(P, policy, lag_of(P, policy, serving))) end
   while #out < want do
-    if admitted(P, roles, credit) <= 0 then return no_room(P, serving) end
-    local found = read_lane(P, node, TRAIN, 1)
+    if #out >= fresh then return 'slow_node' end
+    -- Charging a task makes this smaller by one, so as many can be drawn at once.
+    local room = admitted(P, roles, credit)
+    if room <= 0 then return no_room(P, serving) end
+    local found = draw(P, node, math.min(room, math.min(want, fresh) - #out))
+    for _, task in ipairs(found) do
+      out[#out + 1] = grant(P, node, task, ttl, horizon, now, nil, charge(P, task, roles, credit))
+    end
     if #found > 0 then
-      charge(P, found[1], roles, credit)
-      out[#out + 1] = grant(P, node, found[1], ttl, horizon, now)
-    elseif call('XLEN', K.lane(P, TRAIN)) == call('XPENDING', K.lane(P, TRAIN), GROUP)[1] then
-      return call('HGET', K.run(P), 'exhausted') == '1' and 'dataset_exhausted' or 'no_tasks'
+      -- There may be more.
+    elseif queued(P) == 0 then
+      if call('HGET', K.run(P), 'exhausted') == '1' then return 'dataset_exhausted' end
+      emit(P, 'due') -- the run loop has not drawn enough, or does not know yet that there are no more
+      return 'no_tasks'
     end
   end
   return nil
@@ -333,7 +480,8 @@ end
 
 -- Whether another node might get something that this one did not ask for or may not have.
 local function is_more(P, serving, reason)
-  if not reason or reason == 'node_full' or reason == 'node_behind' or reason == 'policy_not_served' then return true end
+  if reason == 'lease_quota' then return false end
+  if not reason or reason == 'node_full' or reason == 'slow_node' or reason == 'node_behind' or reason == 'policy_not_served' then return true end
   if call('HLEN', K.open_evaluations(P)) > 0 or call('ZCARD', K.retry(P, TRAIN)) > 0 then return true end
   if reason ~= 'staleness_window' then return false end
   for _, role in ipairs(trained_roles(P)) do
@@ -342,22 +490,30 @@ local function is_more(P, serving, reason)
   return false
 end
 
--- lease: node, want, ttl, horizon, most leases the node may hold, session or '', then policy, version served.
+-- lease: node, want, ttl, horizon, most leases the node may hold, most with which it gets fresh training tasks, share of evaluations on request in percent, session or '', then policy,
+-- version served.
 -- Returns { reason, leases, '1' when another node might get something }; reason is '' when all that was wanted was leased.
-SIGNATURE.lease = { 'node', 'want', 'ttl', 'horizon', 'max_held', 'session', each = { 'policy', 'version' } }
-local function lease(keys, a)
+SIGNATURE.lease = { 'node', 'want', 'ttl', 'horizon', 'max_held', 'fresh', 'share', 'session', each = { 'policy', 'version' } }
+function F.lease(keys, a)
   local P, node, want, ttl, horizon = keys[1], a.node, tonumber(a.want), tonumber(a.ttl), tonumber(a.horizon)
   local now, out, serving = now_ms(), {}, {}
   for _, item in ipairs(a.each) do serving[item.policy] = tonumber(item.version) end
-  if call('HGET', K.run(P), 'state') == 'finished' then return { 'run_finished', {}, '0' } end
+  if run_of(P).state == 'finished' then return { 'run_finished', {}, '0' } end
   local f = call('HMGET', K.node(P, node), 'session', 'drain')
   if a.session ~= '' and f[1] ~= a.session then return { 'session_replaced', {}, '1' } end
   if f[2] then return { 'draining', {}, '1' } end
-  want = math.min(want, tonumber(a.max_held) - call('SCARD', K.node_leases(P, node)))
+  local held = call('SCARD', K.node_leases(P, node))
+  want = math.min(want, tonumber(a.max_held) - held)
   if want <= 0 then return { 'node_full', {}, '1' } end
-  lease_evaluations(P, node, serving, want, ttl, horizon, now, out)
-  local reason = nil
-  if #out < want then reason = lease_training(P, node, serving, want, ttl, horizon, now, out) end
+  local quota = max_leases(P) - call('ZCARD', K.leases(P))
+  if quota <= 0 then return { 'lease_quota', {}, '0' } end
+  local reason = quota < want and 'lease_quota' or nil
+  want = math.min(want, quota)
+  lease_evaluations(P, node, serving, want, ttl, horizon, now, out, tonumber(a.share))
+  local lacks = #out < want and lease_training(P, node, serving, want, tonumber(a.fresh) - held, ttl, horizon, now, out)
+  if lacks then lease_evaluations(P, node, serving, want, ttl, horizon, now, out) end
+  if #out < want then reason = lacks end
+  if #out > 0 then call('HSET', K.node(P, node), 'leased_ms', now) end
   return { reason or '', out, is_more(P, serving, reason) and '1' or '0' }
 end
 
@@ -369,9 +525,48 @@ local function holds(P, node, lease_id)
   return nil
 end
 
+-- Training tasks that a node without lag may be given now, whether or not they are there.
+local function admitted_now(P)
+  local credit = {}
+  for _, policy in ipairs(policies(P)) do
+    local f = call('HMGET', K.policy(P, policy), 'version', 'external')
+    if not f[1] and f[2] ~= '1' then return 0 end
+    credit[policy] = free_credit(P, policy, 0)
+  end
+  return math.max(0, math.min(admitted(P, trained_roles(P), credit), max_leases(P) - call('ZCARD', K.leases(P))))
+end
+
+-- A node that has finished nothing for longer is as good as any: it may have been slow for a while only.
+local PACE_LIFE_MS = 600000
+
+-- Of the time that whole tasks take on a node the mean, for which the newest counts a fifth.
+local function note_pace(P, task, node)
+  local f = call('HMGET', K.task(P, task), 'node', 'attempt', 'leased_ms')
+  if f[1] ~= node or f[2] ~= '1' or not f[3] then return end
+  local took, N = now_ms() - tonumber(f[3]), K.node(P, node)
+  local mean = tonumber(call('HGET', N, 'task_ms') or took)
+  call('HSET', N, 'task_ms', precise(mean + (took - mean) / 5), 'done_ms', now_ms())
+end
+
+-- paces. Returns { training tasks that are leased, or could be }, then node, slots, ms of a task for each connected node that lately finished some.
+-- Who has begun and finished nothing for longer than its tasks take is as slow as that: it hangs, or takes no more.
+function F.paces(keys)
+  local P, now = keys[1], now_ms()
+  local found = { call('ZCARD', K.leases(P)) + math.min(queued(P), admitted_now(P)) }
+  for _, node in ipairs(call('SMEMBERS', K.nodes(P))) do
+    local f = call('HMGET', K.node(P, node), 'task_ms', 'connected_until', 'drain', 'done_ms', 'leased_ms', 'credits')
+    if f[1] and tonumber(f[2] or 0) > now and not f[3] and now - tonumber(f[4]) < PACE_LIFE_MS then
+      local quiet = now - math.max(tonumber(f[4]), tonumber(f[5] or 0))
+      local slots = call('SCARD', K.node_leases(P, node)) + tonumber(f[6] or 0)
+      for _, part in ipairs({ node, slots, precise(math.max(tonumber(f[1]), quiet)) }) do found[#found + 1] = part end
+    end
+  end
+  return found
+end
+
 -- renew: node, ttl, lease ids. Returns the leases that are not this node's any more.
 SIGNATURE.renew = { 'node', 'ttl', rest = true }
-local function renew(keys, a)
+function F.renew(keys, a)
   local P, lost, now = keys[1], {}, now_ms()
   for _, id in ipairs(a.rest) do
     local task = holds(P, a.node, id)
@@ -380,15 +575,13 @@ local function renew(keys, a)
   return lost
 end
 
--- Gives back a lease that never arrived; costs no attempt.
-local function give_back_undelivered(P, node, task, now)
-  call('HINCRBY', K.task(P, task), 'tries', -1)
-  give_again(P, task, 'undelivered', 'the lease did not reach the node', now, now, '')
+local function give_back_undelivered(P, task, now)
+  give_back(P, task, 'undelivered', 'the lease did not reach the node', now)
 end
 
 -- reconcile: node, ttl, lease ids the node holds. Renews these, gives back what it does not hold. Returns { lost lease ids, given back }.
 SIGNATURE.reconcile = { 'node', 'ttl', rest = true }
-local function reconcile(keys, a)
+function F.reconcile(keys, a)
   local P, node, now, held, given, lost = keys[1], a.node, now_ms(), {}, 0, {}
   for _, id in ipairs(a.rest) do held[id] = true end
   for _, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
@@ -397,7 +590,7 @@ local function reconcile(keys, a)
       call('ZADD', K.leases(P), now + tonumber(a.ttl), task)
       held[id] = nil
     else
-      give_back_undelivered(P, node, task, now)
+      give_back_undelivered(P, task, now)
       given = given + 1
     end
   end
@@ -407,7 +600,7 @@ end
 
 -- leave: node, session, leases that it never confirmed. Gives these back. Returns how many.
 SIGNATURE.leave = { 'node', 'session', rest = true }
-local function leave(keys, a)
+function F.leave(keys, a)
   local P, node, now, given = keys[1], a.node, now_ms(), 0
   if call('HGET', K.node(P, node), 'session') == a.session then
     call('HSET', K.node(P, node), 'connected_until', now)
@@ -415,7 +608,7 @@ local function leave(keys, a)
   for _, id in ipairs(a.rest) do
     local task = holds(P, node, id)
     if task then
-      give_back_undelivered(P, node, task, now)
+      give_back_undelivered(P, task, now)
       given = given + 1
     end
   end
@@ -429,7 +622,7 @@ end
 
 -- A task came to its end with all that it needs: failures after this one begin a new row.
 local function note_completed(P, purpose)
-  call('HINCRBY', K.failures(P), 'completed ' .. purpose, 1)
+  add(K.failures(P), 'completed ' .. purpose, 1)
 end
 
 -- Counts a failure under what it has in common with others (`kind`), and keeps the first of each kind. In a row are those
@@ -449,7 +642,7 @@ end
 
 -- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms, kind. Returns 1 when it will be leased again.
 SIGNATURE.fail = { 'node', 'lease', 'reason', 'detail', 'retryable', 'free', 'backoff', 'kind' }
-local function fail(keys, a)
+function F.fail(keys, a)
   local P, node, now = keys[1], a.node, now_ms()
   local task = holds(P, node, a.lease)
   if not task then return 0 end
@@ -473,7 +666,7 @@ end
 
 -- sweep: limit. Expires leases and groups whose time is over. Returns { expired leases, closed groups }.
 SIGNATURE.sweep = { 'limit' }
-local function sweep(keys, a)
+function F.sweep(keys, a)
   local P, now, limit = keys[1], now_ms(), tonumber(a.limit)
   local expired = call('ZRANGEBYSCORE', K.leases(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(expired) do give_again(P, task, 'lease_expired', 'not renewed in time', now, now, '') end
@@ -485,7 +678,7 @@ end
 
 -- close_training: limit. Closes admitted training tasks of a run that finishes. Returns how many were closed.
 SIGNATURE.close_training = { 'limit' }
-local function close_training(keys, a)
+function F.close_training(keys, a)
   local P, now, closed = keys[1], now_ms(), 0
   for _, task in ipairs(call('ZRANGE', K.open(P), 0, -1)) do
     if closed >= tonumber(a.limit) then break end

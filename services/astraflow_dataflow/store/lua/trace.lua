@@ -4,34 +4,44 @@
 local MAX_TRACE = 4000
 local MAX_TRACED = 10000
 
-local function note(P, task, kind, ...)
-  local trace = K.trace(P, task)
-  -- Pushes onto an existing list only: what comes after a trace was forgotten must not begin another.
-  if call('LLEN', trace) < MAX_TRACE then
-    call('RPUSHX', trace, table.concat({ kind, now_ms(), ... }, '\t'))
-  end
+local function trace_entry(kind, ...)
+  return table.concat({ kind, now_ms(), ... }, '\t')
 end
 
+-- Adds to an existing list only: what comes after a trace was forgotten must not begin another. Returns its length.
+local function note_all(P, task, entries, first)
+  local length = call('RPUSHX', K.trace(P, task), unpack(entries, first or 1))
+  if length > MAX_TRACE then call('RPOP', K.trace(P, task), length - MAX_TRACE) end
+  return length
+end
+
+local function note(P, task, kind, ...)
+  return note_all(P, task, { trace_entry(kind, ...) })
+end
+
+-- Begins the trace of a task that has none, with when it was queued.
 local function open_trace(P, task)
-  if call('EXISTS', K.trace(P, task)) == 0 then
-    local f = call('HMGET', K.task(P, task), 'lane', 'entry')
-    if f[2] then call('RPUSH', K.trace(P, task), 'Q\t' .. string.match(f[2], '^%d+') .. '\t' .. f[1]) end
-  end
+  local f = call('HMGET', K.task(P, task), 'lane', 'entry')
+  if f[2] then call('RPUSH', K.trace(P, task), 'Q\t' .. string.match(f[2], '^%d+') .. '\t' .. f[1]) end
 end
 
 -- Lets a finished task's trace end some day; of very many finished ones only the newest are kept.
 local function close_trace(P, task, ttl_ms)
   if call('PEXPIRE', K.trace(P, task), ttl_ms) == 0 then return end
-  if call('RPUSH', K.traced(P), task) > MAX_TRACED then
+  gather({ 'RPUSH', K.traced(P) }, task)
+  CALL.traced = (CALL.traced or call('LLEN', K.traced(P))) + 1
+  if CALL.traced > MAX_TRACED then
+    CALL.traced = CALL.traced - 1
     local oldest = call('LPOP', K.traced(P))
     if call('HGET', K.task(P, oldest), 'state') == 'done' then call('UNLINK', K.trace(P, oldest)) end
   end
 end
 
-local function note_episode(P, task, member, attempt, node, episode, outcome, failed, reason, items)
-  local entry = { table.concat({ member, attempt, node, episode, outcome, failed, reason }, '\t') }
+-- `e` is an episode as `commit` and `quarantine` are given it.
+local function episode_entry(e, outcome, reason, items)
+  local entry = { table.concat({ e.member, e.attempt, e.node, e.episode, outcome, e.failed or '0', reason }, '\t') }
   for _, item in ipairs(items) do entry[#entry + 1] = item.trace end
-  note(P, task, 'E', lines(entry))
+  return trace_entry('E', lines(entry))
 end
 
 -- A group's id begins with its task's, and task ids hold no slash.
@@ -41,7 +51,7 @@ end
 
 -- trace: task. Returns { '1' when ever submitted, { state, attempt, size, left, lane, why, avoid, entry }, deadline or '', entries }.
 SIGNATURE.trace = { 'task' }
-local function trace(keys, a)
+function F.trace(keys, a)
   local P, task = keys[1], a.task
   local f = call('HMGET', K.task(P, task), 'state', 'attempt', 'size', 'left', 'lane', 'why', 'avoid', 'entry')
   for i = 1, 8 do f[i] = f[i] or '' end

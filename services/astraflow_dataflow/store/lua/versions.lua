@@ -33,7 +33,7 @@ end
 -- publish: policy, version, manifest sha256 (hex), step, caller's epoch, writer's epoch, '1' for a rollback, which belongs to no step, how
 -- many numbers below it nobody can read, body. Returns { ms, body } of the announced version.
 SIGNATURE.publish = { 'policy', 'version', 'sha', 'step', 'epoch', 'writer', 'rollback', 'unreadable', 'body' }
-local function publish(keys, a)
+function F.publish(keys, a)
   local P, policy, Q = keys[1], a.policy, K.policy(keys[1], a.policy)
   local number, step, epoch, writer = tonumber(a.version), tonumber(a.step), tonumber(a.epoch), tonumber(a.writer)
   local refusal = fenced(P, policy, a.epoch)
@@ -71,7 +71,7 @@ end
 -- announce_snapshot: policy, version, manifest sha256 (hex), body. The next draw of a policy that is a snapshot of another; no trainer has it.
 -- Returns 1, or 0 when another server announced it.
 SIGNATURE.announce_snapshot = { 'policy', 'version', 'sha', 'body' }
-local function announce_snapshot(keys, a)
+function F.announce_snapshot(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if tonumber(a.version) ~= tonumber(call('HGET', Q, 'version') or -1) + 1 then return 0 end
   local ms = now_ms()
@@ -87,7 +87,7 @@ local FIRST_RATING, ELO_K = 1000, 16
 -- rate: snapshot policy, then per episode: version that it played, score of the trained policy in [0, 1]. Elo; a version starts with the rating
 -- that the trained policy has when they first meet. Returns 1.
 SIGNATURE.rate = { 'policy', each = { 'version', 'score' } }
-local function rate(keys, a)
+function F.rate(keys, a)
   local R = K.ratings(keys[1], a.policy)
   for _, item in ipairs(a.each) do
     local f = call('HMGET', R, 'trained', item.version)

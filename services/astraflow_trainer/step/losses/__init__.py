@@ -1,7 +1,13 @@
 """Policy losses: aggregation weights, step-wide bounds, the kernel and its statistics."""
 
 from astraflow_trainer.step.losses.aggregation import StepCounts, token_weights
-from astraflow_trainer.step.losses.kernel import LossInputs, StepRegion, policy_loss, resolve_region
+from astraflow_trainer.step.losses.kernel import (
+    LossInputs,
+    StepRegion,
+    cuts_alike,
+    policy_loss,
+    resolve_region,
+)
 from astraflow_trainer.step.losses.statistics import LossMetrics, LossStatistics
 
 __all__ = [
@@ -10,6 +16,7 @@ __all__ = [
     "LossStatistics",
     "StepCounts",
     "StepRegion",
+    "cuts_alike",
     "policy_loss",
     "resolve_region",
     "token_weights",

@@ -68,6 +68,8 @@ class LossInputs:
     """float32: the frozen reference model's log-probs; needed by a KL term with `KlReference.MODEL`."""
     entropy_N: torch.Tensor | None = None
     """float32, for the metrics; counted as 0 when absent."""
+    in_place_N: torch.Tensor | None = None
+    """bool, for the metrics: sampled with keys and values of other weights; none when absent."""
 
 
 def resolve_region(
@@ -116,6 +118,9 @@ def policy_loss(
     kl_N = _kl(logprob_N, inputs=inputs, settings=settings)
     if kl_N is not None and settings.kl is not None:
         loss_N = loss_N + settings.kl.coefficient * kl_N
+    agrees_N = _agrees(logprob_N.detach(), inputs=inputs, settings=settings)
+    # Not a product: what is left out may not be finite.
+    loss_N = torch.where(agrees_N, loss_N, torch.zeros_like(loss_N))
     loss = (inputs.weight_N * loss_N).sum()
     with torch.no_grad():
         statistics = _statistics(
@@ -125,8 +130,19 @@ def policy_loss(
             kl_N=kl_N,
             inputs=inputs,
             region=region,
+            agrees_N=agrees_N,
         )
     return loss, statistics
+
+
+def cuts_alike(one: StepRegion, other: StepRegion, *, logprob_N: torch.Tensor, inputs: LossInputs) -> bool:
+    """Whether two regions that differ in their bounds alone cut the same tokens, so that the gradients are equal."""
+    log_ratio = _log_ratio(logprob_N, anchor_N=inputs.behavior_N)
+    cuts = [
+        _cut(log_ratio.exp(), log_ratio=log_ratio, advantage_N=inputs.advantage_N, region=region)
+        for region in (one, other)
+    ]
+    return all(map(torch.equal, *cuts))
 
 
 def _log_ratio(logprob_N: torch.Tensor, *, anchor_N: torch.Tensor) -> torch.Tensor:
@@ -150,11 +166,28 @@ def _anchor(inputs: LossInputs, *, settings: AlgorithmSettings) -> tuple[torch.T
 
 def _sequence_log_ratio(log_ratio_N: torch.Tensor, *, inputs: LossInputs) -> torch.Tensor:
     """Row means in value, token log-probs in gradient (GSPO-token)."""
-    zeros = torch.zeros(inputs.num_rows, dtype=torch.float64)
-    sums = zeros.index_add(0, inputs.row_N, log_ratio_N.detach().double())
-    counts = zeros.index_add(0, inputs.row_N, torch.ones_like(inputs.row_N, dtype=torch.float64))
-    means = (sums / counts.clamp(min=1)).clamp(max=_MAX_SEQUENCE_LOG_RATIO).to(log_ratio_N.dtype)
+    means = (
+        _row_means(log_ratio_N.detach(), inputs=inputs)
+        .clamp(max=_MAX_SEQUENCE_LOG_RATIO)
+        .to(log_ratio_N.dtype)
+    )
     return means[inputs.row_N] + log_ratio_N - log_ratio_N.detach()
+
+
+def _row_means(values_N: torch.Tensor, *, inputs: LossInputs) -> torch.Tensor:
+    """float64: the mean over the tokens of each row; 0 for a row without any."""
+    zeros = torch.zeros(inputs.num_rows, dtype=torch.float64)
+    sums = zeros.index_add(0, inputs.row_N, values_N.double())
+    counts = zeros.index_add(0, inputs.row_N, torch.ones_like(inputs.row_N, dtype=torch.float64))
+    return sums / counts.clamp(min=1)
+
+
+def _agrees(logprob_N: torch.Tensor, *, inputs: LossInputs, settings: AlgorithmSettings) -> torch.Tensor:
+    """bool[N]: whether trainer and engine agree on the token's row."""
+    if settings.agreement is None:
+        return torch.ones_like(logprob_N, dtype=torch.bool)
+    kl_N = kl_estimate(inputs.behavior_N, reference_N=logprob_N, estimator=KlEstimator.K3)
+    return (_row_means(kl_N, inputs=inputs) <= settings.agreement.max_kl)[inputs.row_N]
 
 
 def _trained_tokens(logprob_N: torch.Tensor, *, anchor_N: torch.Tensor, inputs: LossInputs) -> TrainedTokens:
@@ -226,6 +259,7 @@ def _statistics(
     kl_N: torch.Tensor | None,
     inputs: LossInputs,
     region: StepRegion,
+    agrees_N: torch.Tensor,
 ) -> LossStatistics:
     if logprob_N.numel() == 0:
         return LossStatistics.empty()
@@ -234,14 +268,16 @@ def _statistics(
     away = away_from_anchor(log_ratio, advantage_N=inputs.advantage_N)
     squared = log_ratio.double().square()
     zero = torch.zeros(())
-    mismatch_kl = kl_estimate(inputs.behavior_N, reference_N=logprob_N, estimator=KlEstimator.K3)
+    mismatch_kl = kl_estimate(inputs.behavior_N, reference_N=logprob_N, estimator=KlEstimator.K3).double()
+    in_place = torch.zeros_like(away) if inputs.in_place_N is None else inputs.in_place_N
     sums = {
         "num_tokens": torch.tensor(float(logprob_N.numel())), "loss": loss.detach(),
         "ratio": ratio.double().sum(), "squared_ratio": ratio.double().square().sum(),
-        "squared_log_ratio": squared.sum(), "mismatch_kl": mismatch_kl.double().sum(),
+        "squared_log_ratio": squared.sum(), "mismatch_kl": mismatch_kl.sum(),
+        "in_place": in_place.sum(), "mismatch_kl_in_place": mismatch_kl[in_place].sum(),
         "entropy": zero if inputs.entropy_N is None else inputs.entropy_N.double().sum(),
         "kl": zero if kl_N is None else kl_N.double().sum(),
-        "clipped_up": up.sum(), "clipped_down": down.sum(), "masked": masked.sum(),
+        "clipped_up": up.sum(), "clipped_down": down.sum(), "masked": masked.sum(), "disagreeing": (~agrees_N).sum(),
         "num_away": away.sum(), "squared_log_ratio_away": squared[away].sum(),
     }  # fmt: skip
     maxima = {

@@ -13,8 +13,9 @@ import torch
 from astraflow_trainer.ranks.reductions import Ranks
 
 _SUMS = (
-    "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "mismatch_kl", "entropy", "kl",
-    "clipped_up", "clipped_down", "masked", "num_away", "squared_log_ratio_away",
+    "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "mismatch_kl",
+    "in_place", "mismatch_kl_in_place", "entropy", "kl",
+    "clipped_up", "clipped_down", "masked", "disagreeing", "num_away", "squared_log_ratio_away",
 )  # fmt: skip
 _MAXIMA = ("ratio", "negative_ratio", "abs_log_ratio")
 
@@ -38,12 +39,20 @@ class LossMetrics:
     """Share of tokens whose ratio is cut from below."""
     masked_fraction: float
     """Share of tokens left out by m2po_mask."""
+    disagreeing_fraction: float
+    """Share of tokens left out because trainer and engine disagree on their rows; 0 without `agreement`."""
     effective_sample_size: float
     """(Σr)² / (n·Σr²), within 0 and 1."""
     mismatch_kl: float
     """KL(behaviour ‖ policy) by the estimate r − 1 − log r, r to the engine's log-probs: what staleness and engine add
     up to.
     """
+    in_place_fraction: float
+    """Share of tokens of calls that went on over a swap of weights with the keys and values of the old ones."""
+    mismatch_kl_in_place: float
+    """mismatch_kl over those tokens; 0 without any."""
+    mismatch_kl_elsewhere: float
+    """The same over all others."""
     entropy: float
     """Mean entropy of the next-token distribution, nats, at the row's temperature."""
     max_abs_log_ratio: float
@@ -102,8 +111,14 @@ class LossStatistics:
             clip_fraction_up=sums["clipped_up"] / num_tokens,
             clip_fraction_down=sums["clipped_down"] / num_tokens,
             masked_fraction=sums["masked"] / num_tokens,
+            disagreeing_fraction=sums["disagreeing"] / num_tokens,
             effective_sample_size=_ratio(sums["ratio"] ** 2, num_tokens * sums["squared_ratio"]),
             mismatch_kl=sums["mismatch_kl"] / num_tokens,
+            in_place_fraction=sums["in_place"] / num_tokens,
+            mismatch_kl_in_place=_ratio(sums["mismatch_kl_in_place"], sums["in_place"]),
+            mismatch_kl_elsewhere=_ratio(
+                sums["mismatch_kl"] - sums["mismatch_kl_in_place"], num_tokens - sums["in_place"]
+            ),
             entropy=sums["entropy"] / num_tokens,
             max_abs_log_ratio=maxima["abs_log_ratio"],
             second_moment=sums["squared_log_ratio"] / num_tokens,

@@ -1,6 +1,8 @@
 """The status page says what there is, and nothing about what there is not."""
 
-from astraflow.commands.status import status_page
+from rich.console import Group
+
+from astraflow.commands.status import data_parts, status_page
 from astraflow.dataflow.v1 import account_pb2, run_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from support.printed import printed
@@ -110,3 +112,26 @@ def test_a_node_that_is_sent_home_says_why() -> None:
     status = full_status()
     status.nodes[0].drain_reason = "upgrade"
     assert "draining: upgrade" in text_of(status)
+
+
+def test_where_routes_took_groups_and_what_shadow_plugins_would_have_decided() -> None:
+    shadows = [
+        pb.ShadowPlugin(kind="curator", name="recipe:Hard", asked=9, differs=2, refused=2),
+        pb.ShadowPlugin(kind="filter", name="recipe:Short", asked=40, differs=7, refused=12),
+        pb.ShadowPlugin(kind="selector", name="recipe:New", asked=16, differs=3),
+    ]
+    route = pb.RouteCount(
+        verdict="evaluated_easy", policy_id="solver", groups=5, trajectories=40, mean_reward=0.5
+    )
+    for answer in (
+        pb.StatusResponse(shadows=shadows, routes=[route]),
+        pb.WhyResponse(shadows=shadows, routes=[route]),
+    ):
+        page = printed(Group(*data_parts(answer)))
+        assert [line.strip() for line in page.splitlines() if line.startswith("  ")] == [
+            "evaluated_easy: 5 groups of solver, mean reward 0.500",
+            "shadow recipe:Hard would have skipped 2 of 9 tasks, 2 otherwise than it went",
+            "shadow recipe:Short would have dropped 12 of 40 groups, 7 otherwise than it went",
+            "shadow recipe:New would have chosen 3 of 16 groups otherwise",
+        ]
+    assert "shadow" not in printed(status_page(pb.StatusResponse(run_id="run")))

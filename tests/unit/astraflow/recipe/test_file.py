@@ -12,6 +12,7 @@ from astraflow.recipe import BatchSettings, Recipe
 from astraflow.recipe.algorithm import Gspo, KlSettings, M2po
 from astraflow.recipe.file import CodeFile, bundle_digest, load_recipe, parse_recipe, place_of
 from astraflow.recipe.plugin_settings import PluginSettings
+from astraflow.rollout.v1 import task_pb2
 
 GOOD = """\
 run:
@@ -204,6 +205,32 @@ def test_impossible_combinations_show_their_arithmetic() -> None:
         parse_recipe(GOOD, overrides=["dataflow.min_members=9"])
     with pytest.raises(RecipeError, match="max_new_tokens 512 leaves no room"):
         parse_recipe(GOOD, overrides=["policies.solver.sampling.max_new_tokens=512"])
+    with pytest.raises(RecipeError, match="64 and a prompt of at least 1 token are more than"):
+        parse_recipe(
+            GOOD,
+            overrides=["policies.solver.sampling.max_new_tokens=64", "trainer.tokens_per_microbatch=64"],
+        )
+
+
+def test_sampling_is_sent_as_it_is_in_the_recipe() -> None:
+    policy = parse_recipe(GOOD, overrides=["policies.solver.sampling.temperature=0.5"]).recipe.policy(
+        "solver"
+    )
+    sent = task_pb2.SamplingParams(**policy.sampling.parameters())
+    assert (sent.temperature, sent.top_p, sent.max_new_tokens) == (0.5, 1.0, policy.sampling.max_new_tokens)
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20"])
+def test_a_trained_policy_is_sampled_from_all_candidates_unless_the_bias_is_accepted(cut: str) -> None:
+    sampling = "policies.solver.sampling"
+    with pytest.raises(RecipeError, match=r"cut candidates off.*accept_sampling_bias: true"):
+        parse_recipe(GOOD, overrides=[f"{sampling}.{cut}"])
+    accepted = parse_recipe(
+        GOOD, overrides=[f"{sampling}.{cut}", f"{sampling}.accept_sampling_bias=true"]
+    ).recipe
+    assert accepted.policy("solver").sampling.accept_sampling_bias
+    judged = f"policies.judge={{model: {{from_policy: solver}}, train: false, sampling: {{{cut.replace('=', ': ')}}}}}"
+    assert parse_recipe(GOOD, overrides=[judged]).recipe.policy("judge").sampling.max_new_tokens == 256
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "run: [", "just words"])

@@ -184,6 +184,8 @@ def test_admitting_all_needs_room_for_every_role_of_a_policy() -> None:
     with pytest.raises(RecipeError, match=r"2 trained roles, .* room for 1 groups"):
         recipe("{plan: solver, work: solver}", policies="solver: {model: {path: p}}", dataflow=flow)
     assert recipe("{plan: solver, work: solver, check: verifier}", dataflow="{admit: all}")
+    with pytest.raises(RecipeError, match="the last group of a batch comes alone"):
+        recipe("{plan: solver, work: solver, check: verifier}", dataflow="{admit: all, barrier: batch}")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import ReadyGroup, StepRequest
 from astraflow_dataflow.batches.selecting import choose, ready_group
-from astraflow_dataflow.records import Candidates, Selection
+from astraflow_dataflow.records import Selection
 from astraflow_dataflow.rules.faults import PluginFault, PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin
 
@@ -25,7 +25,7 @@ def stored(group_id: str, *, version: int, arrival: int, reward: float = 1.0) ->
     return group_id, float(version * 2**32 + arrival), items
 
 
-READY = Candidates(outstanding=0, groups=tuple(stored(f"g{n}", version=2, arrival=n + 7) for n in range(3)))
+READY = [ready_group(*stored(f"g{n}", version=2, arrival=n + 7)) for n in range(3)]
 
 
 def chosen(answer: Answer) -> tuple[Selection | None, list[PluginFault]]:

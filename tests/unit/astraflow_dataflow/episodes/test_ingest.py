@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from astraflow.errors import UnavailableError
+from astraflow.recipe import RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.records import Level
@@ -22,6 +23,7 @@ class Failing:
     def __init__(self, error: BaseException) -> None:
         self._error = error
         self.newest_versions, self.trained_roles = {"solver": 0}, {"solver": "solver"}
+        self.row_limits: dict[str, RowLimits] = {}
         self.trained_policies = ("solver",)
         self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
@@ -38,7 +40,7 @@ class Failing:
         durability = Durability(us, Level.MEMORY)
         ingest = Ingest(store=us, registry=us, settling=us, metrics=Metrics(), durability=durability)
         try:
-            await ingest.push(us, episode)
+            await ingest.push(us, [episode])
         finally:
             for task in self.tasks:
                 task.cancel()

@@ -102,3 +102,39 @@ def test_a_run_ends_when_the_newest_versions_have_their_final_pass() -> None:
     assert evaluation.finals_complete([final], newest={"p": 10, "q": 3})
     assert not evaluation.finals_complete([final], newest={"p": 11, "q": 3})
     assert not evaluation.finals_complete([stored(state="complete")], newest={"p": 10, "q": 3})
+
+
+ASKED = {"requested": True, "state": "waiting", "final": False}
+PERIODIC = stored(state="complete")
+FIRST = stored(**ASKED, evaluation_id="first", versions={})
+NAMED = stored(**ASKED, evaluation_id="named", versions={"p": 9})
+DONE = replace(FIRST, state="complete", versions={"p": 10, "q": 3})
+
+
+@pytest.mark.parametrize(
+    ("passes", "is_due", "chosen"),
+    [
+        ([], False, None),
+        ([PERIODIC], True, None),
+        ([PERIODIC, FIRST], False, "first"),
+        ([PERIODIC, FIRST], True, "first"),
+        ([FIRST], True, None),
+        ([DONE, FIRST], True, None),
+        ([DONE, FIRST], False, "first"),
+        ([DONE, FIRST, NAMED], True, "named"),
+        ([DONE, replace(NAMED, versions={"p": 10}), FIRST], True, None),
+    ],
+)
+def test_requests_and_the_recipe_take_turns_but_for_one_whose_version_is_overtaken(
+    passes: list[Any], is_due: bool, chosen: str | None
+) -> None:
+    found = evaluation.next_request({"p": 10, "q": 3}, passes, is_periodic_due=is_due)
+    assert (found and found.evaluation_id) == chosen
+    due = evaluation.plan_periodic({"p": 20, "q": 3}, [PERIODIC, *passes], settings=SETTINGS)
+    assert due is not None, "requests do not count as passes of the recipe"
+
+
+def test_tasks_of_a_request_say_which_versions_they_demand() -> None:
+    identifier = evaluation.task_id(replace(DONE, evaluation_id="mine-7").task_stem, 4)
+    assert identifier == "eval:10.3:mine-7:4"
+    assert evaluation.demand_of(identifier, BOTH) == {"p": 10, "q": 3}

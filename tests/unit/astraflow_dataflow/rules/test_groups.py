@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.plugins import Filter, Group
+from astraflow.recipe.groups import RouteConditions, RouteSettings
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.rules import groups
@@ -181,3 +182,16 @@ def test_a_filter_that_changes_what_it_sees_changes_no_item() -> None:
     task = complete(ONE)
     judge(task, rules(filters=(("spoil", spoil),)))
     assert task.items[0].items[0].reward == 1.0
+
+
+def test_filters_do_not_see_what_a_route_took_and_the_acceptance_counts_it() -> None:
+    asked: list[str] = []
+    routed = RouteSettings(name="solved", when=RouteConditions(min_reward=1), to="drop")
+    judged = rules(filters=(("seen", lambda group: asked.append(group.group_id) or True),), routes=(routed,))
+    assert judge(complete(ONE), judged) == ["routed_solved"]
+    assert judge(complete(header("a", reward=0.5)), judged) == ["ready"]
+    assert asked == ["t/p"]
+    assert was_judged("routed_solved")
+    # Not a whole group, or one without credit: nobody routes it.
+    assert judge(complete(ONE, num_finished=1), judged) == ["incomplete"]
+    assert judge(complete(ONE, credited=frozenset()), judged) == ["no_credit"]

@@ -1,10 +1,13 @@
 """Staleness in versions, and its quantiles."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow_dataflow.rules.staleness import Summary, histogram, staleness, summarize
+from astraflow.dataflow.v1 import batch_pb2
+from astraflow.recipe import BatchSettings
+from astraflow_dataflow.rules.staleness import Summary, deadline_version, histogram, staleness, summarize
 
 
 def test_staleness_counts_versions_and_is_never_negative() -> None:
@@ -24,3 +27,20 @@ def test_quantiles_are_those_of_the_nearest_rank(oldest: list[int]) -> None:
     assert summary.p50 == ranked[int(np.ceil(0.50 * len(ages))) - 1]
     assert summary.p99 == ranked[int(np.ceil(0.99 * len(ages))) - 1]
     assert summary.largest == max(ages)
+
+
+@pytest.mark.parametrize(
+    ("correction", "version"),
+    [(None, 3), ({"correction": "mask"}, 5), ({"correction": "reweight", "max_excess": 7}, 10)],
+    ids=["drop", "mask", "reweight"],
+)
+def test_a_group_counts_as_sampled_with_the_version_that_decides_when_it_is_stale(
+    correction: dict[str, object] | None, version: int
+) -> None:
+    # Sampled by versions 3 to 6, and by version 5 alone: all have a token of version 5 or newer.
+    items = [
+        batch_pb2.BatchItem(min_version=3, max_version=6),
+        batch_pb2.BatchItem(min_version=5, max_version=5),
+    ]
+    settings = BatchSettings.model_validate({"stale_tokens": correction})
+    assert deadline_version(items, settings) == version

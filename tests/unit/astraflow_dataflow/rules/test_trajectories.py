@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from astraflow.blobs import blob_prefix, blob_ref
 from astraflow.columns import Columns, encode_columns
+from astraflow.recipe import RowLimits
 from astraflow.rollout.v1 import blob_pb2, trajectory_pb2
 from astraflow.trajectories import REASONS, BadTrajectory
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
@@ -299,6 +300,22 @@ def test_bfloat16_log_probs_are_read_and_checked(bits: int, slug: str) -> None:
         parts.body.logprob_dtype = trajectory_pb2.LOGPROB_DTYPE_BF16
 
     assert refusal(spoiled(spoil), KNOWN) == slug
+
+
+@pytest.mark.parametrize(
+    ("limits", "slug"),
+    [
+        (RowLimits(13, 100), ""),
+        (RowLimits(13, None), ""),
+        (RowLimits(12, 100), "too_long_to_train"),
+        (RowLimits(13, 99), "token_unknown"),
+    ],
+)
+def test_what_no_trainer_can_train_on_is_poison_but_evaluated(limits: RowLimits, slug: str) -> None:
+    episode = spoiled(token(99))
+    known = replace(KNOWN, row_limits={"solver": limits})
+    assert refusal(episode, known) == slug
+    assert refusal(episode, replace(known, demand={"solver": 2})) == ""
 
 
 def test_an_evaluation_may_be_greedy() -> None:

@@ -38,6 +38,9 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(AUDIT, gone) == [("lease", "no_node")]
     assert reasons(with_policy(version=None), NODE) == [("lease", "no_version")]
     assert reasons(with_policy(credit=0), NODE) == [("lease", "staleness_window")]
+    full = dataclasses.replace(AUDIT, leases=2, max_leases=2, admitted=0)
+    assert reasons(full, NODE) == [("lease", "lease_quota")]
+    assert reasons(AUDIT, node(connected=False, drain_reason="poison"), NODE) == [("lease", "node_poison")]
     assert reasons(dataclasses.replace(empty, exhausted=True), NODE) == [("lease", "dataset_exhausted")]
     assert reasons(empty, NODE, faults=[fault("dataset")]) == [("lease", "dataset_failed")]
     assert reasons(empty, NODE, skipped=1024) == [("lease", "tasks_skipped")]
@@ -53,6 +56,22 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(with_policy(wait="publish", wait_until_ms=1000), NODE) == [("publish", "publish")]
     unpublished = with_policy(finished_step=2, unpublished_steps=(2, 3))
     assert reasons(unpublished, NODE) == [("publish", "unpublished")]
+
+
+@pytest.mark.parametrize(
+    ("held", "detail", "release"),
+    [
+        ("batch", "3 groups outstanding, 1 of 2 ready", "the trainer binds the batch"),
+        ("training verifier 7", "until step 7 of verifier has its version", "its trainer finishes the step"),
+        ("ended", "its trainer has ended", "a trainer claims the policy"),
+    ],
+)
+def test_a_barrier_says_what_it_waits_for(held: str, detail: str, release: str) -> None:
+    audit = with_policy(credit=0, held=held, outstanding=3, ready=1, groups_per_step=2)
+    (wait,) = [wait for wait in current_waits(audit, [NODE], []) if wait.stage == "lease"]
+    assert wait.reason == "barrier"
+    assert detail in wait.detail
+    assert wait.released_by.startswith(release)
 
 
 def test_a_run_that_does_not_train_waits_for_nodes_and_versions_only() -> None:

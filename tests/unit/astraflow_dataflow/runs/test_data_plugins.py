@@ -1,11 +1,14 @@
 """Making the data plug-ins of a recipe."""
 
+import re
+
 import pytest
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Group
 from astraflow.recipe.file import parse_recipe
-from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow.recipe.plugin_settings import DataPluginSettings
+from astraflow_dataflow.runs.data_plugins import DataPlugins, plugin_names
 from astraflow_kit.plugins import RecipeSource
 from support.dataflow_world import recipe_text
 from support.groups import group
@@ -53,3 +56,27 @@ def test_what_cannot_be_made_says_where_and_why(flow: dict[str, str], words: tup
     with pytest.raises(PluginError) as refused:
         made(**flow)
     assert [word for word in (*words, "dataflow") if word not in refused.value.message] == []
+
+
+def test_a_switch_keeps_what_has_the_same_settings_under_its_name() -> None:
+    def use(**settings: int) -> DataPluginSettings:
+        return DataPluginSettings.model_validate({"use": "m:A", "with": settings})
+
+    first = [use(x=1), use(x=2)]
+    assert plugin_names(first, first=first) == ["m:A", "m:A#2"]
+    # In another order, beside one of other settings, as a shadow.
+    shadow = DataPluginSettings.model_validate({"use": "m:A", "with": {"x": 1}, "shadow": True})
+    found = plugin_names([use(x=2), use(x=3), shadow, use(x=3)], first=first)
+    assert (found[0], found[2]) == ("m:A#2", "m:A")
+    assert re.fullmatch(r"m:A~[0-9a-f]{8}", found[1])
+    assert found[3] == f"{found[1]}#2"
+
+
+def test_a_switch_goes_on_with_the_plugins_that_stay() -> None:
+    before = made(filters='["support.data_plugins:EveryOther"]')
+    text = recipe_text(filters='[{use: "support.data_plugins:EveryOther", shadow: true}]', curators="[]")
+    after = DataPlugins.make(parse_recipe(text).recipe, RecipeSource(text=text), before=before)
+    assert after.filters[0].made is before.filters[0].made
+    assert after.filters[0].state is before.filters[0].state
+    assert (after.filters[0].shadow, after.dataset) == (True, before.dataset)
+    assert after.unobserved is before.unobserved

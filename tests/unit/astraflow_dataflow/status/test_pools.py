@@ -22,5 +22,6 @@ def test_leasable_is_what_waits_within_the_window() -> None:
     roomy = replace(AUDIT, admitted=3)
     assert leasable_tasks(replace(roomy, queued_tasks=9, retries=2)) == 5
     assert leasable_tasks(replace(roomy, queued_tasks=1, retries=0)) == 1
+    assert leasable_tasks(replace(roomy, queued_tasks=9, retries=2, leases=3, max_leases=7)) == 4
     assert leasable_tasks(replace(roomy, queued_tasks=9, policies=(replace(POLICY, version=None),))) == 0
     assert leasable_tasks(replace(AUDIT, queued_tasks=9, life=Life.FINISHING)) == 0

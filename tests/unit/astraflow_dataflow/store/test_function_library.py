@@ -32,6 +32,6 @@ def test_only_keys_and_the_library_name_redis_keys() -> None:
 def test_every_signature_belongs_to_a_function_that_is_registered_with_it() -> None:
     source = function_library.source()
     declared = set(re.findall(r"^SIGNATURE\.(\w+) = ", source, re.MULTILINE))
-    registered = set(re.findall(r"callback=\w+\((\w+), SIGNATURE\.\1\)", source))
+    registered = set(re.findall(r"callback=\w+\(F\.(\w+), SIGNATURE\.\1\)", source))
     assert declared <= registered
-    assert {"beat", "audit", "supply", "late_batches", "save_states"} == registered - declared
+    assert {"beat", "paces", "supply", "pending", "save_states", "passes"} == registered - declared

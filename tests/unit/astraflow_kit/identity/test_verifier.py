@@ -8,7 +8,7 @@ from astraflow.errors import UnauthenticatedError
 from astraflow_kit.clock import SystemClock
 from astraflow_kit.identity.verifier import Verifier
 from astraflow_kit.settings import DaemonSettings
-from support.tokens import HOUR_S, OTHER_KEY, jwk, keys_file, token
+from support.tokens import DAY_S, OTHER_KEY, jwk, keys_file, token
 
 
 @pytest.fixture(autouse=True)
@@ -67,5 +67,5 @@ def test_a_token_that_was_accepted_once_is_refused_when_it_ends(tmp_path: Path) 
     verifier = Verifier(DaemonSettings(token_keys_file=keys_file(tmp_path)), clock=clock)
     first, again = (verifier.identify(f"Bearer {sent}") for _ in range(2))
     assert first is again, "its signature was checked once"
-    clock.ahead_s = HOUR_S + 61.0
+    clock.ahead_s = DAY_S + 61.0
     assert reason(verifier, sent) == "expired"

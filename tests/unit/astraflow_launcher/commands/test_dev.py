@@ -10,6 +10,7 @@ import pytest
 
 from astraflow_launcher.commands import local_run
 from astraflow_launcher.run.development_run import Options, Part
+from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.observation import Observation
 from astraflow_launcher.view.summary import Summary, summarize
@@ -43,12 +44,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     seen: list[Options] = []
 
     class EndedRun:
-        def __init__(self, options: Options, view: View) -> None:
+        def __init__(self, options: Options, folder: RunFolder, view: View) -> None:
             del view
+            self._root = folder.root
             seen.append(options)
 
         async def run(self) -> Summary:
-            facts = {"wall_s": 1.0, "peak_pss_bytes": 0, "data_dir": str(seen[-1].folder.root)}
+            facts = {"wall_s": 1.0, "peak_pss_bytes": 0, "data_dir": str(self._root)}
             return summarize(Observation(), goal_met=None if seen[-1].goal is None else False, **facts)
 
     monkeypatch.setattr(local_run, "DevelopmentRun", EndedRun)
@@ -81,7 +83,7 @@ def test_options_reach_the_run_and_named_keys_the_recipe(run: Run, started: list
 
 def test_a_run_ends_with_one_json_object_on_stdout_and_in_its_folder(run: Run, started: list) -> None:
     ended = run("../recipe", "--json", "--data-dir", "data")
-    assert ended.json["data_dir"] == str(started[0].folder.root)
+    assert ended.json["data_dir"] == str(Path("data").resolve())
     assert Path("data/summary.json").read_text() == ended.output
 
 

@@ -12,6 +12,7 @@ from astraflow.dataflow.v1 import admin_service_pb2, evaluation_service_pb2
 from astraflow_launcher.commands import eval as eval_command
 from astraflow_launcher.commands import local_run
 from astraflow_launcher.run.development_run import Options
+from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.observation import Observation
 from astraflow_launcher.view.summary import Summary, summarize
@@ -71,8 +72,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     seen: list[Options] = []
 
     class EndedRun:
-        def __init__(self, options: Options, view: View) -> None:
+        def __init__(self, options: Options, folder: RunFolder, view: View) -> None:
             del view
+            self._root = folder.root
             seen.append(options)
 
         async def run(self) -> Summary:
@@ -104,7 +106,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
             measured: dict[str, Any] = {
                 "wall_s": 1.0,
                 "peak_pss_bytes": 0,
-                "data_dir": str(seen[-1].folder.root),
+                "data_dir": str(self._root),
             }
             return summarize(Observation(last_evaluation=found), goal_met=None, **measured)
 
@@ -137,7 +139,7 @@ def test_scores_are_a_table_on_stdout_by_source(run: Run, started: list[Options]
 def test_the_end_says_what_was_scored_and_where_each_sample_is(run: Run, started: list[Options]) -> None:
     told = run("--tasks", "1", "--data-dir", "data").errors
     assert "solver: some/model" in told
-    assert f"each sample: {started[0].folder.samples}" in told
+    assert f"each sample: {Path('data').resolve() / 'samples.jsonl'}" in told
     assert "each sample" not in run("--tasks", "1", "--quiet").errors
 
 
@@ -148,7 +150,7 @@ def test_json_is_one_object_that_stays_in_the_folder(run: Run, started: list[Opt
     assert [score["source"] for score in ended.json["scores"]] == ["", "hard"]
     assert ended.json["weights"] == {"solver": {"path": "some/model"}}
     assert Path("data/summary.json").read_text() == ended.output
-    assert started[0].folder.root == Path("data").resolve()
+    assert ended.json["data_dir"] == str(Path("data").resolve())
 
 
 def test_samples_without_a_result_are_status_1_and_said(run: Run, started: list[Options]) -> None:

@@ -60,8 +60,8 @@ class Scene:
         folder = open_run_folder(loaded, data_dir=self.folder)
         given = {"timeout_s": None, "without": EVERYTHING} | options
         wanted = parse_goal(goal, subjects=("solver",)) if goal else None
-        run = Options(loaded=loaded, folder=folder, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
-        return await DevelopmentRun(run, self.view).run()
+        run = Options(loaded=loaded, num_nodes=0, grpc_port=self.port, goal=wanted, **given)
+        return await DevelopmentRun(run, folder, self.view).run()
 
     def evaluate(self, *rewards: float) -> None:
         """Add complete evaluations, the newest last."""

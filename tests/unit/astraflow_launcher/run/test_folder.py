@@ -35,6 +35,21 @@ def test_a_folder_of_another_recipe_is_refused_with_the_remedy(tmp_path: Path) -
         opened("run.seed=3", data_dir=tmp_path)
 
 
+def test_what_only_trainers_read_may_change_and_the_run_keeps_its_recipe(tmp_path: Path) -> None:
+    first = opened(data_dir=tmp_path)
+    assert (first.changes, first.trainer_recipe) == ((), None)
+    rate = "trainer.optimizer.learning_rate=0.125"
+    again = opened(rate, "run.steps=9", data_dir=tmp_path)
+    assert again.record == first.record
+    assert again.recipe_yaml == first.recipe_yaml
+    (change,) = again.changes
+    assert change.startswith("trainer.optimizer.learning_rate: ")
+    assert change.endswith(" → 0.125")
+    assert again.trainer_recipe is not None
+    assert again.trainer_recipe.read_text() == tiny_recipe(rate, "run.steps=9").yaml_text
+    assert opened(data_dir=tmp_path).trainer_recipe is None
+
+
 @pytest.mark.parametrize("key", ["run.steps", "policies.solver.steps"])
 def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: Path, key: str) -> None:
     first = opened(f"{key}=3", data_dir=tmp_path)

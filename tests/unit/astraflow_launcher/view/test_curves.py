@@ -8,7 +8,8 @@ import pytest
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.view.curves import draw_curves
 from astraflow_launcher.view.metrics_file import MetricsFile
-from astraflow_launcher.view.observation import Observation, StepPoint
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.totals import StepPoint
 from support.observations import evaluation, observed
 
 pytestmark = pytest.mark.slow

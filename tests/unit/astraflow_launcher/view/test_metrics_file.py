@@ -10,7 +10,8 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import version_pb2
 from astraflow_launcher.view.metrics_file import MetricsFile, to_json
-from astraflow_launcher.view.observation import Observation, StepPoint
+from astraflow_launcher.view.observation import Observation
+from astraflow_launcher.view.totals import StepPoint
 from support.observations import evaluation, observed
 
 

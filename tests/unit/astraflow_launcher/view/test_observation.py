@@ -4,7 +4,8 @@ import pytest
 
 from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import InvalidArgumentError
-from astraflow_launcher.view.observation import Observation, StepPoint, parse_goal
+from astraflow_launcher.view.observation import Observation, parse_goal
+from astraflow_launcher.view.totals import StepPoint
 from support.observations import evaluation, observed
 
 BOTH = ("solver", "verifier")

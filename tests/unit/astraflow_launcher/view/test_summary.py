@@ -7,8 +7,9 @@ from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.raas.v1 import node_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
-from astraflow_launcher.view.observation import Observation, StepPoint
+from astraflow_launcher.view.observation import Observation
 from astraflow_launcher.view.summary import Summary, as_table, summarize
+from astraflow_launcher.view.totals import StepPoint
 from support.observations import evaluation
 from support.printed import printed
 

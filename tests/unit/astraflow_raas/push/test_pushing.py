@@ -82,6 +82,24 @@ async def test_the_window_is_never_exceeded_and_all_get_through(server: RunningS
     assert server.script.max_unacked <= 4
 
 
+async def test_what_is_finished_together_is_pushed_together(server: RunningServer) -> None:
+    async with pushing(server) as pusher:
+        await asyncio.gather(*push_all(pusher, *numbered(4)))
+        await push(pusher, "alone")
+    assert server.script.packs == [4, 1]
+
+
+async def test_what_the_server_cannot_take_in_yet_is_pushed_again_with_all_after_it(
+    server: RunningServer,
+) -> None:
+    answers = iter([outcomes.OUTCOME_ACCEPTED, outcomes.OUTCOME_RETRY])
+    server.script.judge = lambda _: result(next(answers, outcomes.OUTCOME_ACCEPTED), reason="UNKNOWN_VERSION")
+    async with pushing(server) as pusher:
+        pushed = await asyncio.gather(*push_all(pusher, *numbered(3)))
+    assert {found.outcome for found in pushed} == {outcomes.OUTCOME_ACCEPTED}
+    assert arrived(server) == [*numbered(3), "e1", "e2"]
+
+
 async def test_unacknowledged_episodes_are_pushed_again_on_a_new_stream(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from astraflow import plugins
 from astraflow.columns import decode_columns
 from astraflow.plugins import VersionSpan
-from astraflow.recipe import ResolvedRole
+from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
-from support.raas_parts import SAMPLING, SOLVER, leased
+from support.raas_parts import LIMITS, SAMPLING, SOLVER, leased
 
 IDS = EpisodeIds(episode_id="episode-1", node_id="node-1", member=3)
 GOOD = plugins.Trajectory(
@@ -39,7 +39,27 @@ FIRST_TOKEN_TRAINED = {
 
 def build(*trajectories: plugins.Trajectory, **lease: Any) -> trajectory_pb2.Episode:
     episode = plugins.Episode(trajectories, {"turns": 1.0})
-    return build_episode(episode, lease=leased(**lease), ids=IDS, roles={"solver": SOLVER})
+    return build_episode(episode, lease=leased(**lease), ids=IDS, roles={"solver": SOLVER}, row_limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "slug"),
+    [
+        (RowLimits(4, 9), ""),
+        (RowLimits(3, 9), "too_long_to_train"),
+        (RowLimits(4, 8), "token_unknown"),
+    ],
+)
+def test_what_no_trainer_can_train_on_is_refused_but_evaluated(limits: RowLimits, slug: str) -> None:
+    """Four tokens, of which the largest id is 8."""
+    episode, parts = plugins.Episode((GOOD,)), {"ids": IDS, "roles": {"solver": SOLVER}}
+    judged: dict[str, Any] = {**parts, "row_limits": {"solver": limits}}
+    if slug:
+        with pytest.raises(BadTrajectory, match=slug):
+            build_episode(episode, lease=leased(), **judged)
+    else:
+        build_episode(episode, lease=leased(), **judged)
+    build_episode(episode, lease=leased(required_versions={"solver": 9}), **judged)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +74,9 @@ def test_a_trajectory_is_of_a_role_of_its_policy_and_pushed_when_the_role_is_tra
     episode = plugins.Episode((replace(GOOD, role=named),))
     if expected is BadTrajectory:
         with pytest.raises(BadTrajectory, match="unknown_role"):
-            build_episode(episode, lease=leased(), ids=IDS, roles=roles)
+            build_episode(episode, lease=leased(), ids=IDS, roles=roles, row_limits=LIMITS)
         return
-    message = build_episode(episode, lease=leased(), ids=IDS, roles=roles)
+    message = build_episode(episode, lease=leased(), ids=IDS, roles=roles, row_limits=LIMITS)
     assert [item.header.role for item in message.trajectories] == [expected] * (expected is not None)
     assert f"{named}.length" in message.metrics
 
@@ -64,7 +84,7 @@ def test_a_trajectory_is_of_a_role_of_its_policy_and_pushed_when_the_role_is_tra
 def test_a_workflow_s_own_name_for_the_only_role_becomes_the_run_s() -> None:
     for named in ("", "player", "solver"):
         episode = plugins.Episode((replace(GOOD, role=named),))
-        message = build_episode(episode, lease=leased(), ids=IDS, roles={"player": SOLVER})
+        message = build_episode(episode, lease=leased(), ids=IDS, roles={"player": SOLVER}, row_limits=LIMITS)
         assert [item.header.role for item in message.trajectories] == ["solver"]
 
 

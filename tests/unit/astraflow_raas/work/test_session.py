@@ -32,7 +32,15 @@ from astraflow_raas.policies.served_policy import ServedPolicy
 from astraflow_raas.work.session import Failure, Session, SessionSettings
 from astraflow_raas.workflows.single_turn import SingleTurn
 from support.fake_engine import FakeEngine
-from support.raas_parts import SAMPLING, SOLVER, ScriptedWorkflow, leased, served_policy, write_tokenizer
+from support.raas_parts import (
+    LIMITS,
+    SAMPLING,
+    SOLVER,
+    ScriptedWorkflow,
+    leased,
+    served_policy,
+    write_tokenizer,
+)
 from support.scripted_dataflow import eventually, result
 
 
@@ -46,7 +54,11 @@ class Setup:
     def session(self, timeout_s: float = 20, coalesce: int = 128) -> Session:
         bounds = {"episode_timeout_s": timeout_s, "coalesce_max_new_tokens": coalesce}
         settings = SessionSettings(
-            node_id="node-1", sampling={"solver": SAMPLING}, roles={"solver": SOLVER}, **bounds
+            node_id="node-1",
+            sampling={"solver": SAMPLING},
+            roles={"solver": SOLVER},
+            row_limits=LIMITS,
+            **bounds,
         )
         parts: dict[str, Any] = {"policies": {"solver": self.policy}, "pusher": Mock(push=self.push)}
         return Session(self.workflow, settings=settings, metrics=Metrics(), **parts)
@@ -220,11 +232,13 @@ async def test_a_task_in_whose_calls_engines_are_lost_twice_has_used_an_attempt(
     await policy.read_tokenizer(write_tokenizer(tmp_path / "weights"))
     session = setup.session()
     reasons = []
-    for _ in range(2):
+    for number in range(2):
         setup.engine.may_answer.clear()
         policy.engines[0].ready(setup.engine, version=7)
         running = asyncio.create_task(session.run(leased(members=(0,))))
-        await eventually(lambda: policy.num_calls, what="the episode calls the engine")
+        await eventually(
+            lambda number=number: len(setup.engine.requests) > number, what="the episode calls the engine"
+        )
         policy.engines[0].lost()
         setup.engine.up = False
         setup.engine.may_answer.set()
@@ -348,6 +362,7 @@ async def test_seats_change_in_every_other_episode_and_the_draw_that_was_met_is_
         episode_timeout_s=20,
         coalesce_max_new_tokens=128,
         sampling={"solver": SAMPLING, "rival": SAMPLING},
+        row_limits=LIMITS,
         roles={
             "first": ResolvedRole("first", "solver", is_trained=True),
             "second": ResolvedRole("second", "rival", is_trained=False),

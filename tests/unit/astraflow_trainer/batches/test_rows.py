@@ -17,6 +17,31 @@ def test_counts_and_oldest_version_come_from_mask_and_spans() -> None:
     assert (ROW.num_tokens, ROW.num_trained_tokens, ROW.min_version) == (4, 2, 4)
 
 
+IN_PLACE: dict[str, tuple[list[tuple[int, int, int, bool]], list[int]]] = {
+    "one version": ([(2, 8, 4, False)], []),
+    "a swap with the old keys and values": ([(2, 4, 4, False), (4, 8, 5, False)], [4, 5, 6, 7]),
+    "recomputed at the swap": ([(2, 4, 4, False), (4, 8, 5, True)], []),
+    "two swaps, the second recomputed": ([(2, 4, 4, False), (4, 6, 5, False), (6, 8, 6, True)], [4, 5]),
+    "one version in two parts": ([(2, 4, 4, False), (4, 6, 5, False), (6, 8, 5, False)], [4, 5, 6, 7]),
+    "another call, after an observation": ([(2, 4, 4, False), (5, 8, 5, False)], []),
+    "another call, its span from the observation on": ([(2, 5, 4, False), (5, 8, 5, False)], []),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tokens_that_went_on_over_a_swap_are_known_by_their_spans(name: str) -> None:
+    spans, expected = IN_PLACE[name]
+    row = make_row([5, 6], [7] * 6)
+    if "another" in name:
+        row = replace(
+            row,
+            loss_mask=np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool),
+            behavior_logprobs=np.array([0, 0, -1, -1, 0, -1, -1, -1], dtype=np.float32),
+        )
+    row = replace(row, version_spans=tuple(plugins.VersionSpan(*span) for span in spans))
+    assert np.flatnonzero(row.in_place).tolist() == expected
+
+
 FROM_THE_FIRST = {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)}
 BROKEN_RULES = [
     ({"token_ids": np.array([5, 6, 7], dtype=np.int32)}, "length_mismatch"),

@@ -10,6 +10,7 @@ import pytest
 from astraflow import errors
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
+from astraflow.plugins import VersionSpan
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
@@ -76,7 +77,8 @@ def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Tra
     assert rows[0].token_ids.tolist() == [1, 2, 3]
     assert rows[0].loss_mask.tolist() == [False, True, True]
     assert rows[0].behavior_logprobs.tolist() == [0.0, -1.0, -2.0]
-    assert [(span.start, span.end, span.version) for span in rows[0].version_spans] == [(1, 3, 0)]
+    assert rows[0].version_spans == (VersionSpan(1, 3, 0, recomputed=True),)
+    assert [row.truncated for row in rows] == [False, True]
     assert rows[0].temperature == 0.5
 
 

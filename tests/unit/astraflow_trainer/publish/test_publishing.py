@@ -11,10 +11,11 @@ import pytest
 
 from astraflow.client import Client
 from astraflow.errors import FencedError, InvalidArgumentError, UnavailableError
-from astraflow_trainer.publish.publishing import Announcer, ModelBytes, PublishWorker
+from astraflow_trainer.publish.publishing import ModelBytes, PublishWorker
 from astraflow_weights.codec.peers import OnePeer
 from astraflow_weights.codec.snapshot import encode_snapshot_tiles
 from astraflow_weights.publish import shard_publisher, version_writer
+from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.store import PutResult, file
 from support import published_models, scripted_batches
 from support.scripted_dataflow import POLICY, RUN_ID

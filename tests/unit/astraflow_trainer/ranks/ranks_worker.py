@@ -25,8 +25,9 @@ from astraflow_kit.ports import free_port
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore
-from astraflow_trainer.model.model import PolicyModel, load_causal_lm, shard
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.model.sharding import shard
 from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group

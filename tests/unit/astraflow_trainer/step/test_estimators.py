@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 from astraflow.plugins import RewardedRows
 from astraflow.recipe.advantage import DrGrpo, GroupBy, Rae, Reinforce
+from astraflow.recipe.algorithm import OverlongSettings
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 from astraflow_trainer.step.advantages import Advantages
-from astraflow_trainer.step.estimators import Estimator, RankedRows, batch_advantages, role_metrics
+from astraflow_trainer.step.estimators import (
+    Estimator,
+    RankedRows,
+    batch_advantages,
+    overlong_penalties,
+    role_metrics,
+)
 from astraflow_trainer.step.plugins import PluginAdvantage
 from support.tiny_training import make_row
 
@@ -44,6 +51,15 @@ def test_each_role_has_its_own_estimator_and_the_others_the_policys() -> None:
     assert result.values.tolist() == [1.5, 1.0, -1.5, 2.0]
     assert result.baselines == {"role=player/source=s": pytest.approx(0.1)}
     assert (result.num_groups, result.num_zero_variance_groups) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (12_288, 0.0), (14_336, 0.25), (16_384, 0.5), (20_000, 0.5)]
+)
+def test_overlong_answers_lose_reward_by_equation_13_of_dapo(length: int, penalty: float) -> None:
+    settings = OverlongSettings(max_tokens=16_384, buffer_tokens=4_096, factor=0.5)
+    assert overlong_penalties([length], settings=settings).tolist() == [penalty]
+    assert overlong_penalties([length], settings=None).tolist() == [0.0]
 
 
 def test_metrics_are_of_each_role_and_each_baseline_that_moved() -> None:

@@ -3,24 +3,31 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
-from astraflow.recipe.algorithm import AlgorithmSettings, KlReference, KlSettings, M2po, NoTrustRegion
+from astraflow.recipe.algorithm import (
+    AlgorithmSettings,
+    KlReference,
+    KlSettings,
+    M2po,
+    NoTrustRegion,
+    OverlongSettings,
+)
 from astraflow_kit.plugins import RecipeSource
-from astraflow_trainer.batches.packing import pack
+from astraflow_trainer.batches.packing import MicroBatch, pack
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.model.model import PolicyModel, TokenScores
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.step.losses import LossMetrics
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import Outcome, SkipReason, StepMetrics, StepSettings, train_step
 from support.docs_code import recipe_folder
-from support.tiny_training import MakePolicy, copies, make_row, make_rows, same_bits
+from support.tiny_training import VOCAB, MakePolicy, copies, make_row, make_rows, same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +38,7 @@ ALGORITHMS = {
     "none": {"loss": "none", "aggregation": "seq_mean_token_sum"},
     "ppo": {"loss": "ppo_clip", "aggregation": "seq_mean_token_mean"},
     "m2po": {"loss": {"kind": "m2po", "budget": 0.1}},
+    "m2po_proximal": {"loss": {"kind": "m2po", "budget": 0.1}, "anchor": "proximal"},
     "m2po_clip": {"loss": {"kind": "m2po_clip", "budget": 0.1}},
     "m2po_mask": {"loss": {"kind": "m2po_mask", "budget": 0.1}},
     "gspo": {"loss": {"kind": "gspo", "low": 0.1, "high": 0.1}, "aggregation": "seq_mean_token_mean"},
@@ -64,6 +72,26 @@ def test_it_says_at_each_micro_batch_that_it_gets_on(make_policy: MakePolicy) ->
     assert len(moves) >= metrics.num_micro_batches > 2
 
 
+def test_a_row_that_does_not_fit_takes_its_group_with_it_and_the_rest_is_trained(
+    make_policy: MakePolicy,
+) -> None:
+    rows, budget = make_rows(num_rows=12), StepSettings(tokens_per_microbatch=60)
+    long = make_row([1] * 50, [2] * 50, group="g1", name="long")
+    unknown = make_row([1], [VOCAB], group="g2", name="unknown")
+    metrics, loss, gradient = _run(make_policy(), [*rows, long, unknown], budget)
+    assert (metrics.num_left_out, metrics.num_rows) == (10, 4)
+    _, without, expected = _run(make_policy(), rows[:4], budget)
+    assert loss == without
+    assert same_bits(gradient, expected)
+
+
+def test_a_batch_without_a_row_that_fits_is_a_skipped_step(make_policy: MakePolicy) -> None:
+    optimizer = MasterOptimizer(policy := make_policy(), settings=OptimizerSettings(learning_rate=1e-3))
+    rows = [make_row([1], [VOCAB])]
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=StepSettings())
+    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, SkipReason.NO_SIGNAL)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_packing_changes_nothing_of_a_step(
     name: str, make_policy: MakePolicy, documented: RecipeSource
@@ -81,6 +109,51 @@ def test_packing_changes_nothing_of_a_step(
         assert other_loss.loss == pytest.approx(loss.loss, abs=1e-6)
         assert other_metrics.clip_low == pytest.approx(metrics.clip_low, abs=1e-5)
         torch.testing.assert_close(other, gradient, atol=1e-6 * max(1.0, scale), rtol=1e-5)
+
+
+def test_truncated_rows_are_left_out_of_the_step_but_not_of_their_groups_baseline(
+    make_policy: MakePolicy,
+) -> None:
+    rows = make_rows(num_rows=8)
+    cut_off = [replace(row, truncated=index in (1, 6)) for index, row in enumerate(rows)]
+    masking = AlgorithmSettings(loss=NoTrustRegion(), truncated="mask")
+    metrics, masked, gradient = _run(make_policy(), cut_off, StepSettings(algorithm=masking))
+    assert (metrics.num_rows, metrics.num_trained_rows) == (8, 6)
+    assert masked.num_tokens == sum(row.num_trained_tokens for row in cut_off if not row.truncated)
+    trained, loss, whole = _run(
+        make_policy(), cut_off, StepSettings(algorithm=masking.model_copy(update={"truncated": "train"}))
+    )
+    assert (trained.num_trained_rows, loss.num_tokens) == (8, sum(row.num_trained_tokens for row in rows))
+    # The rows that are left have the advantages that they had beside the others.
+    _, alone, without = _run(
+        make_policy(), [row for row in cut_off if not row.truncated], StepSettings(algorithm=masking)
+    )
+    assert alone.num_tokens == masked.num_tokens
+    assert alone.loss != pytest.approx(masked.loss, abs=1e-4)
+    assert not same_bits(gradient, without)
+    assert not same_bits(gradient, whole)
+
+
+def test_a_batch_of_truncated_rows_alone_is_a_skipped_step(make_policy: MakePolicy) -> None:
+    optimizer = MasterOptimizer(policy := make_policy(), settings=OptimizerSettings(learning_rate=1e-3))
+    rows = [replace(row, truncated=True) for row in make_rows(num_rows=8)]
+    settings = StepSettings(algorithm=AlgorithmSettings(truncated="mask"))
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings)
+    assert (metrics.outcome, metrics.skip_reason) == (Outcome.SKIPPED, SkipReason.NO_SIGNAL)
+
+
+def test_long_answers_are_trained_on_as_if_their_rewards_were_lower(make_policy: MakePolicy) -> None:
+    rows = make_rows(num_rows=8)
+    shaping = OverlongSettings(max_tokens=8, buffer_tokens=6, factor=0.5)
+    penalty = [0.5 * min(1.0, max(0, row.num_trained_tokens - 2) / 6) for row in rows]
+    lowered = [replace(row, reward=row.reward - lost) for row, lost in zip(rows, penalty, strict=True)]
+    plain = AlgorithmSettings(loss=NoTrustRegion())
+    shaped = plain.model_copy(update={"overlong": shaping})
+    metrics, _, gradient = _run(make_policy(), rows, StepSettings(algorithm=shaped))
+    _, _, expected = _run(make_policy(), lowered, StepSettings(algorithm=plain))
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+    assert metrics.overlong_penalty_mean == pytest.approx(np.mean(penalty))
+    assert metrics.reward_mean == pytest.approx(np.mean([row.reward for row in rows]))
 
 
 def test_the_order_of_rows_changes_nothing(make_policy: MakePolicy) -> None:
@@ -104,6 +177,102 @@ def test_m2po_bounds_are_those_of_the_whole_step(make_policy: MakePolicy) -> Non
     assert (split.clip_low, split.clip_high) == pytest.approx((whole.clip_low, whole.clip_high), rel=1e-4)
     assert alone.clip_low != pytest.approx(whole.clip_low, rel=1e-2)
     assert 0 < whole.clip_low < 1
+
+
+class Counted:
+    """Counts forward passes, and keeps what ranks were told of gradients."""
+
+    def __init__(self, policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.policy, self.num_passes, self.syncs = policy, 0, list[bool]()
+        score, sync = policy.score, policy.sync_gradients
+
+        def counted(batch: MicroBatch) -> TokenScores:
+            self.num_passes += 1
+            return score(batch)
+
+        def told(*, now: bool) -> None:
+            self.syncs.append(now)
+            sync(now=now)
+
+        monkeypatch.setattr(policy, "score", counted)
+        monkeypatch.setattr(policy, "sync_gradients", told)
+
+
+def _near(
+    policy: PolicyModel, rows: list[TrainingRow], *, off: Callable[[TrainingRow], float]
+) -> list[TrainingRow]:
+    """Rows whose log-probs are the policy's, less `off` of the row, so that every ratio of a row is e^off."""
+    (batch,) = pack(rows, token_budget=10_000)
+    with torch.no_grad():
+        logprobs = policy.score(batch).logprob_N
+    moved = []
+    for index, row in enumerate(rows):
+        column = row.behavior_logprobs.copy()
+        column[row.loss_mask] = logprobs[batch.row_N == index].numpy() - off(row)
+        moved.append(replace(row, behavior_logprobs=column))
+    return moved
+
+
+@pytest.mark.parametrize("form", ["m2po", "m2po_clip", "m2po_mask"])
+def test_second_moment_bounds_cost_no_pass_while_they_cut_nothing(
+    form: str, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _near(make_policy(), make_rows(num_rows=16), off=lambda _: 0.01)
+    algorithm = AlgorithmSettings.model_validate({"loss": form})
+    counted = Counted(make_policy(), monkeypatch)
+    metrics, _, gradient = _run(
+        counted.policy, rows, StepSettings(algorithm=algorithm, tokens_per_microbatch=40)
+    )
+    assert counted.num_passes == metrics.num_micro_batches > 2
+    whole, _, expected = _run(make_policy(), rows, StepSettings(algorithm=algorithm))
+    assert whole.num_micro_batches == 1
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["m2po", "m2po_clip", "m2po_mask"])
+def test_bounds_that_turn_out_to_cut_have_only_what_they_cut_computed_again(
+    form: str, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first micro-batch holds the longest rows, on which all agree; two of the others went far."""
+    rows = make_rows(num_rows=16)
+    far = [row.trajectory_id for row in sorted(rows, key=lambda row: row.num_tokens)[2:4]]
+    rows = [replace(row, reward=4.0) if row.trajectory_id in far else row for row in rows]
+    rows = _near(make_policy(), rows, off=lambda row: 2.0 if row.trajectory_id in far else 0.01)
+    algorithm = AlgorithmSettings.model_validate({"loss": {"kind": form, "budget": 0.02}})
+    counted = Counted(make_policy(), monkeypatch)
+    metrics, loss, gradient = _run(
+        counted.policy, rows, StepSettings(algorithm=algorithm, tokens_per_microbatch=40)
+    )
+    assert metrics.num_micro_batches < counted.num_passes < 2 * metrics.num_micro_batches
+    _, same, expected = _run(make_policy(), rows, StepSettings(algorithm=algorithm))
+    assert loss.clip_fraction_up + loss.masked_fraction > 0
+    assert loss.loss == pytest.approx(same.loss, abs=1e-6)
+    torch.testing.assert_close(gradient, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("setting", "first"), [("step", False), ("micro_batch", True)])
+def test_ranks_add_gradients_up_once_a_step_or_each_time(
+    setting: Literal["step", "micro_batch"],
+    first: bool,
+    make_policy: MakePolicy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, algorithm = make_rows(num_rows=16), AlgorithmSettings(loss=NoTrustRegion())
+    counted = Counted(make_policy(), monkeypatch)
+    settings = StepSettings(algorithm=algorithm, tokens_per_microbatch=40, gradient_sync=setting)
+    metrics, _, gradient = _run(counted.policy, rows, settings)
+    assert counted.syncs == [first] * (metrics.num_micro_batches - 1) + [True]
+    _, _, expected = _run(make_policy(), rows, StepSettings(algorithm=algorithm))
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_tokens_that_count_half_have_half_the_gradient(make_policy: MakePolicy) -> None:
+    rows = make_rows()
+    halved = [replace(row, loss_weights=np.full(row.num_tokens, 0.5, dtype=np.float32)) for row in rows]
+    _, _, whole = _run(make_policy(), rows, StepSettings())
+    _, _, half = _run(make_policy(), halved, StepSettings())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(half[name], gradient / 2, rtol=1e-4, atol=1e-7)
 
 
 def test_rows_with_zero_advantage_are_left_out_of_denominators_unless_told(make_policy: MakePolicy) -> None:

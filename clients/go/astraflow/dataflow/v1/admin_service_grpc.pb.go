@@ -34,6 +34,9 @@ type AdminServiceClient interface {
 	// Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
 	// it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
 	DrainNode(ctx context.Context, in *DrainNodeRequest, opts ...grpc.CallOption) (*DrainNodeResponse, error)
+	// Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+	// one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
+	UndrainNode(ctx context.Context, in *UndrainNodeRequest, opts ...grpc.CallOption) (*UndrainNodeResponse, error)
 	// Lists tasks that are not retried any more, oldest first, with reason and payload. Read only.
 	ListDeadLetters(ctx context.Context, in *ListDeadLettersRequest, opts ...grpc.CallOption) (*ListDeadLettersResponse, error)
 	// Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
@@ -135,6 +138,15 @@ func (c *adminServiceClient) DrainNode(ctx context.Context, in *DrainNodeRequest
 	return out, nil
 }
 
+func (c *adminServiceClient) UndrainNode(ctx context.Context, in *UndrainNodeRequest, opts ...grpc.CallOption) (*UndrainNodeResponse, error) {
+	out := new(UndrainNodeResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/UndrainNode", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *adminServiceClient) ListDeadLetters(ctx context.Context, in *ListDeadLettersRequest, opts ...grpc.CallOption) (*ListDeadLettersResponse, error) {
 	out := new(ListDeadLettersResponse)
 	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/ListDeadLetters", in, out, opts...)
@@ -210,6 +222,9 @@ type AdminServiceServer interface {
 	// Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
 	// it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
 	DrainNode(context.Context, *DrainNodeRequest) (*DrainNodeResponse, error)
+	// Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+	// one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
+	UndrainNode(context.Context, *UndrainNodeRequest) (*UndrainNodeResponse, error)
 	// Lists tasks that are not retried any more, oldest first, with reason and payload. Read only.
 	ListDeadLetters(context.Context, *ListDeadLettersRequest) (*ListDeadLettersResponse, error)
 	// Queues dead tasks for training again, with all members open and no attempts counted. Atomic per call, idempotent: a
@@ -248,6 +263,9 @@ func (UnimplementedAdminServiceServer) ListNodes(context.Context, *ListNodesRequ
 }
 func (UnimplementedAdminServiceServer) DrainNode(context.Context, *DrainNodeRequest) (*DrainNodeResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method DrainNode not implemented")
+}
+func (UnimplementedAdminServiceServer) UndrainNode(context.Context, *UndrainNodeRequest) (*UndrainNodeResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method UndrainNode not implemented")
 }
 func (UnimplementedAdminServiceServer) ListDeadLetters(context.Context, *ListDeadLettersRequest) (*ListDeadLettersResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method ListDeadLetters not implemented")
@@ -391,6 +409,24 @@ func _AdminService_DrainNode_Handler(srv interface{}, ctx context.Context, dec f
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AdminService_UndrainNode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UndrainNodeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).UndrainNode(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.AdminService/UndrainNode",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).UndrainNode(ctx, req.(*UndrainNodeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _AdminService_ListDeadLetters_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListDeadLettersRequest)
 	if err := dec(in); err != nil {
@@ -522,6 +558,10 @@ var _AdminService_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "DrainNode",
 			Handler:    _AdminService_DrainNode_Handler,
+		},
+		{
+			MethodName: "UndrainNode",
+			Handler:    _AdminService_UndrainNode_Handler,
 		},
 		{
 			MethodName: "ListDeadLetters",

@@ -17,6 +17,17 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type EvaluationServiceClient interface {
+	// Asks for an evaluation of all trained policies, on held-out tasks of the data set or on tasks of the caller. It waits
+	// for its turn: one evaluation is open at a time, at most 8 wait. While it waits for a version that it names, and while
+	// it is open, that version is kept in the store and nodes get no newer one. Atomic; idempotent by `evaluation_id`: the
+	// same request again returns it as it is, another one under its id is a CONFLICT. FAILED_PRECONDITION says what to
+	// change: the run has ended, a policy has no version yet, or the version named is not the newest announced one.
+	RequestEvaluation(ctx context.Context, in *RequestEvaluationRequest, opts ...grpc.CallOption) (*RequestEvaluationResponse, error)
+	// Lists the evaluations of a run, those that wait for their turn too, newest first. Read only.
+	ListEvaluations(ctx context.Context, in *ListEvaluationsRequest, opts ...grpc.CallOption) (*ListEvaluationsResponse, error)
+	// Ends an evaluation that was asked for; the results that it has are kept. Atomic, idempotent: one that has ended is
+	// returned as it is. Those that the recipe asks for answer FAILED_PRECONDITION.
+	CancelEvaluation(ctx context.Context, in *CancelEvaluationRequest, opts ...grpc.CallOption) (*CancelEvaluationResponse, error)
 	// Returns an evaluation with its scores and a page of its tasks, each with the result of every sample. Read only; an
 	// open one answers with what it has so far. Only the newest 16 evaluations of a run still have scores and tasks.
 	GetEvaluation(ctx context.Context, in *GetEvaluationRequest, opts ...grpc.CallOption) (*GetEvaluationResponse, error)
@@ -28,6 +39,33 @@ type evaluationServiceClient struct {
 
 func NewEvaluationServiceClient(cc grpc.ClientConnInterface) EvaluationServiceClient {
 	return &evaluationServiceClient{cc}
+}
+
+func (c *evaluationServiceClient) RequestEvaluation(ctx context.Context, in *RequestEvaluationRequest, opts ...grpc.CallOption) (*RequestEvaluationResponse, error) {
+	out := new(RequestEvaluationResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.EvaluationService/RequestEvaluation", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *evaluationServiceClient) ListEvaluations(ctx context.Context, in *ListEvaluationsRequest, opts ...grpc.CallOption) (*ListEvaluationsResponse, error) {
+	out := new(ListEvaluationsResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.EvaluationService/ListEvaluations", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *evaluationServiceClient) CancelEvaluation(ctx context.Context, in *CancelEvaluationRequest, opts ...grpc.CallOption) (*CancelEvaluationResponse, error) {
+	out := new(CancelEvaluationResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.EvaluationService/CancelEvaluation", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
 }
 
 func (c *evaluationServiceClient) GetEvaluation(ctx context.Context, in *GetEvaluationRequest, opts ...grpc.CallOption) (*GetEvaluationResponse, error) {
@@ -43,6 +81,17 @@ func (c *evaluationServiceClient) GetEvaluation(ctx context.Context, in *GetEval
 // All implementations must embed UnimplementedEvaluationServiceServer
 // for forward compatibility
 type EvaluationServiceServer interface {
+	// Asks for an evaluation of all trained policies, on held-out tasks of the data set or on tasks of the caller. It waits
+	// for its turn: one evaluation is open at a time, at most 8 wait. While it waits for a version that it names, and while
+	// it is open, that version is kept in the store and nodes get no newer one. Atomic; idempotent by `evaluation_id`: the
+	// same request again returns it as it is, another one under its id is a CONFLICT. FAILED_PRECONDITION says what to
+	// change: the run has ended, a policy has no version yet, or the version named is not the newest announced one.
+	RequestEvaluation(context.Context, *RequestEvaluationRequest) (*RequestEvaluationResponse, error)
+	// Lists the evaluations of a run, those that wait for their turn too, newest first. Read only.
+	ListEvaluations(context.Context, *ListEvaluationsRequest) (*ListEvaluationsResponse, error)
+	// Ends an evaluation that was asked for; the results that it has are kept. Atomic, idempotent: one that has ended is
+	// returned as it is. Those that the recipe asks for answer FAILED_PRECONDITION.
+	CancelEvaluation(context.Context, *CancelEvaluationRequest) (*CancelEvaluationResponse, error)
 	// Returns an evaluation with its scores and a page of its tasks, each with the result of every sample. Read only; an
 	// open one answers with what it has so far. Only the newest 16 evaluations of a run still have scores and tasks.
 	GetEvaluation(context.Context, *GetEvaluationRequest) (*GetEvaluationResponse, error)
@@ -53,6 +102,15 @@ type EvaluationServiceServer interface {
 type UnimplementedEvaluationServiceServer struct {
 }
 
+func (UnimplementedEvaluationServiceServer) RequestEvaluation(context.Context, *RequestEvaluationRequest) (*RequestEvaluationResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method RequestEvaluation not implemented")
+}
+func (UnimplementedEvaluationServiceServer) ListEvaluations(context.Context, *ListEvaluationsRequest) (*ListEvaluationsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListEvaluations not implemented")
+}
+func (UnimplementedEvaluationServiceServer) CancelEvaluation(context.Context, *CancelEvaluationRequest) (*CancelEvaluationResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method CancelEvaluation not implemented")
+}
 func (UnimplementedEvaluationServiceServer) GetEvaluation(context.Context, *GetEvaluationRequest) (*GetEvaluationResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetEvaluation not implemented")
 }
@@ -67,6 +125,60 @@ type UnsafeEvaluationServiceServer interface {
 
 func RegisterEvaluationServiceServer(s *grpc.Server, srv EvaluationServiceServer) {
 	s.RegisterService(&_EvaluationService_serviceDesc, srv)
+}
+
+func _EvaluationService_RequestEvaluation_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RequestEvaluationRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EvaluationServiceServer).RequestEvaluation(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.EvaluationService/RequestEvaluation",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EvaluationServiceServer).RequestEvaluation(ctx, req.(*RequestEvaluationRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _EvaluationService_ListEvaluations_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListEvaluationsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EvaluationServiceServer).ListEvaluations(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.EvaluationService/ListEvaluations",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EvaluationServiceServer).ListEvaluations(ctx, req.(*ListEvaluationsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _EvaluationService_CancelEvaluation_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CancelEvaluationRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(EvaluationServiceServer).CancelEvaluation(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.EvaluationService/CancelEvaluation",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(EvaluationServiceServer).CancelEvaluation(ctx, req.(*CancelEvaluationRequest))
+	}
+	return interceptor(ctx, in, info, handler)
 }
 
 func _EvaluationService_GetEvaluation_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
@@ -91,6 +203,18 @@ var _EvaluationService_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "astraflow.dataflow.v1.EvaluationService",
 	HandlerType: (*EvaluationServiceServer)(nil),
 	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "RequestEvaluation",
+			Handler:    _EvaluationService_RequestEvaluation_Handler,
+		},
+		{
+			MethodName: "ListEvaluations",
+			Handler:    _EvaluationService_ListEvaluations_Handler,
+		},
+		{
+			MethodName: "CancelEvaluation",
+			Handler:    _EvaluationService_CancelEvaluation_Handler,
+		},
 		{
 			MethodName: "GetEvaluation",
 			Handler:    _EvaluationService_GetEvaluation_Handler,

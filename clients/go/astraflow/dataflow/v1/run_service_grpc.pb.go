@@ -22,7 +22,9 @@ type RunServiceClient interface {
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(ctx context.Context, in *CreateRunRequest, opts ...grpc.CallOption) (*CreateRunResponse, error)
 	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-	// finishing or finished. Atomic, idempotent.
+	// finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+	// the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+	// Atomic, idempotent.
 	UpdateRun(ctx context.Context, in *UpdateRunRequest, opts ...grpc.CallOption) (*UpdateRunResponse, error)
 	// Returns one run. Read only.
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
@@ -110,7 +112,9 @@ type RunServiceServer interface {
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(context.Context, *CreateRunRequest) (*CreateRunResponse, error)
 	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-	// finishing or finished. Atomic, idempotent.
+	// finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+	// the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+	// Atomic, idempotent.
 	UpdateRun(context.Context, *UpdateRunRequest) (*UpdateRunResponse, error)
 	// Returns one run. Read only.
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)

@@ -929,7 +929,7 @@ type Drain struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Slug: `operator`, `run_finished`.
+	// Slug: `operator`, `run_finished`, `poison`.
 	Reason string `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
 }
 

@@ -65,7 +65,7 @@ class TrajectoryAccount(_message.Message):
     assembling: _builtins.int
     """In a group that is not complete."""
     evaluated: _builtins.int
-    """Used for evaluation."""
+    """Used for evaluation, also by a route of the recipe."""
     conservation_error: _builtins.int
     """ingested − everything else, where the right side is recomputed from the stored groups and batches; 0 unless there
     is a defect.
@@ -73,7 +73,8 @@ class TrajectoryAccount(_message.Message):
     @_builtins.property
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed,
-        no_credit, run_finished, stale, skipped, voided, run_deleted. docs/data-path.md says what each means.
+        no_credit, run_finished, stale, skipped, voided, run_deleted, and `routed_NAME` of a route of the recipe.
+        docs/data-path.md says what each means.
         """
 
     def __init__(

@@ -362,6 +362,8 @@ class NodeStatus(_message.Message):
     ENVIRONMENT_FAULT_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FAULT_TIME_FIELD_NUMBER: _builtins.int
     ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
+    POISONED_FIELD_NUMBER: _builtins.int
+    TASK_DURATION_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -389,7 +391,7 @@ class NodeStatus(_message.Message):
     engine_restarts: _builtins.int
     """Engine restarts since its start, as it reports."""
     drain_reason: _builtins.str
-    """Why it must drain: the reason given to DrainNode; empty when it need not."""
+    """Why it must drain: the reason given to DrainNode, or `poison`; empty when it need not."""
     hardware: _builtins.str
     """What its machine is, as it says."""
     price_per_hour: _builtins.float
@@ -406,6 +408,8 @@ class NodeStatus(_message.Message):
     """What the node said when it last gave a task back because the service of its environment did not answer; empty when
     it never did.
     """
+    poisoned: _builtins.int
+    """Episodes of it that were refused as poison."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves on it, as it reports."""
@@ -442,6 +446,10 @@ class NodeStatus(_message.Message):
     def engine_faults(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineFault]:
         """Engines that it is replacing, or waits for, as it reports."""
 
+    @_builtins.property
+    def task_duration(self) -> _duration_pb2.Duration:
+        """Mean time of whole training tasks on it, of which the newest counts a fifth; 0 before the first."""
+
     def __init__(
         self,
         *,
@@ -475,10 +483,12 @@ class NodeStatus(_message.Message):
         environment_fault: _builtins.str = ...,
         environment_fault_time: _timestamp_pb2.Timestamp | None = ...,
         engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
+        poisoned: _builtins.int = ...,
+        task_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour", "task_duration", b"task_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "poisoned", b"poisoned", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "task_duration", b"task_duration", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
@@ -651,8 +661,8 @@ class Wait(_message.Message):
     RELEASED_BY_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`; or what all of them need:
-    `data`, the server's Redis, and `server`, which clients say of one that does not answer.
+    """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`, `archive`; or what all of
+    them need: `data`, the server's Redis, and `server`, which clients say of one that does not answer.
     """
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
@@ -713,6 +723,9 @@ class StatusResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
     READ_TIME_FIELD_NUMBER: _builtins.int
+    SHADOWS_FIELD_NUMBER: _builtins.int
+    ARCHIVE_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
@@ -751,6 +764,18 @@ class StatusResponse(_message.Message):
         and only the waits of stage `data` are newer.
         """
 
+    @_builtins.property
+    def shadows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowPlugin]:
+        """Plug-ins that are asked and obeyed by nobody, by kind and name, as this server process asked them since its start."""
+
+    @_builtins.property
+    def archive(self) -> Global___ArchiveStatus:
+        """The run's archive; unset when its recipe has none."""
+
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCount]:
+        """Groups that routes of the recipe took elsewhere, by verdict and policy."""
+
     def __init__(
         self,
         *,
@@ -765,14 +790,135 @@ class StatusResponse(_message.Message):
         failures: _abc.Iterable[Global___TaskFailures] | None = ...,
         stopped_for: _builtins.str = ...,
         read_time: _timestamp_pb2.Timestamp | None = ...,
+        shadows: _abc.Iterable[Global___ShadowPlugin] | None = ...,
+        archive: Global___ArchiveStatus | None = ...,
+        routes: _abc.Iterable[Global___RouteCount] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class ShadowPlugin(_message.Message):
+    """What a shadow plug-in would have decided, beside what happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """`curator`, `filter` or `selector`."""
+    name: _builtins.str
+    """The plug-in, as the recipe names it."""
+    asked: _builtins.int
+    """Tasks of a curator, groups of a filter or a selector that it decided on."""
+    differs: _builtins.int
+    """Of these, how many were decided otherwise."""
+    refused: _builtins.int
+    """Of these, how many it would have refused, whatever happened: tasks of a curator, groups of a filter."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        name: _builtins.str = ...,
+        asked: _builtins.int = ...,
+        differs: _builtins.int = ...,
+        refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "differs", b"differs", "kind", b"kind", "name", b"name", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowPlugin: _TypeAlias = ShadowPlugin  # noqa: Y015
+
+@_typing.final
+class RouteCount(_message.Message):
+    """Complete groups of a policy that a route of the recipe took elsewhere, since the run began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    verdict: _builtins.str
+    """`evaluated_NAME`, or `routed_NAME` of groups that went to the archive or nowhere; NAME is the route's."""
+    policy_id: _builtins.str
+    """Policy of the groups."""
+    groups: _builtins.int
+    """Groups."""
+    trajectories: _builtins.int
+    """Their trajectories."""
+    mean_reward: _builtins.float
+    """Mean reward of the trajectories."""
+    def __init__(
+        self,
+        *,
+        verdict: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        groups: _builtins.int = ...,
+        trajectories: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "mean_reward", b"mean_reward", "policy_id", b"policy_id", "trajectories", b"trajectories", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouteCount: _TypeAlias = RouteCount  # noqa: Y015
+
+@_typing.final
+class ArchiveStatus(_message.Message):
+    """How far the archive of a run has come. Counts are of trajectories that the recipe keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    waiting: _builtins.int
+    """Trajectories whose part in the run is over and that are not written yet."""
+    waiting_bytes: _builtins.int
+    """Redis memory that these take, in bytes."""
+    written: _builtins.int
+    """Trajectories written."""
+    written_bytes: _builtins.int
+    """Bytes of their files, when they were written."""
+    given_up: _builtins.int
+    """Trajectories that were given up because too many waited."""
+    problem: _builtins.str
+    """Why nothing can be written now; empty when it can."""
+    def __init__(
+        self,
+        *,
+        waiting: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        written: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        given_up: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_up", b"given_up", "problem", b"problem", "waiting", b"waiting", "waiting_bytes", b"waiting_bytes", "written", b"written", "written_bytes", b"written_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArchiveStatus: _TypeAlias = ArchiveStatus  # noqa: Y015
 
 @_typing.final
 class TaskFailures(_message.Message):
@@ -928,6 +1074,8 @@ class WhyResponse(_message.Message):
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     READ_TIME_FIELD_NUMBER: _builtins.int
+    SHADOWS_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
@@ -952,6 +1100,14 @@ class WhyResponse(_message.Message):
     def read_time(self) -> _timestamp_pb2.Timestamp:
         """When all this was read from Redis, as in StatusResponse."""
 
+    @_builtins.property
+    def shadows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowPlugin]:
+        """Plug-ins that are obeyed by nobody, as in StatusResponse."""
+
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCount]:
+        """Groups that routes took elsewhere, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -963,10 +1119,12 @@ class WhyResponse(_message.Message):
         stopped_for: _builtins.str = ...,
         dead_letters: _builtins.int = ...,
         read_time: _timestamp_pb2.Timestamp | None = ...,
+        shadows: _abc.Iterable[Global___ShadowPlugin] | None = ...,
+        routes: _abc.Iterable[Global___RouteCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1085,6 +1243,54 @@ class DrainNodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
+
+@_typing.final
+class UndrainNodeRequest(_message.Message):
+    """Request of UndrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    node_id: _builtins.str
+    """Node that was drained."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeRequest: _TypeAlias = UndrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class UndrainNodeResponse(_message.Message):
+    """Response of UndrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_REASON_FIELD_NUMBER: _builtins.int
+    drain_reason: _builtins.str
+    """Why it was drained; empty when it was not."""
+    def __init__(
+        self,
+        *,
+        drain_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndrainNodeResponse: _TypeAlias = UndrainNodeResponse  # noqa: Y015
 
 @_typing.final
 class DeadLetter(_message.Message):

@@ -65,6 +65,11 @@ class AdminServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/UndrainNode',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeResponse.FromString,
+                _registered_method=True)
         self.ListDeadLetters = channel.unary_unary(
                 '/astraflow.dataflow.v1.AdminService/ListDeadLetters',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListDeadLettersRequest.SerializeToString,
@@ -148,6 +153,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UndrainNode(self, request, context):
+        """Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+        one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListDeadLetters(self, request, context):
         """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only.
         """
@@ -224,6 +237,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeResponse.SerializeToString,
             ),
             'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListDeadLetters,
@@ -419,6 +437,33 @@ class AdminService:
             '/astraflow.dataflow.v1.AdminService/DrainNode',
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/UndrainNode',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.UndrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class AdminServiceStub:
     """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
     it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
     """
+    UndrainNode: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UndrainNodeRequest, _admin_service_pb2.UndrainNodeResponse]
+    """Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+    one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
+    """
     ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListDeadLettersRequest, _admin_service_pb2.ListDeadLettersResponse]
     """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only."""
     RequeueDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RequeueDeadLettersRequest, _admin_service_pb2.RequeueDeadLettersResponse]
@@ -96,6 +100,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainNodeRequest, _admin_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
     it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
+    """
+    UndrainNode: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UndrainNodeRequest, _admin_service_pb2.UndrainNodeResponse]  # type: ignore[assignment]
+    """Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+    one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
     """
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListDeadLettersRequest, _admin_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     """Lists tasks that are not retried any more, oldest first, with reason and payload. Read only."""
@@ -166,6 +174,15 @@ class AdminServiceServicer:
     ) -> _typing.Union[_admin_service_pb2.DrainNodeResponse, _abc.Awaitable[_admin_service_pb2.DrainNodeResponse]]:
         """Tells a node to finish its leases, take no more and leave. It is given no lease from then on; the request reaches
         it on its Work stream, now or when it reconnects, and ends with its next incarnation. Atomic, idempotent.
+        """
+
+    def UndrainNode(
+        self,
+        request: _admin_service_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.UndrainNodeResponse, _abc.Awaitable[_admin_service_pb2.UndrainNodeResponse]]:
+        """Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+        one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
         """
 
     def ListDeadLetters(

@@ -37,6 +37,7 @@ class BatchItem(_message.Message):
     MEMBER_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    USE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     group_id: _builtins.str
@@ -63,6 +64,8 @@ class BatchItem(_message.Message):
     """Position, from 0, among the trajectories of its episode that are of its group, in the order of the episode."""
     truncated: _builtins.bool
     """Whether its last answer was cut off by a limit of tokens: `finish_reason` is `length`."""
+    use: _builtins.int
+    """0 when its group is trained on for the first time, n when it is replayed for the n-th time."""
     def __init__(
         self,
         *,
@@ -79,10 +82,11 @@ class BatchItem(_message.Message):
         member: _builtins.int = ...,
         turn: _builtins.int = ...,
         truncated: _builtins.bool = ...,
+        use: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,9 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from astraflow.dataflow.v1 import admin_service_pb2 as astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
+from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_task__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/evaluation_service.proto\x12\x15\x61straflow.dataflow.v1\x1a)astraflow/dataflow/v1/admin_service.proto\x1a\"astraflow/options/v1/options.proto\"\xbf\x01\n\x14GetEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\\\n\npage_token\x18\x04 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"6\n\x07PassAtK\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xc8\x01\n\x05Score\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x61vg_at_k\x18\x06 \x01(\x01\x12\x31\n\tpass_at_k\x18\x07 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.PassAtK\x12\x1a\n\x12truncated_fraction\x18\x08 \x01(\x01\"T\n\x0cSampleResult\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\"r\n\nTaskResult\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x34\n\x07samples\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.SampleResult\"\xc8\x01\n\x15GetEvaluationResponse\x12\x36\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12,\n\x06scores\x18\x02 \x03(\x0b\x32\x1c.astraflow.dataflow.v1.Score\x12\x30\n\x05tasks\x18\x03 \x03(\x0b\x32!.astraflow.dataflow.v1.TaskResult\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t2\xd1\x01\n\x11\x45valuationService\x12w\n\rGetEvaluation\x12+.astraflow.dataflow.v1.GetEvaluationRequest\x1a,.astraflow.dataflow.v1.GetEvaluationResponse\"\x0b\xca\xf3\x18\x03\x03\x04\x02\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/evaluation_service.proto\x12\x15\x61straflow.dataflow.v1\x1a)astraflow/dataflow/v1/admin_service.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8d\x04\n\x0e\x45valuationPass\x12\x15\n\revaluation_id\x18\x01 \x01(\t\x12\x35\n\x05state\x18\x02 \x01(\x0e\x32&.astraflow.dataflow.v1.EvaluationState\x12\x45\n\x08versions\x18\x03 \x03(\x0b\x32\x33.astraflow.dataflow.v1.EvaluationPass.VersionsEntry\x12\x18\n\x10samples_per_task\x18\x04 \x01(\r\x12\x13\n\x0bnum_planned\x18\x05 \x01(\x04\x12\x10\n\x08num_done\x18\x06 \x01(\x04\x12\x12\n\nnum_failed\x18\x07 \x01(\x04\x12\x11\n\trequested\x18\x08 \x01(\x08\x12\x15\n\rhas_own_tasks\x18\t \x01(\x08\x12\r\n\x05\x66inal\x18\n \x01(\x08\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12/\n\x0b\x63reate_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rcomplete_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x08policies\x18\x0e \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xb7\x03\n\x18RequestEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12m\n\revaluation_id\x18\x02 \x01(\tBV\xfa\xf3\x18RJ\x17[a-z0-9][a-z0-9-]{0,39}z7give it a name of lower-case letters, digits and dashes\x12O\n\x08versions\x18\x03 \x03(\x0b\x32=.astraflow.dataflow.v1.RequestEvaluationRequest.VersionsEntry\x12O\n\x05tasks\x18\x04 \x03(\x0b\x32\x1a.astraflow.rollout.v1.TaskB$\xfa\xf3\x18 @\xe8\x07z\x1b\x61sk for several evaluations\x12 \n\tnum_tasks\x18\x05 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x80\x84.A\x12\'\n\x10samples_per_task\x18\x06 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\x90@\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x19RequestEvaluationResponse\x12\x39\n\nevaluation\x18\x01 \x01(\x0b\x32%.astraflow.dataflow.v1.EvaluationPass\"\xaa\x01\n\x16ListEvaluationsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\tpage_size\x18\x02 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\\\n\npage_token\x18\x03 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"n\n\x17ListEvaluationsResponse\x12:\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32%.astraflow.dataflow.v1.EvaluationPass\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"@\n\x17\x43\x61ncelEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\"U\n\x18\x43\x61ncelEvaluationResponse\x12\x39\n\nevaluation\x18\x01 \x01(\x0b\x32%.astraflow.dataflow.v1.EvaluationPass\"\xbf\x01\n\x14GetEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\revaluation_id\x18\x02 \x01(\t\x12\"\n\tpage_size\x18\x03 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\\\n\npage_token\x18\x04 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"6\n\x07PassAtK\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\"\xc8\x01\n\x05Score\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x11\n\tnum_tasks\x18\x03 \x01(\x04\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x13\n\x0bmean_reward\x18\x05 \x01(\x01\x12\x10\n\x08\x61vg_at_k\x18\x06 \x01(\x01\x12\x31\n\tpass_at_k\x18\x07 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.PassAtK\x12\x1a\n\x12truncated_fraction\x18\x08 \x01(\x01\"T\n\x0cSampleResult\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x11\n\ttruncated\x18\x04 \x01(\x08\"r\n\nTaskResult\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x34\n\x07samples\x18\x04 \x03(\x0b\x32#.astraflow.dataflow.v1.SampleResult\"\x83\x02\n\x15GetEvaluationResponse\x12\x36\n\x0b\x65valuations\x18\x01 \x03(\x0b\x32!.astraflow.dataflow.v1.Evaluation\x12,\n\x06scores\x18\x02 \x03(\x0b\x32\x1c.astraflow.dataflow.v1.Score\x12\x30\n\x05tasks\x18\x03 \x03(\x0b\x32!.astraflow.dataflow.v1.TaskResult\x12\x17\n\x0fnext_page_token\x18\x04 \x01(\t\x12\x39\n\nevaluation\x18\x05 \x01(\x0b\x32%.astraflow.dataflow.v1.EvaluationPass*\xca\x01\n\x0f\x45valuationState\x12 \n\x1c\x45VALUATION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x45VALUATION_STATE_WAITING\x10\x01\x12\x19\n\x15\x45VALUATION_STATE_OPEN\x10\x02\x12\x1d\n\x19\x45VALUATION_STATE_COMPLETE\x10\x03\x12\x1d\n\x19\x45VALUATION_STATE_GIVEN_UP\x10\x04\x12\x1e\n\x1a\x45VALUATION_STATE_CANCELLED\x10\x05\x32\xe2\x04\n\x11\x45valuationService\x12\x8f\x01\n\x11RequestEvaluation\x12/.astraflow.dataflow.v1.RequestEvaluationRequest\x1a\x30.astraflow.dataflow.v1.RequestEvaluationResponse\"\x17\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x12}\n\x0fListEvaluations\x12-.astraflow.dataflow.v1.ListEvaluationsRequest\x1a..astraflow.dataflow.v1.ListEvaluationsResponse\"\x0b\xca\xf3\x18\x03\x03\x04\x02\xd0\xf3\x18\x01\x12~\n\x10\x43\x61ncelEvaluation\x12..astraflow.dataflow.v1.CancelEvaluationRequest\x1a/.astraflow.dataflow.v1.CancelEvaluationResponse\"\t\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\x12w\n\rGetEvaluation\x12+.astraflow.dataflow.v1.GetEvaluationRequest\x1a,.astraflow.dataflow.v1.GetEvaluationResponse\"\x0b\xca\xf3\x18\x03\x03\x04\x02\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +36,68 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.dataflow.v1.evalu
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
+  _globals['_EVALUATIONPASS_VERSIONSENTRY']._loaded_options = None
+  _globals['_EVALUATIONPASS_VERSIONSENTRY']._serialized_options = b'8\001'
+  _globals['_REQUESTEVALUATIONREQUEST_VERSIONSENTRY']._loaded_options = None
+  _globals['_REQUESTEVALUATIONREQUEST_VERSIONSENTRY']._serialized_options = b'8\001'
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['evaluation_id']._loaded_options = None
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['evaluation_id']._serialized_options = b'\372\363\030RJ\027[a-z0-9][a-z0-9-]{0,39}z7give it a name of lower-case letters, digits and dashes'
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['tasks']._loaded_options = None
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['tasks']._serialized_options = b'\372\363\030 @\350\007z\033ask for several evaluations'
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['num_tasks']._loaded_options = None
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['num_tasks']._serialized_options = b'\372\363\030\t\021\000\000\000\000\200\204.A'
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['samples_per_task']._loaded_options = None
+  _globals['_REQUESTEVALUATIONREQUEST'].fields_by_name['samples_per_task']._serialized_options = b'\372\363\030\t\021\000\000\000\000\000\000\220@'
+  _globals['_LISTEVALUATIONSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTEVALUATIONSREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\217@P\001'
+  _globals['_LISTEVALUATIONSREQUEST'].fields_by_name['page_token']._loaded_options = None
+  _globals['_LISTEVALUATIONSREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030DJ\013[0-9]{0,15}z5pass next_page_token of the previous page, or nothing'
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\217@P\001'
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_token']._loaded_options = None
   _globals['_GETEVALUATIONREQUEST'].fields_by_name['page_token']._serialized_options = b'\372\363\030DJ\013[0-9]{0,15}z5pass next_page_token of the previous page, or nothing'
   _globals['_EVALUATIONSERVICE']._loaded_options = None
   _globals['_EVALUATIONSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
+  _globals['_EVALUATIONSERVICE'].methods_by_name['RequestEvaluation']._loaded_options = None
+  _globals['_EVALUATIONSERVICE'].methods_by_name['RequestEvaluation']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030\n\n\010CONFLICT'
+  _globals['_EVALUATIONSERVICE'].methods_by_name['ListEvaluations']._loaded_options = None
+  _globals['_EVALUATIONSERVICE'].methods_by_name['ListEvaluations']._serialized_options = b'\312\363\030\003\003\004\002\320\363\030\001'
+  _globals['_EVALUATIONSERVICE'].methods_by_name['CancelEvaluation']._loaded_options = None
+  _globals['_EVALUATIONSERVICE'].methods_by_name['CancelEvaluation']._serialized_options = b'\312\363\030\001\003\320\363\030\002'
   _globals['_EVALUATIONSERVICE'].methods_by_name['GetEvaluation']._loaded_options = None
   _globals['_EVALUATIONSERVICE'].methods_by_name['GetEvaluation']._serialized_options = b'\312\363\030\003\003\004\002\320\363\030\001'
-  _globals['_GETEVALUATIONREQUEST']._serialized_start=153
-  _globals['_GETEVALUATIONREQUEST']._serialized_end=344
-  _globals['_PASSATK']._serialized_start=346
-  _globals['_PASSATK']._serialized_end=400
-  _globals['_SCORE']._serialized_start=403
-  _globals['_SCORE']._serialized_end=603
-  _globals['_SAMPLERESULT']._serialized_start=605
-  _globals['_SAMPLERESULT']._serialized_end=689
-  _globals['_TASKRESULT']._serialized_start=691
-  _globals['_TASKRESULT']._serialized_end=805
-  _globals['_GETEVALUATIONRESPONSE']._serialized_start=808
-  _globals['_GETEVALUATIONRESPONSE']._serialized_end=1008
-  _globals['_EVALUATIONSERVICE']._serialized_start=1011
-  _globals['_EVALUATIONSERVICE']._serialized_end=1220
+  _globals['_EVALUATIONSTATE']._serialized_start=2632
+  _globals['_EVALUATIONSTATE']._serialized_end=2834
+  _globals['_EVALUATIONPASS']._serialized_start=219
+  _globals['_EVALUATIONPASS']._serialized_end=744
+  _globals['_EVALUATIONPASS_VERSIONSENTRY']._serialized_start=697
+  _globals['_EVALUATIONPASS_VERSIONSENTRY']._serialized_end=744
+  _globals['_REQUESTEVALUATIONREQUEST']._serialized_start=747
+  _globals['_REQUESTEVALUATIONREQUEST']._serialized_end=1186
+  _globals['_REQUESTEVALUATIONREQUEST_VERSIONSENTRY']._serialized_start=697
+  _globals['_REQUESTEVALUATIONREQUEST_VERSIONSENTRY']._serialized_end=744
+  _globals['_REQUESTEVALUATIONRESPONSE']._serialized_start=1188
+  _globals['_REQUESTEVALUATIONRESPONSE']._serialized_end=1274
+  _globals['_LISTEVALUATIONSREQUEST']._serialized_start=1277
+  _globals['_LISTEVALUATIONSREQUEST']._serialized_end=1447
+  _globals['_LISTEVALUATIONSRESPONSE']._serialized_start=1449
+  _globals['_LISTEVALUATIONSRESPONSE']._serialized_end=1559
+  _globals['_CANCELEVALUATIONREQUEST']._serialized_start=1561
+  _globals['_CANCELEVALUATIONREQUEST']._serialized_end=1625
+  _globals['_CANCELEVALUATIONRESPONSE']._serialized_start=1627
+  _globals['_CANCELEVALUATIONRESPONSE']._serialized_end=1712
+  _globals['_GETEVALUATIONREQUEST']._serialized_start=1715
+  _globals['_GETEVALUATIONREQUEST']._serialized_end=1906
+  _globals['_PASSATK']._serialized_start=1908
+  _globals['_PASSATK']._serialized_end=1962
+  _globals['_SCORE']._serialized_start=1965
+  _globals['_SCORE']._serialized_end=2165
+  _globals['_SAMPLERESULT']._serialized_start=2167
+  _globals['_SAMPLERESULT']._serialized_end=2251
+  _globals['_TASKRESULT']._serialized_start=2253
+  _globals['_TASKRESULT']._serialized_end=2367
+  _globals['_GETEVALUATIONRESPONSE']._serialized_start=2370
+  _globals['_GETEVALUATIONRESPONSE']._serialized_end=2629
+  _globals['_EVALUATIONSERVICE']._serialized_start=2837
+  _globals['_EVALUATIONSERVICE']._serialized_end=3447
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EvaluationServiceStub:
-    """What evaluations found.
+    """Evaluations that are asked for, and what all of them found.
     """
 
     def __init__(self, channel):
@@ -35,6 +35,21 @@ class EvaluationServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.RequestEvaluation = channel.unary_unary(
+                '/astraflow.dataflow.v1.EvaluationService/RequestEvaluation',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationResponse.FromString,
+                _registered_method=True)
+        self.ListEvaluations = channel.unary_unary(
+                '/astraflow.dataflow.v1.EvaluationService/ListEvaluations',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsResponse.FromString,
+                _registered_method=True)
+        self.CancelEvaluation = channel.unary_unary(
+                '/astraflow.dataflow.v1.EvaluationService/CancelEvaluation',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationResponse.FromString,
+                _registered_method=True)
         self.GetEvaluation = channel.unary_unary(
                 '/astraflow.dataflow.v1.EvaluationService/GetEvaluation',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.GetEvaluationRequest.SerializeToString,
@@ -43,8 +58,34 @@ class EvaluationServiceStub:
 
 
 class EvaluationServiceServicer:
-    """What evaluations found.
+    """Evaluations that are asked for, and what all of them found.
     """
+
+    def RequestEvaluation(self, request, context):
+        """Asks for an evaluation of all trained policies, on held-out tasks of the data set or on tasks of the caller. It waits
+        for its turn: one evaluation is open at a time, at most 8 wait. While it waits for a version that it names, and while
+        it is open, that version is kept in the store and nodes get no newer one. Atomic; idempotent by `evaluation_id`: the
+        same request again returns it as it is, another one under its id is a CONFLICT. FAILED_PRECONDITION says what to
+        change: the run has ended, a policy has no version yet, or the version named is not the newest announced one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvaluations(self, request, context):
+        """Lists the evaluations of a run, those that wait for their turn too, newest first. Read only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelEvaluation(self, request, context):
+        """Ends an evaluation that was asked for; the results that it has are kept. Atomic, idempotent: one that has ended is
+        returned as it is. Those that the recipe asks for answer FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetEvaluation(self, request, context):
         """Returns an evaluation with its scores and a page of its tasks, each with the result of every sample. Read only; an
@@ -57,6 +98,21 @@ class EvaluationServiceServicer:
 
 def add_EvaluationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'RequestEvaluation': grpc.unary_unary_rpc_method_handler(
+                    servicer.RequestEvaluation,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationResponse.SerializeToString,
+            ),
+            'ListEvaluations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvaluations,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsResponse.SerializeToString,
+            ),
+            'CancelEvaluation': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelEvaluation,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationResponse.SerializeToString,
+            ),
             'GetEvaluation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEvaluation,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.GetEvaluationRequest.FromString,
@@ -71,8 +127,89 @@ def add_EvaluationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EvaluationService:
-    """What evaluations found.
+    """Evaluations that are asked for, and what all of them found.
     """
+
+    @staticmethod
+    def RequestEvaluation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.EvaluationService/RequestEvaluation',
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.RequestEvaluationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvaluations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.EvaluationService/ListEvaluations',
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.ListEvaluationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelEvaluation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.EvaluationService/CancelEvaluation',
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_evaluation__service__pb2.CancelEvaluationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetEvaluation(request,

@@ -26,7 +26,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/dataflow/v1/run.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x86\x01\n\x08\x43odeFile\x12_\n\x04path\x18\x01 \x01(\tBQ\xfa\xf3\x18MJK([A-Za-z0-9_][A-Za-z0-9_. -]{0,99}/){0,15}[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}\x12\x19\n\x07\x63ontent\x18\x02 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80@\"]\n\nCodeBundle\x12\x37\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1f.astraflow.dataflow.v1.CodeFileB\x07\xfa\xf3\x18\x03@\xf4\x03\x12\x16\n\x06sha256\x18\x02 \x01(\x0c\x42\x06\xfa\xf3\x18\x02\x30 \"\xbd\x03\n\x03Run\x12-\n\x06run_id\x18\x01 \x01(\tB\x1d\xfa\xf3\x18\x19J\x17[a-z0-9][a-z0-9-]{0,63}\x12\x1f\n\x0brecipe_yaml\x18\x02 \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80\x04h\x01\x12^\n\x04\x63ode\x18\x03 \x01(\x0b\x32!.astraflow.dataflow.v1.CodeBundleB-\xfa\xf3\x18)0\x80\x80Hz#leave out what a node does not need\x12s\n\tstore_uri\x18\x04 \x01(\tB`\xfa\xf3\x18\\ \x80\x08J/((file:///|s3://[A-Za-z0-9])[^\\x00-\\x20\\x7f]*)?z&use file:///path or s3://bucket/prefix\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1e\n\x0bstopped_for\x18\x07 \x01(\tB\t\xfa\xf3\x18\x05 \x80 h\x01\x12\x10\n\x08identity\x18\x08 \x01(\t*l\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_ACTIVE\x10\x01\x12\x17\n\x13RUN_STATE_FINISHING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/dataflow/v1/run.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x86\x01\n\x08\x43odeFile\x12_\n\x04path\x18\x01 \x01(\tBQ\xfa\xf3\x18MJK([A-Za-z0-9_][A-Za-z0-9_. -]{0,99}/){0,15}[A-Za-z0-9_][A-Za-z0-9_. -]{0,99}\x12\x19\n\x07\x63ontent\x18\x02 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80@\"]\n\nCodeBundle\x12\x37\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1f.astraflow.dataflow.v1.CodeFileB\x07\xfa\xf3\x18\x03@\xf4\x03\x12\x16\n\x06sha256\x18\x02 \x01(\x0c\x42\x06\xfa\xf3\x18\x02\x30 \"\x95\x02\n\x0cPluginSwitch\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanges\x18\x02 \x03(\t\x12\x14\n\x0crequested_by\x18\x03 \x01(\t\x12\x30\n\x0crequest_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65\x66\x66\x65\x63t_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12=\n\x05steps\x18\x06 \x03(\x0b\x32..astraflow.dataflow.v1.PluginSwitch.StepsEntry\x1a,\n\nStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xa7\x04\n\x03Run\x12-\n\x06run_id\x18\x01 \x01(\tB\x1d\xfa\xf3\x18\x19J\x17[a-z0-9][a-z0-9-]{0,63}\x12\x1f\n\x0brecipe_yaml\x18\x02 \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80\x04h\x01\x12^\n\x04\x63ode\x18\x03 \x01(\x0b\x32!.astraflow.dataflow.v1.CodeBundleB-\xfa\xf3\x18)0\x80\x80Hz#leave out what a node does not need\x12s\n\tstore_uri\x18\x04 \x01(\tB`\xfa\xf3\x18\\ \x80\x08J/((file:///|s3://[A-Za-z0-9])[^\\x00-\\x20\\x7f]*)?z&use file:///path or s3://bucket/prefix\x12.\n\x05state\x18\x05 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunState\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1e\n\x0bstopped_for\x18\x07 \x01(\tB\t\xfa\xf3\x18\x05 \x80 h\x01\x12\x10\n\x08identity\x18\x08 \x01(\t\x12>\n\x08switches\x18\t \x03(\x0b\x32#.astraflow.dataflow.v1.PluginSwitchB\x07\xfa\xf3\x18\x03@\x80\x02\x12(\n\x14switched_recipe_yaml\x18\n \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80\x04h\x01*l\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10RUN_STATE_ACTIVE\x10\x01\x12\x17\n\x13RUN_STATE_FINISHING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,6 +42,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CODEBUNDLE'].fields_by_name['files']._serialized_options = b'\372\363\030\003@\364\003'
   _globals['_CODEBUNDLE'].fields_by_name['sha256']._loaded_options = None
   _globals['_CODEBUNDLE'].fields_by_name['sha256']._serialized_options = b'\372\363\030\0020 '
+  _globals['_PLUGINSWITCH_STEPSENTRY']._loaded_options = None
+  _globals['_PLUGINSWITCH_STEPSENTRY']._serialized_options = b'8\001'
   _globals['_RUN'].fields_by_name['run_id']._loaded_options = None
   _globals['_RUN'].fields_by_name['run_id']._serialized_options = b'\372\363\030\031J\027[a-z0-9][a-z0-9-]{0,63}'
   _globals['_RUN'].fields_by_name['recipe_yaml']._loaded_options = None
@@ -52,12 +54,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN'].fields_by_name['store_uri']._serialized_options = b'\372\363\030\\ \200\010J/((file:///|s3://[A-Za-z0-9])[^\\x00-\\x20\\x7f]*)?z&use file:///path or s3://bucket/prefix'
   _globals['_RUN'].fields_by_name['stopped_for']._loaded_options = None
   _globals['_RUN'].fields_by_name['stopped_for']._serialized_options = b'\372\363\030\005 \200 h\001'
-  _globals['_RUNSTATE']._serialized_start=807
-  _globals['_RUNSTATE']._serialized_end=915
+  _globals['_RUN'].fields_by_name['switches']._loaded_options = None
+  _globals['_RUN'].fields_by_name['switches']._serialized_options = b'\372\363\030\003@\200\002'
+  _globals['_RUN'].fields_by_name['switched_recipe_yaml']._loaded_options = None
+  _globals['_RUN'].fields_by_name['switched_recipe_yaml']._serialized_options = b'\372\363\030\0060\200\200\004h\001'
+  _globals['_RUNSTATE']._serialized_start=1193
+  _globals['_RUNSTATE']._serialized_end=1301
   _globals['_CODEFILE']._serialized_start=128
   _globals['_CODEFILE']._serialized_end=262
   _globals['_CODEBUNDLE']._serialized_start=264
   _globals['_CODEBUNDLE']._serialized_end=357
-  _globals['_RUN']._serialized_start=360
-  _globals['_RUN']._serialized_end=805
+  _globals['_PLUGINSWITCH']._serialized_start=360
+  _globals['_PLUGINSWITCH']._serialized_end=637
+  _globals['_PLUGINSWITCH_STEPSENTRY']._serialized_start=593
+  _globals['_PLUGINSWITCH_STEPSENTRY']._serialized_end=637
+  _globals['_RUN']._serialized_start=640
+  _globals['_RUN']._serialized_end=1191
 # @@protoc_insertion_point(module_scope)

@@ -103,6 +103,76 @@ class CodeBundle(_message.Message):
 Global___CodeBundle: _TypeAlias = CodeBundle  # noqa: Y015
 
 @_typing.final
+class PluginSwitch(_message.Message):
+    """What of a running run's plug-ins and routes was changed, by whom, and from which step on it held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StepsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    REQUESTED_BY_FIELD_NUMBER: _builtins.int
+    REQUEST_TIME_FIELD_NUMBER: _builtins.int
+    EFFECT_TIME_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, 3, …: in the order in which they were asked for."""
+    requested_by: _builtins.str
+    """Who asked for it: the subject of the token, `anonymous` for a caller without one."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The keys of the recipe that it changed, `key: old → new`."""
+
+    @_builtins.property
+    def request_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was asked for."""
+
+    @_builtins.property
+    def effect_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it holds; unset while it waits for the end of a step, and when a later one came first."""
+
+    @_builtins.property
+    def steps(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The last finished step of each policy then."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+        requested_by: _builtins.str = ...,
+        request_time: _timestamp_pb2.Timestamp | None = ...,
+        effect_time: _timestamp_pb2.Timestamp | None = ...,
+        steps: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effect_time", b"effect_time", "request_time", b"request_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "effect_time", b"effect_time", "number", b"number", "request_time", b"request_time", "requested_by", b"requested_by", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PluginSwitch: _TypeAlias = PluginSwitch  # noqa: Y015
+
+@_typing.final
 class Run(_message.Message):
     """One recipe being trained. `recipe_yaml` and `code` never change after creation."""
 
@@ -116,6 +186,8 @@ class Run(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     STOPPED_FOR_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    SWITCHED_RECIPE_YAML_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
@@ -132,6 +204,8 @@ class Run(_message.Message):
     """Identity of the run, 128 bits in hex, made by the server when the run is created. Store and checkpoints remember it:
     a run of the same name in another Redis is another run. Ignored in a request.
     """
+    switched_recipe_yaml: _builtins.str
+    """The recipe with the newest of them; empty when there is none. Ignored in a request."""
     @_builtins.property
     def code(self) -> Global___CodeBundle:
         """The recipe folder's code."""
@@ -139,6 +213,10 @@ class Run(_message.Message):
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the run was created, by the server's clock."""
+
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PluginSwitch]:
+        """Changes of plug-ins while it ran, oldest first. Ignored in a request."""
 
     def __init__(
         self,
@@ -151,10 +229,12 @@ class Run(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         stopped_for: _builtins.str = ...,
         identity: _builtins.str = ...,
+        switches: _abc.Iterable[Global___PluginSwitch] | None = ...,
+        switched_recipe_yaml: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "identity", b"identity", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "identity", b"identity", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri", "switched_recipe_yaml", b"switched_recipe_yaml", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

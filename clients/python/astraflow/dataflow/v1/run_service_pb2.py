@@ -30,7 +30,7 @@ from astraflow.rollout.v1 import blob_pb2 as astraflow_dot_rollout_dot_v1_dot_bl
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'astraflow/dataflow/v1/run_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/account.proto\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/blob.proto\x1a\x1egoogle/protobuf/duration.proto\"C\n\x10\x43reateRunRequest\x12/\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.RunB\x06\xfa\xf3\x18\x02X\x01\"<\n\x11\x43reateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"j\n\x10UpdateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x46\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunStateB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\x00\x00@\"<\n\x11UpdateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x93\x01\n\x0fListRunsRequest\x12\"\n\tpage_size\x18\x01 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x7f@P\x01\x12\\\n\npage_token\x18\x02 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"U\n\x10ListRunsResponse\x12(\n\x04runs\x18\x01 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"P\n\x10\x44\x65leteRunRequest\x12-\n\x06run_id\x18\x01 \x01(\tB\x1d\xfa\xf3\x18\x19J\x17[a-z0-9][a-z0-9-]{0,63}\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"i\n\x11\x44\x65leteRunResponse\x12>\n\x0ctrajectories\x18\x01 \x01(\x0b\x32(.astraflow.dataflow.v1.TrajectoryAccount\x12\x14\n\x0c\x64\x65leted_keys\x18\x02 \x01(\x04\"\xc8\x02\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07node_id\x18\x02 \x01(\tB\x1a\xfa\xf3\x18\x16J\x14[A-Za-z0-9._-]{1,64}\x12\"\n\x0bincarnation\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\xf0\x43\x12\x16\n\x06region\x18\x04 \x01(\tB\x06\xfa\xf3\x18\x02 @\x12\x14\n\x04pool\x18\x05 \x01(\tB\x06\xfa\xf3\x18\x02 @\x12+\n\x14max_concurrent_tasks\x18\x06 \x01(\rB\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x17\n\x07\x65ngines\x18\x07 \x03(\tB\x06\xfa\xf3\x18\x02@ \x12\x19\n\x08hardware\x18\x08 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\x12\x33\n\x0eprice_per_hour\x18\t \x01(\x01\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x80\x84.AH\x00\x88\x01\x01\x42\x11\n\x0f_price_per_hour\"\xa6\x02\n\x0fJoinRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x30\n\x08versions\x18\x02 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x35\n\x12lease_ttl_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x04 \x01(\t\x12/\n\x08\x63ode_ref\x18\x05 \x01(\x0b\x32\x1d.astraflow.rollout.v1.CodeRef\x12\x36\n\x0cstore_grants\x18\x06 \x03(\x0b\x32 .astraflow.rollout.v1.StoreGrant2\x8c\x07\n\nRunService\x12\x96\x01\n\tCreateRun\x12\'.astraflow.dataflow.v1.CreateRunRequest\x1a(.astraflow.dataflow.v1.CreateRunResponse\"6\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18)\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x08\x43ONFLICT\x12\xac\x01\n\tUpdateRun\x12\'.astraflow.dataflow.v1.UpdateRunRequest\x1a(.astraflow.dataflow.v1.UpdateRunResponse\"L\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\x12\x87\x01\n\x06GetRun\x12$.astraflow.dataflow.v1.GetRunRequest\x1a%.astraflow.dataflow.v1.GetRunResponse\"0\xca\xf3\x18\x04\x03\x04\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\x12k\n\x08ListRuns\x12&.astraflow.dataflow.v1.ListRunsRequest\x1a\'.astraflow.dataflow.v1.ListRunsResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x02\x12\xae\x01\n\x07JoinRun\x12%.astraflow.dataflow.v1.JoinRunRequest\x1a&.astraflow.dataflow.v1.JoinRunResponse\"T\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18G\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x06\x46\x45NCED\x12\x8d\x01\n\tDeleteRun\x12\'.astraflow.dataflow.v1.DeleteRunRequest\x1a(.astraflow.dataflow.v1.DeleteRunResponse\"-\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITIONB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'astraflow/dataflow/v1/run_service.proto\x12\x15\x61straflow.dataflow.v1\x1a#astraflow/dataflow/v1/account.proto\x1a\x1f\x61straflow/dataflow/v1/run.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/blob.proto\x1a\x1egoogle/protobuf/duration.proto\"C\n\x10\x43reateRunRequest\x12/\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.RunB\x06\xfa\xf3\x18\x02X\x01\"<\n\x11\x43reateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x82\x01\n\x10UpdateRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12=\n\x05state\x18\x02 \x01(\x0e\x32\x1f.astraflow.dataflow.v1.RunStateB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\x00@\x12\x1f\n\x0brecipe_yaml\x18\x03 \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80\x04h\x01\"<\n\x11UpdateRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\"\x93\x01\n\x0fListRunsRequest\x12\"\n\tpage_size\x18\x01 \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x7f@P\x01\x12\\\n\npage_token\x18\x02 \x01(\tBH\xfa\xf3\x18\x44J\x0b[0-9]{0,15}z5pass next_page_token of the previous page, or nothing\"U\n\x10ListRunsResponse\x12(\n\x04runs\x18\x01 \x03(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"P\n\x10\x44\x65leteRunRequest\x12-\n\x06run_id\x18\x01 \x01(\tB\x1d\xfa\xf3\x18\x19J\x17[a-z0-9][a-z0-9-]{0,63}\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"i\n\x11\x44\x65leteRunResponse\x12>\n\x0ctrajectories\x18\x01 \x01(\x0b\x32(.astraflow.dataflow.v1.TrajectoryAccount\x12\x14\n\x0c\x64\x65leted_keys\x18\x02 \x01(\x04\"\xc8\x02\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x07node_id\x18\x02 \x01(\tB\x1a\xfa\xf3\x18\x16J\x14[A-Za-z0-9._-]{1,64}\x12\"\n\x0bincarnation\x18\x03 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\xf0\x43\x12\x16\n\x06region\x18\x04 \x01(\tB\x06\xfa\xf3\x18\x02 @\x12\x14\n\x04pool\x18\x05 \x01(\tB\x06\xfa\xf3\x18\x02 @\x12+\n\x14max_concurrent_tasks\x18\x06 \x01(\rB\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x17\n\x07\x65ngines\x18\x07 \x03(\tB\x06\xfa\xf3\x18\x02@ \x12\x19\n\x08hardware\x18\x08 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x02\x12\x33\n\x0eprice_per_hour\x18\t \x01(\x01\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x80\x84.AH\x00\x88\x01\x01\x42\x11\n\x0f_price_per_hour\"\xa6\x02\n\x0fJoinRunResponse\x12\'\n\x03run\x18\x01 \x01(\x0b\x32\x1a.astraflow.dataflow.v1.Run\x12\x30\n\x08versions\x18\x02 \x03(\x0b\x32\x1e.astraflow.dataflow.v1.Version\x12\x35\n\x12lease_ttl_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10\x64\x61ta_incarnation\x18\x04 \x01(\t\x12/\n\x08\x63ode_ref\x18\x05 \x01(\x0b\x32\x1d.astraflow.rollout.v1.CodeRef\x12\x36\n\x0cstore_grants\x18\x06 \x03(\x0b\x32 .astraflow.rollout.v1.StoreGrant2\x96\x07\n\nRunService\x12\x96\x01\n\tCreateRun\x12\'.astraflow.dataflow.v1.CreateRunRequest\x1a(.astraflow.dataflow.v1.CreateRunResponse\"6\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18)\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x08\x43ONFLICT\x12\xb6\x01\n\tUpdateRun\x12\'.astraflow.dataflow.v1.UpdateRunRequest\x1a(.astraflow.dataflow.v1.UpdateRunResponse\"V\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18I\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x08\x43ONFLICT\x12\x87\x01\n\x06GetRun\x12$.astraflow.dataflow.v1.GetRunRequest\x1a%.astraflow.dataflow.v1.GetRunResponse\"0\xca\xf3\x18\x04\x03\x04\x01\x02\xd0\xf3\x18\x01\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\x12k\n\x08ListRuns\x12&.astraflow.dataflow.v1.ListRunsRequest\x1a\'.astraflow.dataflow.v1.ListRunsResponse\"\x0e\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x80\xf4\x18\x02\x12\xae\x01\n\x07JoinRun\x12%.astraflow.dataflow.v1.JoinRunRequest\x1a&.astraflow.dataflow.v1.JoinRunResponse\"T\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18G\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILED\n\x06\x46\x45NCED\x12\x8d\x01\n\tDeleteRun\x12\'.astraflow.dataflow.v1.DeleteRunRequest\x1a(.astraflow.dataflow.v1.DeleteRunResponse\"-\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18 \n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITIONB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,7 +41,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATERUNREQUEST'].fields_by_name['run']._loaded_options = None
   _globals['_CREATERUNREQUEST'].fields_by_name['run']._serialized_options = b'\372\363\030\002X\001'
   _globals['_UPDATERUNREQUEST'].fields_by_name['state']._loaded_options = None
-  _globals['_UPDATERUNREQUEST'].fields_by_name['state']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\360?\021\000\000\000\000\000\000\000@'
+  _globals['_UPDATERUNREQUEST'].fields_by_name['state']._serialized_options = b'\372\363\030\t\021\000\000\000\000\000\000\000@'
+  _globals['_UPDATERUNREQUEST'].fields_by_name['recipe_yaml']._loaded_options = None
+  _globals['_UPDATERUNREQUEST'].fields_by_name['recipe_yaml']._serialized_options = b'\372\363\030\0060\200\200\004h\001'
   _globals['_LISTRUNSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTRUNSREQUEST'].fields_by_name['page_size']._serialized_options = b'\372\363\030\013\021\000\000\000\000\000@\177@P\001'
   _globals['_LISTRUNSREQUEST'].fields_by_name['page_token']._loaded_options = None
@@ -67,7 +69,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSERVICE'].methods_by_name['CreateRun']._loaded_options = None
   _globals['_RUNSERVICE'].methods_by_name['CreateRun']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030)\n\016INVALID_RECIPE\n\rPLUGIN_FAILED\n\010CONFLICT'
   _globals['_RUNSERVICE'].methods_by_name['UpdateRun']._loaded_options = None
-  _globals['_RUNSERVICE'].methods_by_name['UpdateRun']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
+  _globals['_RUNSERVICE'].methods_by_name['UpdateRun']._serialized_options = b'\312\363\030\001\003\320\363\030\002\332\363\030I\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED\n\010CONFLICT'
   _globals['_RUNSERVICE'].methods_by_name['GetRun']._loaded_options = None
   _globals['_RUNSERVICE'].methods_by_name['GetRun']._serialized_options = b'\312\363\030\004\003\004\001\002\320\363\030\001\332\363\030 \n\tNOT_FOUND\n\023FAILED_PRECONDITION'
   _globals['_RUNSERVICE'].methods_by_name['ListRuns']._loaded_options = None
@@ -80,26 +82,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATERUNREQUEST']._serialized_end=341
   _globals['_CREATERUNRESPONSE']._serialized_start=343
   _globals['_CREATERUNRESPONSE']._serialized_end=403
-  _globals['_UPDATERUNREQUEST']._serialized_start=405
-  _globals['_UPDATERUNREQUEST']._serialized_end=511
-  _globals['_UPDATERUNRESPONSE']._serialized_start=513
-  _globals['_UPDATERUNRESPONSE']._serialized_end=573
-  _globals['_GETRUNREQUEST']._serialized_start=575
-  _globals['_GETRUNREQUEST']._serialized_end=606
-  _globals['_GETRUNRESPONSE']._serialized_start=608
-  _globals['_GETRUNRESPONSE']._serialized_end=665
-  _globals['_LISTRUNSREQUEST']._serialized_start=668
-  _globals['_LISTRUNSREQUEST']._serialized_end=815
-  _globals['_LISTRUNSRESPONSE']._serialized_start=817
-  _globals['_LISTRUNSRESPONSE']._serialized_end=902
-  _globals['_DELETERUNREQUEST']._serialized_start=904
-  _globals['_DELETERUNREQUEST']._serialized_end=984
-  _globals['_DELETERUNRESPONSE']._serialized_start=986
-  _globals['_DELETERUNRESPONSE']._serialized_end=1091
-  _globals['_JOINRUNREQUEST']._serialized_start=1094
-  _globals['_JOINRUNREQUEST']._serialized_end=1422
-  _globals['_JOINRUNRESPONSE']._serialized_start=1425
-  _globals['_JOINRUNRESPONSE']._serialized_end=1719
-  _globals['_RUNSERVICE']._serialized_start=1722
-  _globals['_RUNSERVICE']._serialized_end=2630
+  _globals['_UPDATERUNREQUEST']._serialized_start=406
+  _globals['_UPDATERUNREQUEST']._serialized_end=536
+  _globals['_UPDATERUNRESPONSE']._serialized_start=538
+  _globals['_UPDATERUNRESPONSE']._serialized_end=598
+  _globals['_GETRUNREQUEST']._serialized_start=600
+  _globals['_GETRUNREQUEST']._serialized_end=631
+  _globals['_GETRUNRESPONSE']._serialized_start=633
+  _globals['_GETRUNRESPONSE']._serialized_end=690
+  _globals['_LISTRUNSREQUEST']._serialized_start=693
+  _globals['_LISTRUNSREQUEST']._serialized_end=840
+  _globals['_LISTRUNSRESPONSE']._serialized_start=842
+  _globals['_LISTRUNSRESPONSE']._serialized_end=927
+  _globals['_DELETERUNREQUEST']._serialized_start=929
+  _globals['_DELETERUNREQUEST']._serialized_end=1009
+  _globals['_DELETERUNRESPONSE']._serialized_start=1011
+  _globals['_DELETERUNRESPONSE']._serialized_end=1116
+  _globals['_JOINRUNREQUEST']._serialized_start=1119
+  _globals['_JOINRUNREQUEST']._serialized_end=1447
+  _globals['_JOINRUNRESPONSE']._serialized_start=1450
+  _globals['_JOINRUNRESPONSE']._serialized_end=1744
+  _globals['_RUNSERVICE']._serialized_start=1747
+  _globals['_RUNSERVICE']._serialized_end=2665
 # @@protoc_insertion_point(module_scope)

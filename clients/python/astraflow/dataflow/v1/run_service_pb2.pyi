@@ -79,19 +79,25 @@ class UpdateRunRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    RECIPE_YAML_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run to change."""
     state: _run_pb2.RunState.ValueType
-    """RUN_STATE_FINISHING or RUN_STATE_ACTIVE."""
+    """RUN_STATE_FINISHING or RUN_STATE_ACTIVE; unset leaves it as it is, where `recipe_yaml` is given."""
+    recipe_yaml: _builtins.str
+    """The recipe to go on with, or empty: that of the run but for `dataflow.curators`, `filters`, `selector`, `routes` and
+    `batch_needs`. Its code is that of the run.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         state: _run_pb2.RunState.ValueType = ...,
+        recipe_yaml: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,7 +82,9 @@ class RunServiceServicer:
 
     def UpdateRun(self, request, context):
         """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-        finishing or finished. Atomic, idempotent.
+        finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+        the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+        Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

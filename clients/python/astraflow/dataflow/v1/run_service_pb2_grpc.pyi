@@ -40,7 +40,9 @@ class RunServiceStub:
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]
     """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-    finishing or finished. Atomic, idempotent.
+    finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+    the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+    Atomic, idempotent.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]
     """Returns one run. Read only."""
@@ -70,7 +72,9 @@ class RunServiceAsyncStub(RunServiceStub):
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
     """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-    finishing or finished. Atomic, idempotent.
+    finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+    the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+    Atomic, idempotent.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetRunRequest, _run_service_pb2.GetRunResponse]  # type: ignore[assignment]
     """Returns one run. Read only."""
@@ -107,7 +111,9 @@ class RunServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.UpdateRunResponse, _abc.Awaitable[_run_service_pb2.UpdateRunResponse]]:
         """FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
-        finishing or finished. Atomic, idempotent.
+        finishing or finished. With `recipe_yaml` it changes curators, filters, selector, routes and needs of batches from
+        the end of the step in hand on, at once where there is none; other differences answer ALREADY_EXISTS (CONFLICT).
+        Atomic, idempotent.
         """
 
     def GetRun(

@@ -464,7 +464,7 @@ class Drain(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Slug: `operator`, `run_finished`."""
+    """Slug: `operator`, `run_finished`, `poison`."""
     def __init__(
         self,
         *,

@@ -5,8 +5,10 @@ Pushing finished episodes."""
 
 from astraflow.dataflow.v1 import durability_pb2 as _durability_pb2
 from astraflow.rollout.v1 import trajectory_pb2 as _trajectory_pb2
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -41,6 +43,10 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """The group is closed, expired or voided; dropped and counted."""
     OUTCOME_POISON: _Outcome.ValueType  # 7
     """Fails validation; quarantined with `reason`, never trained on. The member stays open for another attempt."""
+    OUTCOME_RETRY: _Outcome.ValueType  # 8
+    """Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
+    `INTERNAL`) that alone would have failed its call. Push it again later.
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """What became of a pushed episode; the table is section 6 of the protocol. Nothing is ever overwritten."""
@@ -61,6 +67,10 @@ OUTCOME_LATE_CLOSED: Outcome.ValueType  # 6
 """The group is closed, expired or voided; dropped and counted."""
 OUTCOME_POISON: Outcome.ValueType  # 7
 """Fails validation; quarantined with `reason`, never trained on. The member stays open for another attempt."""
+OUTCOME_RETRY: Outcome.ValueType  # 8
+"""Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
+`INTERNAL`) that alone would have failed its call. Push it again later.
+"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
@@ -71,21 +81,29 @@ class PushRequest(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream."""
     @_builtins.property
     def episode(self) -> _trajectory_pb2.Episode:
-        """The episode."""
+        """The episode, where there is one."""
+
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Episode]:
+        """Several episodes of one run instead, for example a whole group: they cost one commit, and each has its own answer, as
+        if they had been pushed one after the other, those of one task together.
+        """
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         episode: _trajectory_pb2.Episode | None = ...,
+        episodes: _abc.Iterable[_trajectory_pb2.Episode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "episodes", b"episodes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,7 +111,7 @@ Global___PushRequest: _TypeAlias = PushRequest  # noqa: Y015
 
 @_typing.final
 class PushResult(_message.Message):
-    """What became of one push."""
+    """What became of one episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,9 +123,11 @@ class PushResult(_message.Message):
     outcome: Global___Outcome.ValueType
     """What became of it."""
     reason: _builtins.str
-    """Slug when the outcome is POISON (`nan_logprob`, `length_mismatch`, `future_version`, …); empty otherwise."""
+    """Slug when the outcome is POISON (`nan_logprob`, `length_mismatch`, `future_version`, …), reason of the error when it is
+    RETRY; empty otherwise.
+    """
     detail: _builtins.str
-    """For people: value, limit and remedy when the outcome is POISON."""
+    """For people: value, limit and remedy when the outcome is POISON or RETRY."""
     durability: _durability_pb2.Durability.ValueType
     """What the acknowledgement survives."""
     position: _builtins.int
@@ -131,22 +151,27 @@ Global___PushResult: _TypeAlias = PushResult  # noqa: Y015
 
 @_typing.final
 class PushResponse(_message.Message):
-    """Acknowledgement of one push."""
+    """Acknowledgement of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     WATERMARK_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request's sequence."""
     @_builtins.property
     def result(self) -> Global___PushResult:
-        """What became of it."""
+        """What became of its `episode`."""
 
     @_builtins.property
     def watermark(self) -> _durability_pb2.Watermark:
         """What is durable by now; unset while the server cannot tell (docs/dataflow.md says when)."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushResult]:
+        """What became of each of its `episodes`, in their order."""
 
     def __init__(
         self,
@@ -154,10 +179,11 @@ class PushResponse(_message.Message):
         sequence: _builtins.int = ...,
         result: Global___PushResult | None = ...,
         watermark: _durability_pb2.Watermark | None = ...,
+        results: _abc.Iterable[Global___PushResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "sequence", b"sequence", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "results", b"results", "sequence", b"sequence", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

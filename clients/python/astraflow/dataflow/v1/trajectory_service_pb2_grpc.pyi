@@ -35,7 +35,7 @@ class TrajectoryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TrajectoryServiceAsyncStub: ...
     Push: _grpc.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]
     """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-    most 64 requests or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+    most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _grpc.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]
     """Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error."""
@@ -47,7 +47,7 @@ class TrajectoryServiceAsyncStub(TrajectoryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Push: _aio.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]  # type: ignore[assignment]
     """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-    most 64 requests or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+    most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _aio.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]  # type: ignore[assignment]
     """Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error."""
@@ -61,7 +61,7 @@ class TrajectoryServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trajectory_service_pb2.PushResponse], _abc.AsyncIterator[_trajectory_service_pb2.PushResponse]]:
         """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-        most 64 requests or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+        most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
         """
 
     def PushEpisode(

@@ -26,7 +26,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/task.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"\\\n\x08ToolCall\x12\x15\n\x02id\x18\x01 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12\x17\n\x04name\x18\x02 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12 \n\x0e\x61rguments_json\x18\x03 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80@\"\xcd\x01\n\x07Message\x12.\n\x04role\x18\x01 \x01(\tB \xfa\xf3\x18\x1cJ\x1asystem|user|assistant|tool\x12\x1b\n\x07\x63ontent\x18\x02 \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80@h\x01\x12;\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1e.astraflow.rollout.v1.ToolCallB\x07\xfa\xf3\x18\x03@\x80\x01\x12\x1f\n\x0ctool_call_id\x18\x04 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12\x17\n\x04name\x18\x05 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\"\xf8\x01\n\x04Task\x12-\n\x07task_id\x18\x01 \x01(\tB\x1c\xfa\xf3\x18\x18J\x16[A-Za-z0-9._:-]{1,128}\x12\x38\n\x08messages\x18\x02 \x03(\x0b\x32\x1d.astraflow.rollout.v1.MessageB\x07\xfa\xf3\x18\x03@\x80\x08\x12\x1b\n\tdata_json\x18\x03 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80\x04\x12.\n\x07purpose\x18\x04 \x01(\x0e\x32\x1d.astraflow.rollout.v1.Purpose\x12!\n\ngroup_size\x18\x05 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\x90@\x12\x17\n\x06source\x18\x06 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\"\x93\x01\n\x0eSamplingParams\x12\x33\n\x0btemperature\x18\x01 \x01(\x02\x42\x1e\xfa\xf3\x18\x1a\t\x00\x00\x00\x00\x00\x00\x00\x00r\x0f\x62\x61\x64_temperature\x12%\n\x05top_p\x18\x02 \x01(\x02\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\"\xe9\x03\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12(\n\x04task\x18\x03 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0f\n\x07members\x18\x05 \x03(\r\x12/\n\x0cttl_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x08sampling\x18\x07 \x03(\x0b\x32).astraflow.rollout.v1.Lease.SamplingEntry\x12L\n\x11required_versions\x18\x08 \x03(\x0b\x32\x31.astraflow.rollout.v1.Lease.RequiredVersionsEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x18\n\x10uncredited_roles\x18\n \x03(\t\x1aU\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.astraflow.rollout.v1.SamplingParams:\x02\x38\x01\x1a\x37\n\x15RequiredVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x61straflow/rollout/v1/task.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1egoogle/protobuf/duration.proto\"\\\n\x08ToolCall\x12\x15\n\x02id\x18\x01 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12\x17\n\x04name\x18\x02 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12 \n\x0e\x61rguments_json\x18\x03 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80@\"\xcd\x01\n\x07Message\x12.\n\x04role\x18\x01 \x01(\tB \xfa\xf3\x18\x1cJ\x1asystem|user|assistant|tool\x12\x1b\n\x07\x63ontent\x18\x02 \x01(\tB\n\xfa\xf3\x18\x06\x30\x80\x80@h\x01\x12;\n\ntool_calls\x18\x03 \x03(\x0b\x32\x1e.astraflow.rollout.v1.ToolCallB\x07\xfa\xf3\x18\x03@\x80\x01\x12\x1f\n\x0ctool_call_id\x18\x04 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\x12\x17\n\x04name\x18\x05 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x08h\x01\"\x99\x02\n\x04Task\x12-\n\x07task_id\x18\x01 \x01(\tB\x1c\xfa\xf3\x18\x18J\x16[A-Za-z0-9._:-]{1,128}\x12\x38\n\x08messages\x18\x02 \x03(\x0b\x32\x1d.astraflow.rollout.v1.MessageB\x07\xfa\xf3\x18\x03@\x80\x08\x12\x1b\n\tdata_json\x18\x03 \x01(\x0c\x42\x08\xfa\xf3\x18\x04\x30\x80\x80\x04\x12.\n\x07purpose\x18\x04 \x01(\x0e\x32\x1d.astraflow.rollout.v1.Purpose\x12!\n\ngroup_size\x18\x05 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\x90@\x12\x17\n\x06source\x18\x06 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\x12\x1f\n\x08priority\x18\x07 \x01(\rB\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\x08@\"\x93\x01\n\x0eSamplingParams\x12\x33\n\x0btemperature\x18\x01 \x01(\x02\x42\x1e\xfa\xf3\x18\x1a\t\x00\x00\x00\x00\x00\x00\x00\x00r\x0f\x62\x61\x64_temperature\x12%\n\x05top_p\x18\x02 \x01(\x02\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\"\xe9\x03\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12(\n\x04task\x18\x03 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0f\n\x07members\x18\x05 \x03(\r\x12/\n\x0cttl_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12;\n\x08sampling\x18\x07 \x03(\x0b\x32).astraflow.rollout.v1.Lease.SamplingEntry\x12L\n\x11required_versions\x18\x08 \x03(\x0b\x32\x31.astraflow.rollout.v1.Lease.RequiredVersionsEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x18\n\x10uncredited_roles\x18\n \x03(\t\x1aU\n\rSamplingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.astraflow.rollout.v1.SamplingParams:\x02\x38\x01\x1a\x37\n\x15RequiredVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,6 +60,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK'].fields_by_name['group_size']._serialized_options = b'\372\363\030\t\021\000\000\000\000\000\000\220@'
   _globals['_TASK'].fields_by_name['source']._loaded_options = None
   _globals['_TASK'].fields_by_name['source']._serialized_options = b'\372\363\030\003 \200\001'
+  _globals['_TASK'].fields_by_name['priority']._loaded_options = None
+  _globals['_TASK'].fields_by_name['priority']._serialized_options = b'\372\363\030\t\021\000\000\000\000\000\000\010@'
   _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['temperature']._serialized_options = b'\372\363\030\032\t\000\000\000\000\000\000\000\000r\017bad_temperature'
   _globals['_SAMPLINGPARAMS'].fields_by_name['top_p']._loaded_options = None
@@ -68,20 +70,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEASE_SAMPLINGENTRY']._serialized_options = b'8\001'
   _globals['_LEASE_REQUIREDVERSIONSENTRY']._loaded_options = None
   _globals['_LEASE_REQUIREDVERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_PURPOSE']._serialized_start=1320
-  _globals['_PURPOSE']._serialized_end=1400
+  _globals['_PURPOSE']._serialized_start=1353
+  _globals['_PURPOSE']._serialized_end=1433
   _globals['_TOOLCALL']._serialized_start=125
   _globals['_TOOLCALL']._serialized_end=217
   _globals['_MESSAGE']._serialized_start=220
   _globals['_MESSAGE']._serialized_end=425
   _globals['_TASK']._serialized_start=428
-  _globals['_TASK']._serialized_end=676
-  _globals['_SAMPLINGPARAMS']._serialized_start=679
-  _globals['_SAMPLINGPARAMS']._serialized_end=826
-  _globals['_LEASE']._serialized_start=829
-  _globals['_LEASE']._serialized_end=1318
-  _globals['_LEASE_SAMPLINGENTRY']._serialized_start=1176
-  _globals['_LEASE_SAMPLINGENTRY']._serialized_end=1261
-  _globals['_LEASE_REQUIREDVERSIONSENTRY']._serialized_start=1263
-  _globals['_LEASE_REQUIREDVERSIONSENTRY']._serialized_end=1318
+  _globals['_TASK']._serialized_end=709
+  _globals['_SAMPLINGPARAMS']._serialized_start=712
+  _globals['_SAMPLINGPARAMS']._serialized_end=859
+  _globals['_LEASE']._serialized_start=862
+  _globals['_LEASE']._serialized_end=1351
+  _globals['_LEASE_SAMPLINGENTRY']._serialized_start=1209
+  _globals['_LEASE_SAMPLINGENTRY']._serialized_end=1294
+  _globals['_LEASE_REQUIREDVERSIONSENTRY']._serialized_start=1296
+  _globals['_LEASE_REQUIREDVERSIONSENTRY']._serialized_end=1351
 # @@protoc_insertion_point(module_scope)

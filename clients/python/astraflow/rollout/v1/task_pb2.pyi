@@ -126,6 +126,7 @@ class Task(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Unique in its run. Submitting the same id twice is harmless."""
     data_json: _builtins.bytes
@@ -136,6 +137,10 @@ class Task(_message.Message):
     """Number of episodes of the task; 0 means the run's default."""
     source: _builtins.str
     """Which part of the data set it is from (`gsm8k`, say); empty when there is one."""
+    priority: _builtins.int
+    """How urgent it is: training tasks of a higher priority are leased first, but every fourth lease goes to the
+    priorities in turn, so that none starves. Evaluation tasks have none.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The prompt; may be empty for tasks that start an environment."""
@@ -149,10 +154,11 @@ class Task(_message.Message):
         purpose: Global___Purpose.ValueType = ...,
         group_size: _builtins.int = ...,
         source: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "group_size", b"group_size", "messages", b"messages", "purpose", b"purpose", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "group_size", b"group_size", "messages", b"messages", "priority", b"priority", "purpose", b"purpose", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,32 @@ def _resolved(
     return losses.resolve_region(logprobs, **tokens, settings=settings, ranks=OneRank())
 
 
+def test_rows_on_which_trainer_and_engine_disagree_are_left_out() -> None:
+    # r − 1 − log r of 1.5, 0.5, 1, 1.1 and 0.7: 0.0945, 0.1931, 0, 0.0047, 0.0567; rows have means 0.1438 and 0.0205.
+    rows = [0, 0, 1, 1, 1]
+    agreeing = algorithm.AlgorithmSettings(
+        loss=algorithm.NoTrustRegion(), agreement=algorithm.AgreementSettings(max_kl=0.1)
+    )
+    value, gradient, statistics = _loss(settings=agreeing, rows=rows)
+    assert value == pytest.approx(-2.0 + 1.1 - 0.7)
+    assert gradient == pytest.approx([0.0, 0.0, -2.0, 1.1, -0.7])
+    assert statistics.metrics().disagreeing_fraction == pytest.approx(0.4)
+    # As one row their mean is 0.0698: nothing is left out.
+    assert _loss(settings=agreeing)[0] == _loss()[0]
+    assert _loss()[2].metrics().disagreeing_fraction == 0.0
+
+
+def test_the_mismatch_of_tokens_that_went_on_over_a_swap_stands_apart() -> None:
+    # r − 1 − log r of 1.5, 0.5, 1, 1.1 and 0.7: 0.0945, 0.1931, 0, 0.0047, 0.0567.
+    found = _loss(in_place=[True, False, False, False, True])[2].metrics()
+    assert found.in_place_fraction == pytest.approx(0.4)
+    assert found.mismatch_kl_in_place == pytest.approx((0.0945 + 0.0567) / 2, abs=1e-4)
+    assert found.mismatch_kl_elsewhere == pytest.approx((0.1931 + 0 + 0.0047) / 3, abs=1e-4)
+    none = _loss()[2].metrics()
+    assert (none.in_place_fraction, none.mismatch_kl_in_place) == (0.0, 0.0)
+    assert none.mismatch_kl_elsewhere == none.mismatch_kl == found.mismatch_kl
+
+
 def test_without_a_trust_region_the_loss_is_minus_ratio_times_advantage() -> None:
     value, gradient, _ = _loss()
     assert value == pytest.approx(-1.5 + 0.5 - 2.0 + 1.1 - 0.7)

@@ -29,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/admin_service.proto.
  */
 export const file_astraflow_dataflow_v1_admin_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCK0BAoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZxI0CgZvcmlnaW4YEiABKAsyJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbk9yaWdpbiJfCg1WZXJzaW9uT3JpZ2luEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIRCgRzdGVwGAQgASgESACIAQFCBwoFX3N0ZXAiVAoOU25hcHNob3RSYXRpbmcSFAoHdmVyc2lvbhgBIAEoBEgAiAEBEg4KBnJhdGluZxgCIAEoARIQCghlcGlzb2RlcxgDIAEoBEIKCghfdmVyc2lvbiKyCAoKTm9kZVN0YXR1cxIPCgdub2RlX2lkGAEgASgJEhAKCHJlc3RhcnRzGAIgASgNEg4KBmxlYXNlcxgDIAEoDRIQCghlcGlzb2RlcxgEIAEoBBIUCgx0cmFqZWN0b3JpZXMYBSABKAQSDgoGdG9rZW5zGAYgASgEElAKEHNlcnZpbmdfdmVyc2lvbnMYByADKAsyNi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIyCg5sYXN0X3NlZW5fdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLd2FpdGluZ19mb3IYCSABKAkSEQoJY29ubmVjdGVkGAogASgIEhMKC2luY2FybmF0aW9uGAsgASgEEg4KBnJlZ2lvbhgMIAEoCRIMCgRwb29sGA0gASgJEg8KB2VuZ2luZXMYDiADKAkSHAoUbWF4X2NvbmN1cnJlbnRfdGFza3MYDyABKA0SFwoPZW5naW5lX3Jlc3RhcnRzGBAgASgNEhQKDGRyYWluX3JlYXNvbhgRIAEoCRItCglqb2luX3RpbWUYEiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXdlaWdodF9mYXVsdHMYEyADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHQSEAoIaGFyZHdhcmUYFCABKAkSGwoOcHJpY2VfcGVyX2hvdXIYFSABKAFIAIgBARIPCgdjcmVkaXRzGBYgASgNEhQKDG1heF9lcGlzb2RlcxgXIAEoDRISCgpib3VuZGVkX2J5GBggASgJEjYKDGVuZ2luZV9sb2FkcxgZIAMoCzIgLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUxvYWQSFAoMdG9rZW5zX3Blcl9zGBogASgBEkgKDHZlcnNpb25fbGFncxgbIAMoCzIyLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlZlcnNpb25MYWdzRW50cnkSGQoRZW52aXJvbm1lbnRfZmF1bHQYHCABKAkSOgoWZW52aXJvbm1lbnRfZmF1bHRfdGltZRgdIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOAoNZW5naW5lX2ZhdWx0cxgeIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0GjYKFFNlcnZpbmdWZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaMgoQVmVyc2lvbkxhZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQhEKD19wcmljZV9wZXJfaG91ciJECgpSb2xlUmVzdWx0EgwKBHJvbGUYASABKAkSEwoLbnVtX3NhbXBsZXMYAiABKAQSEwoLbWVhbl9yZXdhcmQYAyABKAEiiwQKCkV2YWx1YXRpb24SEQoJcG9saWN5X2lkGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSEwoLbnVtX3NhbXBsZXMYAyABKAQSEwoLbnVtX3BsYW5uZWQYBCABKAQSEwoLbWVhbl9yZXdhcmQYBSABKAESEAoIY29tcGxldGUYBiABKAgSDQoFZmluYWwYByABKAgSMQoNY29tcGxldGVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFQoNZXZhbHVhdGlvbl9pZBgJIAEoCRJBCgh2ZXJzaW9ucxgKIAMoCzIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uLlZlcnNpb25zRW50cnkSMAoFcm9sZXMYCyADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUm9sZVJlc3VsdBI/CgdtZXRyaWNzGAwgAygLMi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uTWV0cmljc0VudHJ5EhgKEHNhbXBsZXNfcGVyX3Rhc2sYDSABKA0aLwoNVmVyc2lvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBGi4KDE1ldHJpY3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIuUBCgRXYWl0Eg0KBXN0YWdlGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEjIKD3dhaXRlZF9kdXJhdGlvbhgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIuCgpzaW5jZV90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBITCgtyZWxlYXNlZF9ieRgHIAEoCRIVCghwcm9ncmVzcxgIIAEoAUgAiAEBQgsKCV9wcm9ncmVzcyLuAwoOU3RhdHVzUmVzcG9uc2USLgoFc3RhdGUYASABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSDgoGcnVuX2lkGAIgASgJEj4KDHRyYWplY3RvcmllcxgDIAEoCzIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UcmFqZWN0b3J5QWNjb3VudBI1Cghwb2xpY2llcxgEIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb2xpY3lTdGF0dXMSMAoFbm9kZXMYBSADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cxI2CgtldmFsdWF0aW9ucxgGIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5FdmFsdWF0aW9uEioKBXdhaXRzGAcgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSFAoMZGVhZF9sZXR0ZXJzGAggASgEEjUKCGZhaWx1cmVzGAkgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tGYWlsdXJlcxITCgtzdG9wcGVkX2ZvchgKIAEoCRItCglyZWFkX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wItABCgxUYXNrRmFpbHVyZXMSDgoGcmVhc29uGAEgASgJEg4KBmRldGFpbBgCIAEoCRINCgVjb3VudBgDIAEoBBIQCghpbl9hX3JvdxgEIAEoBBIPCgd0YXNrX2lkGAUgASgJEg8KB25vZGVfaWQYBiABKAkSLgoKZmlyc3RfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLQoJbGFzdF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCJ6ChhBZG1pblNlcnZpY2VXYXRjaFJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEk4KEWludGVydmFsX2R1cmF0aW9uGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQhj68xgUCZqZmZmZmbk/EQAAAAAAIKxAUAEiYwoZQWRtaW5TZXJ2aWNlV2F0Y2hSZXNwb25zZRI1CgZzdGF0dXMYASABKAsyJS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU3RhdHVzUmVzcG9uc2USDwoHY2hhbmdlZBgCIAMoCSItCgpXaHlSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgd0YXNrX2lkGAIgASgJIroCCgtXaHlSZXNwb25zZRIOCgZydW5faWQYASABKAkSLgoFc3RhdGUYAiABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSKgoFd2FpdHMYAyADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIuCgR0YXNrGAQgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tUcmFjZRI1CghmYWlsdXJlcxgFIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrRmFpbHVyZXMSEwoLc3RvcHBlZF9mb3IYBiABKAkSFAoMZGVhZF9sZXR0ZXJzGAcgASgEEi0KCXJlYWRfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgi/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSLQAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESawoKcGFnZV90b2tlbhgDIAEoCUJX+vMYU0oaKFswLTldezEsMTl9LVswLTldezEsMTl9KT96NXBhc3MgbmV4dF9wYWdlX3Rva2VuIG9mIHRoZSBwcmV2aW91cyBwYWdlLCBvciBub3RoaW5nEhUKDWluY2x1ZGVfdGFza3MYBCABKAgiegoXTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2USNwoMZGVhZF9sZXR0ZXJzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRlYWRMZXR0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgEIoUBChlSZXF1ZXVlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0igwEKF1B1cmdlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyIqChhQdXJnZURlYWRMZXR0ZXJzUmVzcG9uc2USDgoGcHVyZ2VkGAEgASgEIiMKEVBvb2xSZXBvcnRSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCSJJCghQb29sTG9hZBIMCgRwb29sGAEgASgJEg0KBW5vZGVzGAIgASgNEhAKCGNhcGFjaXR5GAMgASgNEg4KBmxlYXNlcxgEIAEoDSJcChJQb29sUmVwb3J0UmVzcG9uc2USLgoFcG9vbHMYASADKAsyHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbExvYWQSFgoObGVhc2FibGVfdGFza3MYAiABKA0iiAEKDFJldm9rZWRUb2tlbhJHCgh0b2tlbl9pZBgBIAEoCUI1+vMYMUoMWyEtfl17MSwxMjh9eiFnaXZlIHRoZSBjbGFpbSBganRpYCBvZiB0aGUgdG9rZW4SLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIlAKElJldm9rZVRva2VuUmVxdWVzdBI6CgV0b2tlbhgBIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW5CBvrzGAJYASIqChNSZXZva2VUb2tlblJlc3BvbnNlEhMKC3dhc19yZXZva2VkGAEgASgIIhoKGExpc3RSZXZva2VkVG9rZW5zUmVxdWVzdCJQChlMaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlEjMKBnRva2VucxgBIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW4yzQsKDEFkbWluU2VydmljZRJ1Cg1HZXRTZXJ2ZXJJbmZvEisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIJyvMYAQbQ8xgBEmMKBlN0YXR1cxIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXF1ZXN0GiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlIgzK8xgEAwQCAdDzGAESeAoFV2F0Y2gSLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0GjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVzcG9uc2UiCsrzGAIDBNDzGAEwARJYCgNXaHkSIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVxdWVzdBoiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXNwb25zZSIKyvMYAgME0PMYARJrCglMaXN0Tm9kZXMSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXNwb25zZSILyvMYAwIDBNDzGAESaQoJRHJhaW5Ob2RlEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVzcG9uc2UiCcrzGAED0PMYAhJ8Cg9MaXN0RGVhZExldHRlcnMSLS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBouLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXNwb25zZSIKyvMYAgME0PMYARKEAQoSUmVxdWV1ZURlYWRMZXR0ZXJzEjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJlcXVldWVEZWFkTGV0dGVyc1JlcXVlc3QaMS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVzcG9uc2UiCcrzGAED0PMYAhJ+ChBQdXJnZURlYWRMZXR0ZXJzEi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1cmdlRGVhZExldHRlcnNSZXF1ZXN0Gi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1cmdlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEm0KClBvb2xSZXBvcnQSKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbFJlcG9ydFJlcXVlc3QaKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbFJlcG9ydFJlc3BvbnNlIgrK8xgCAwTQ8xgBEnMKC1Jldm9rZVRva2VuEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VUb2tlblJlc3BvbnNlIg3K8xgBA9DzGAKA9BgDEoYBChFMaXN0UmV2b2tlZFRva2VucxIvLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1JlcXVlc3QaMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdFJldm9rZWRUb2tlbnNSZXNwb25zZSIOyvMYAgME0PMYAYD0GAMaQ+rzGD8KCU5PVF9GT1VORAoTRkFJTEVEX1BSRUNPTkRJVElPTgoOSU5WQUxJRF9SRUNJUEUKDVBMVUdJTl9GQUlMRURCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCK0BAoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZxI0CgZvcmlnaW4YEiABKAsyJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbk9yaWdpbiJfCg1WZXJzaW9uT3JpZ2luEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIRCgRzdGVwGAQgASgESACIAQFCBwoFX3N0ZXAiVAoOU25hcHNob3RSYXRpbmcSFAoHdmVyc2lvbhgBIAEoBEgAiAEBEg4KBnJhdGluZxgCIAEoARIQCghlcGlzb2RlcxgDIAEoBEIKCghfdmVyc2lvbiL2CAoKTm9kZVN0YXR1cxIPCgdub2RlX2lkGAEgASgJEhAKCHJlc3RhcnRzGAIgASgNEg4KBmxlYXNlcxgDIAEoDRIQCghlcGlzb2RlcxgEIAEoBBIUCgx0cmFqZWN0b3JpZXMYBSABKAQSDgoGdG9rZW5zGAYgASgEElAKEHNlcnZpbmdfdmVyc2lvbnMYByADKAsyNi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIyCg5sYXN0X3NlZW5fdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLd2FpdGluZ19mb3IYCSABKAkSEQoJY29ubmVjdGVkGAogASgIEhMKC2luY2FybmF0aW9uGAsgASgEEg4KBnJlZ2lvbhgMIAEoCRIMCgRwb29sGA0gASgJEg8KB2VuZ2luZXMYDiADKAkSHAoUbWF4X2NvbmN1cnJlbnRfdGFza3MYDyABKA0SFwoPZW5naW5lX3Jlc3RhcnRzGBAgASgNEhQKDGRyYWluX3JlYXNvbhgRIAEoCRItCglqb2luX3RpbWUYEiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXdlaWdodF9mYXVsdHMYEyADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHQSEAoIaGFyZHdhcmUYFCABKAkSGwoOcHJpY2VfcGVyX2hvdXIYFSABKAFIAIgBARIPCgdjcmVkaXRzGBYgASgNEhQKDG1heF9lcGlzb2RlcxgXIAEoDRISCgpib3VuZGVkX2J5GBggASgJEjYKDGVuZ2luZV9sb2FkcxgZIAMoCzIgLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUxvYWQSFAoMdG9rZW5zX3Blcl9zGBogASgBEkgKDHZlcnNpb25fbGFncxgbIAMoCzIyLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlZlcnNpb25MYWdzRW50cnkSGQoRZW52aXJvbm1lbnRfZmF1bHQYHCABKAkSOgoWZW52aXJvbm1lbnRfZmF1bHRfdGltZRgdIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOAoNZW5naW5lX2ZhdWx0cxgeIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0EhAKCHBvaXNvbmVkGB8gASgEEjAKDXRhc2tfZHVyYXRpb24YICABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24aNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ARoyChBWZXJzaW9uTGFnc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCEQoPX3ByaWNlX3Blcl9ob3VyIkQKClJvbGVSZXN1bHQSDAoEcm9sZRgBIAEoCRITCgtudW1fc2FtcGxlcxgCIAEoBBITCgttZWFuX3Jld2FyZBgDIAEoASKLBAoKRXZhbHVhdGlvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBITCgtudW1fc2FtcGxlcxgDIAEoBBITCgtudW1fcGxhbm5lZBgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoARIQCghjb21wbGV0ZRgGIAEoCBINCgVmaW5hbBgHIAEoCBIxCg1jb21wbGV0ZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIVCg1ldmFsdWF0aW9uX2lkGAkgASgJEkEKCHZlcnNpb25zGAogAygLMi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uVmVyc2lvbnNFbnRyeRIwCgVyb2xlcxgLIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb2xlUmVzdWx0Ej8KB21ldHJpY3MYDCADKAsyLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5NZXRyaWNzRW50cnkSGAoQc2FtcGxlc19wZXJfdGFzaxgNIAEoDRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEi5QEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJEhUKCHByb2dyZXNzGAggASgBSACIAQFCCwoJX3Byb2dyZXNzIo4FCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQSNQoIZmFpbHVyZXMYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza0ZhaWx1cmVzEhMKC3N0b3BwZWRfZm9yGAogASgJEi0KCXJlYWRfdGltZRgLIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASNAoHc2hhZG93cxgMIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TaGFkb3dQbHVnaW4SNQoHYXJjaGl2ZRgNIAEoCzIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BcmNoaXZlU3RhdHVzEjEKBnJvdXRlcxgOIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb3V0ZUNvdW50IlsKDFNoYWRvd1BsdWdpbhIMCgRraW5kGAEgASgJEgwKBG5hbWUYAiABKAkSDQoFYXNrZWQYAyABKAQSDwoHZGlmZmVycxgEIAEoBBIPCgdyZWZ1c2VkGAUgASgEImsKClJvdXRlQ291bnQSDwoHdmVyZGljdBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDgoGZ3JvdXBzGAMgASgEEhQKDHRyYWplY3RvcmllcxgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoASKCAQoNQXJjaGl2ZVN0YXR1cxIPCgd3YWl0aW5nGAEgASgEEhUKDXdhaXRpbmdfYnl0ZXMYAiABKAQSDwoHd3JpdHRlbhgDIAEoBBIVCg13cml0dGVuX2J5dGVzGAQgASgEEhAKCGdpdmVuX3VwGAUgASgEEg8KB3Byb2JsZW0YBiABKAki0AEKDFRhc2tGYWlsdXJlcxIOCgZyZWFzb24YASABKAkSDgoGZGV0YWlsGAIgASgJEg0KBWNvdW50GAMgASgEEhAKCGluX2Ffcm93GAQgASgEEg8KB3Rhc2tfaWQYBSABKAkSDwoHbm9kZV9pZBgGIAEoCRIuCgpmaXJzdF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBItCglsYXN0X3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wInoKGEFkbWluU2VydmljZVdhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSTgoRaW50ZXJ2YWxfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CGPrzGBQJmpmZmZmZuT8RAAAAAAAgrEBQASJjChlBZG1pblNlcnZpY2VXYXRjaFJlc3BvbnNlEjUKBnN0YXR1cxgBIAEoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXNwb25zZRIPCgdjaGFuZ2VkGAIgAygJIi0KCldoeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB3Rhc2tfaWQYAiABKAkiowMKC1doeVJlc3BvbnNlEg4KBnJ1bl9pZBgBIAEoCRIuCgVzdGF0ZRgCIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIqCgV3YWl0cxgDIAMoCzIbLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYWl0Ei4KBHRhc2sYBCABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza1RyYWNlEjUKCGZhaWx1cmVzGAUgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tGYWlsdXJlcxITCgtzdG9wcGVkX2ZvchgGIAEoCRIUCgxkZWFkX2xldHRlcnMYByABKAQSLQoJcmVhZF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI0CgdzaGFkb3dzGAkgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlNoYWRvd1BsdWdpbhIxCgZyb3V0ZXMYCiADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUm91dGVDb3VudCJaChBMaXN0Tm9kZXNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIiCglwYWdlX3NpemUYAiABKA1CD/rzGAsRAAAAAABAj0BQARISCgpwYWdlX3Rva2VuGAMgASgJIl4KEUxpc3ROb2Rlc1Jlc3BvbnNlEjAKBW5vZGVzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIloKEERyYWluTm9kZVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSJQoGcmVhc29uGAMgASgJQhX68xgRSg9bYS16MC05X117MCw2NH0iNgoRRHJhaW5Ob2RlUmVzcG9uc2USDgoGbGVhc2VzGAEgASgNEhEKCWNvbm5lY3RlZBgCIAEoCCI1ChJVbmRyYWluTm9kZVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkiKwoTVW5kcmFpbk5vZGVSZXNwb25zZRIUCgxkcmFpbl9yZWFzb24YASABKAki/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSLQAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESawoKcGFnZV90b2tlbhgDIAEoCUJX+vMYU0oaKFswLTldezEsMTl9LVswLTldezEsMTl9KT96NXBhc3MgbmV4dF9wYWdlX3Rva2VuIG9mIHRoZSBwcmV2aW91cyBwYWdlLCBvciBub3RoaW5nEhUKDWluY2x1ZGVfdGFza3MYBCABKAgiegoXTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2USNwoMZGVhZF9sZXR0ZXJzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRlYWRMZXR0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgEIoUBChlSZXF1ZXVlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0igwEKF1B1cmdlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyIqChhQdXJnZURlYWRMZXR0ZXJzUmVzcG9uc2USDgoGcHVyZ2VkGAEgASgEIiMKEVBvb2xSZXBvcnRSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCSJJCghQb29sTG9hZBIMCgRwb29sGAEgASgJEg0KBW5vZGVzGAIgASgNEhAKCGNhcGFjaXR5GAMgASgNEg4KBmxlYXNlcxgEIAEoDSJcChJQb29sUmVwb3J0UmVzcG9uc2USLgoFcG9vbHMYASADKAsyHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbExvYWQSFgoObGVhc2FibGVfdGFza3MYAiABKA0iiAEKDFJldm9rZWRUb2tlbhJHCgh0b2tlbl9pZBgBIAEoCUI1+vMYMUoMWyEtfl17MSwxMjh9eiFnaXZlIHRoZSBjbGFpbSBganRpYCBvZiB0aGUgdG9rZW4SLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIlAKElJldm9rZVRva2VuUmVxdWVzdBI6CgV0b2tlbhgBIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW5CBvrzGAJYASIqChNSZXZva2VUb2tlblJlc3BvbnNlEhMKC3dhc19yZXZva2VkGAEgASgIIhoKGExpc3RSZXZva2VkVG9rZW5zUmVxdWVzdCJQChlMaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlEjMKBnRva2VucxgBIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW4yvgwKDEFkbWluU2VydmljZRJ1Cg1HZXRTZXJ2ZXJJbmZvEisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIJyvMYAQbQ8xgBEmMKBlN0YXR1cxIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXF1ZXN0GiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlIgzK8xgEAwQCAdDzGAESeAoFV2F0Y2gSLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0GjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVzcG9uc2UiCsrzGAIDBNDzGAEwARJYCgNXaHkSIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVxdWVzdBoiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXNwb25zZSIKyvMYAgME0PMYARJrCglMaXN0Tm9kZXMSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXNwb25zZSILyvMYAwIDBNDzGAESaQoJRHJhaW5Ob2RlEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVzcG9uc2UiCcrzGAED0PMYAhJvCgtVbmRyYWluTm9kZRIpLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5VbmRyYWluTm9kZVJlcXVlc3QaKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVW5kcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -459,7 +459,7 @@ export type NodeStatus = Message<"astraflow.dataflow.v1.NodeStatus"> & {
   engineRestarts: number;
 
   /**
-   * Why it must drain: the reason given to DrainNode; empty when it need not.
+   * Why it must drain: the reason given to DrainNode, or `poison`; empty when it need not.
    *
    * @generated from field: string drain_reason = 17;
    */
@@ -556,6 +556,20 @@ export type NodeStatus = Message<"astraflow.dataflow.v1.NodeStatus"> & {
    * @generated from field: repeated astraflow.rollout.v1.EngineFault engine_faults = 30;
    */
   engineFaults: EngineFault[];
+
+  /**
+   * Episodes of it that were refused as poison.
+   *
+   * @generated from field: uint64 poisoned = 31;
+   */
+  poisoned: bigint;
+
+  /**
+   * Mean time of whole training tasks on it, of which the newest counts a fifth; 0 before the first.
+   *
+   * @generated from field: google.protobuf.Duration task_duration = 32;
+   */
+  taskDuration?: Duration | undefined;
 };
 
 /**
@@ -713,8 +727,8 @@ export const EvaluationSchema: GenMessage<Evaluation> = /*@__PURE__*/
  */
 export type Wait = Message<"astraflow.dataflow.v1.Wait"> & {
   /**
-   * Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`; or what all of them need:
-   * `data`, the server's Redis, and `server`, which clients say of one that does not answer.
+   * Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`, `archive`; or what all of
+   * them need: `data`, the server's Redis, and `server`, which clients say of one that does not answer.
    *
    * @generated from field: string stage = 1;
    */
@@ -861,6 +875,27 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
    * @generated from field: google.protobuf.Timestamp read_time = 11;
    */
   readTime?: Timestamp | undefined;
+
+  /**
+   * Plug-ins that are asked and obeyed by nobody, by kind and name, as this server process asked them since its start.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.ShadowPlugin shadows = 12;
+   */
+  shadows: ShadowPlugin[];
+
+  /**
+   * The run's archive; unset when its recipe has none.
+   *
+   * @generated from field: astraflow.dataflow.v1.ArchiveStatus archive = 13;
+   */
+  archive?: ArchiveStatus | undefined;
+
+  /**
+   * Groups that routes of the recipe took elsewhere, by verdict and policy.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.RouteCount routes = 14;
+   */
+  routes: RouteCount[];
 };
 
 /**
@@ -869,6 +904,160 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
  */
 export const StatusResponseSchema: GenMessage<StatusResponse> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_admin_service, 11);
+
+/**
+ * What a shadow plug-in would have decided, beside what happened.
+ *
+ * @generated from message astraflow.dataflow.v1.ShadowPlugin
+ */
+export type ShadowPlugin = Message<"astraflow.dataflow.v1.ShadowPlugin"> & {
+  /**
+   * `curator`, `filter` or `selector`.
+   *
+   * @generated from field: string kind = 1;
+   */
+  kind: string;
+
+  /**
+   * The plug-in, as the recipe names it.
+   *
+   * @generated from field: string name = 2;
+   */
+  name: string;
+
+  /**
+   * Tasks of a curator, groups of a filter or a selector that it decided on.
+   *
+   * @generated from field: uint64 asked = 3;
+   */
+  asked: bigint;
+
+  /**
+   * Of these, how many were decided otherwise.
+   *
+   * @generated from field: uint64 differs = 4;
+   */
+  differs: bigint;
+
+  /**
+   * Of these, how many it would have refused, whatever happened: tasks of a curator, groups of a filter.
+   *
+   * @generated from field: uint64 refused = 5;
+   */
+  refused: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ShadowPlugin.
+ * Use `create(ShadowPluginSchema)` to create a new message.
+ */
+export const ShadowPluginSchema: GenMessage<ShadowPlugin> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
+
+/**
+ * Complete groups of a policy that a route of the recipe took elsewhere, since the run began.
+ *
+ * @generated from message astraflow.dataflow.v1.RouteCount
+ */
+export type RouteCount = Message<"astraflow.dataflow.v1.RouteCount"> & {
+  /**
+   * `evaluated_NAME`, or `routed_NAME` of groups that went to the archive or nowhere; NAME is the route's.
+   *
+   * @generated from field: string verdict = 1;
+   */
+  verdict: string;
+
+  /**
+   * Policy of the groups.
+   *
+   * @generated from field: string policy_id = 2;
+   */
+  policyId: string;
+
+  /**
+   * Groups.
+   *
+   * @generated from field: uint64 groups = 3;
+   */
+  groups: bigint;
+
+  /**
+   * Their trajectories.
+   *
+   * @generated from field: uint64 trajectories = 4;
+   */
+  trajectories: bigint;
+
+  /**
+   * Mean reward of the trajectories.
+   *
+   * @generated from field: double mean_reward = 5;
+   */
+  meanReward: number;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.RouteCount.
+ * Use `create(RouteCountSchema)` to create a new message.
+ */
+export const RouteCountSchema: GenMessage<RouteCount> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
+
+/**
+ * How far the archive of a run has come. Counts are of trajectories that the recipe keeps.
+ *
+ * @generated from message astraflow.dataflow.v1.ArchiveStatus
+ */
+export type ArchiveStatus = Message<"astraflow.dataflow.v1.ArchiveStatus"> & {
+  /**
+   * Trajectories whose part in the run is over and that are not written yet.
+   *
+   * @generated from field: uint64 waiting = 1;
+   */
+  waiting: bigint;
+
+  /**
+   * Redis memory that these take, in bytes.
+   *
+   * @generated from field: uint64 waiting_bytes = 2;
+   */
+  waitingBytes: bigint;
+
+  /**
+   * Trajectories written.
+   *
+   * @generated from field: uint64 written = 3;
+   */
+  written: bigint;
+
+  /**
+   * Bytes of their files, when they were written.
+   *
+   * @generated from field: uint64 written_bytes = 4;
+   */
+  writtenBytes: bigint;
+
+  /**
+   * Trajectories that were given up because too many waited.
+   *
+   * @generated from field: uint64 given_up = 5;
+   */
+  givenUp: bigint;
+
+  /**
+   * Why nothing can be written now; empty when it can.
+   *
+   * @generated from field: string problem = 6;
+   */
+  problem: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ArchiveStatus.
+ * Use `create(ArchiveStatusSchema)` to create a new message.
+ */
+export const ArchiveStatusSchema: GenMessage<ArchiveStatus> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
 
 /**
  * Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
@@ -939,7 +1128,7 @@ export type TaskFailures = Message<"astraflow.dataflow.v1.TaskFailures"> & {
  * Use `create(TaskFailuresSchema)` to create a new message.
  */
 export const TaskFailuresSchema: GenMessage<TaskFailures> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 12);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
 
 /**
  * Request of Watch.
@@ -967,7 +1156,7 @@ export type AdminServiceWatchRequest = Message<"astraflow.dataflow.v1.AdminServi
  * Use `create(AdminServiceWatchRequestSchema)` to create a new message.
  */
 export const AdminServiceWatchRequestSchema: GenMessage<AdminServiceWatchRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 13);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
 
 /**
  * One change.
@@ -995,7 +1184,7 @@ export type AdminServiceWatchResponse = Message<"astraflow.dataflow.v1.AdminServ
  * Use `create(AdminServiceWatchResponseSchema)` to create a new message.
  */
 export const AdminServiceWatchResponseSchema: GenMessage<AdminServiceWatchResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
 
 /**
  * Request of Why.
@@ -1023,7 +1212,7 @@ export type WhyRequest = Message<"astraflow.dataflow.v1.WhyRequest"> & {
  * Use `create(WhyRequestSchema)` to create a new message.
  */
 export const WhyRequestSchema: GenMessage<WhyRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 15);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
 
 /**
  * Response of Why.
@@ -1086,6 +1275,20 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
    * @generated from field: google.protobuf.Timestamp read_time = 8;
    */
   readTime?: Timestamp | undefined;
+
+  /**
+   * Plug-ins that are obeyed by nobody, as in StatusResponse.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.ShadowPlugin shadows = 9;
+   */
+  shadows: ShadowPlugin[];
+
+  /**
+   * Groups that routes took elsewhere, as in StatusResponse.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.RouteCount routes = 10;
+   */
+  routes: RouteCount[];
 };
 
 /**
@@ -1093,7 +1296,7 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
  * Use `create(WhyResponseSchema)` to create a new message.
  */
 export const WhyResponseSchema: GenMessage<WhyResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 16);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
 
 /**
  * Request of ListNodes.
@@ -1128,7 +1331,7 @@ export type ListNodesRequest = Message<"astraflow.dataflow.v1.ListNodesRequest">
  * Use `create(ListNodesRequestSchema)` to create a new message.
  */
 export const ListNodesRequestSchema: GenMessage<ListNodesRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 17);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
 
 /**
  * Response of ListNodes.
@@ -1156,7 +1359,7 @@ export type ListNodesResponse = Message<"astraflow.dataflow.v1.ListNodesResponse
  * Use `create(ListNodesResponseSchema)` to create a new message.
  */
 export const ListNodesResponseSchema: GenMessage<ListNodesResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 18);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
 
 /**
  * Request of DrainNode.
@@ -1191,7 +1394,7 @@ export type DrainNodeRequest = Message<"astraflow.dataflow.v1.DrainNodeRequest">
  * Use `create(DrainNodeRequestSchema)` to create a new message.
  */
 export const DrainNodeRequestSchema: GenMessage<DrainNodeRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 19);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
 
 /**
  * Response of DrainNode.
@@ -1219,7 +1422,56 @@ export type DrainNodeResponse = Message<"astraflow.dataflow.v1.DrainNodeResponse
  * Use `create(DrainNodeResponseSchema)` to create a new message.
  */
 export const DrainNodeResponseSchema: GenMessage<DrainNodeResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 20);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
+
+/**
+ * Request of UndrainNode.
+ *
+ * @generated from message astraflow.dataflow.v1.UndrainNodeRequest
+ */
+export type UndrainNodeRequest = Message<"astraflow.dataflow.v1.UndrainNodeRequest"> & {
+  /**
+   * Run; empty means the only run.
+   *
+   * @generated from field: string run_id = 1;
+   */
+  runId: string;
+
+  /**
+   * Node that was drained.
+   *
+   * @generated from field: string node_id = 2;
+   */
+  nodeId: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.UndrainNodeRequest.
+ * Use `create(UndrainNodeRequestSchema)` to create a new message.
+ */
+export const UndrainNodeRequestSchema: GenMessage<UndrainNodeRequest> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
+
+/**
+ * Response of UndrainNode.
+ *
+ * @generated from message astraflow.dataflow.v1.UndrainNodeResponse
+ */
+export type UndrainNodeResponse = Message<"astraflow.dataflow.v1.UndrainNodeResponse"> & {
+  /**
+   * Why it was drained; empty when it was not.
+   *
+   * @generated from field: string drain_reason = 1;
+   */
+  drainReason: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.UndrainNodeResponse.
+ * Use `create(UndrainNodeResponseSchema)` to create a new message.
+ */
+export const UndrainNodeResponseSchema: GenMessage<UndrainNodeResponse> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
 
 /**
  * A task that is not retried any more.
@@ -1304,7 +1556,7 @@ export type DeadLetter = Message<"astraflow.dataflow.v1.DeadLetter"> & {
  * Use `create(DeadLetterSchema)` to create a new message.
  */
 export const DeadLetterSchema: GenMessage<DeadLetter> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 21);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
 
 /**
  * Request of ListDeadLetters.
@@ -1346,7 +1598,7 @@ export type ListDeadLettersRequest = Message<"astraflow.dataflow.v1.ListDeadLett
  * Use `create(ListDeadLettersRequestSchema)` to create a new message.
  */
 export const ListDeadLettersRequestSchema: GenMessage<ListDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 22);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
 
 /**
  * Response of ListDeadLetters.
@@ -1381,7 +1633,7 @@ export type ListDeadLettersResponse = Message<"astraflow.dataflow.v1.ListDeadLet
  * Use `create(ListDeadLettersResponseSchema)` to create a new message.
  */
 export const ListDeadLettersResponseSchema: GenMessage<ListDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 23);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
 
 /**
  * Request of RequeueDeadLetters.
@@ -1409,7 +1661,7 @@ export type RequeueDeadLettersRequest = Message<"astraflow.dataflow.v1.RequeueDe
  * Use `create(RequeueDeadLettersRequestSchema)` to create a new message.
  */
 export const RequeueDeadLettersRequestSchema: GenMessage<RequeueDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 24);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
 
 /**
  * Response of RequeueDeadLetters.
@@ -1444,7 +1696,7 @@ export type RequeueDeadLettersResponse = Message<"astraflow.dataflow.v1.RequeueD
  * Use `create(RequeueDeadLettersResponseSchema)` to create a new message.
  */
 export const RequeueDeadLettersResponseSchema: GenMessage<RequeueDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 25);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
 
 /**
  * Request of PurgeDeadLetters.
@@ -1472,7 +1724,7 @@ export type PurgeDeadLettersRequest = Message<"astraflow.dataflow.v1.PurgeDeadLe
  * Use `create(PurgeDeadLettersRequestSchema)` to create a new message.
  */
 export const PurgeDeadLettersRequestSchema: GenMessage<PurgeDeadLettersRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 26);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
 
 /**
  * Response of PurgeDeadLetters.
@@ -1493,7 +1745,7 @@ export type PurgeDeadLettersResponse = Message<"astraflow.dataflow.v1.PurgeDeadL
  * Use `create(PurgeDeadLettersResponseSchema)` to create a new message.
  */
 export const PurgeDeadLettersResponseSchema: GenMessage<PurgeDeadLettersResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 27);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
 
 /**
  * Request of PoolReport.
@@ -1514,7 +1766,7 @@ export type PoolReportRequest = Message<"astraflow.dataflow.v1.PoolReportRequest
  * Use `create(PoolReportRequestSchema)` to create a new message.
  */
 export const PoolReportRequestSchema: GenMessage<PoolReportRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 28);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
 
 /**
  * One pool of nodes.
@@ -1556,7 +1808,7 @@ export type PoolLoad = Message<"astraflow.dataflow.v1.PoolLoad"> & {
  * Use `create(PoolLoadSchema)` to create a new message.
  */
 export const PoolLoadSchema: GenMessage<PoolLoad> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 29);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
 
 /**
  * Response of PoolReport.
@@ -1585,7 +1837,7 @@ export type PoolReportResponse = Message<"astraflow.dataflow.v1.PoolReportRespon
  * Use `create(PoolReportResponseSchema)` to create a new message.
  */
 export const PoolReportResponseSchema: GenMessage<PoolReportResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 30);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 35);
 
 /**
  * A token that is refused although it has not expired.
@@ -1613,7 +1865,7 @@ export type RevokedToken = Message<"astraflow.dataflow.v1.RevokedToken"> & {
  * Use `create(RevokedTokenSchema)` to create a new message.
  */
 export const RevokedTokenSchema: GenMessage<RevokedToken> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 31);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 36);
 
 /**
  * Request of RevokeToken.
@@ -1634,7 +1886,7 @@ export type RevokeTokenRequest = Message<"astraflow.dataflow.v1.RevokeTokenReque
  * Use `create(RevokeTokenRequestSchema)` to create a new message.
  */
 export const RevokeTokenRequestSchema: GenMessage<RevokeTokenRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 32);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 37);
 
 /**
  * Response of RevokeToken.
@@ -1655,7 +1907,7 @@ export type RevokeTokenResponse = Message<"astraflow.dataflow.v1.RevokeTokenResp
  * Use `create(RevokeTokenResponseSchema)` to create a new message.
  */
 export const RevokeTokenResponseSchema: GenMessage<RevokeTokenResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 38);
 
 /**
  * Request of ListRevokedTokens.
@@ -1670,7 +1922,7 @@ export type ListRevokedTokensRequest = Message<"astraflow.dataflow.v1.ListRevoke
  * Use `create(ListRevokedTokensRequestSchema)` to create a new message.
  */
 export const ListRevokedTokensRequestSchema: GenMessage<ListRevokedTokensRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 39);
 
 /**
  * Response of ListRevokedTokens.
@@ -1691,7 +1943,7 @@ export type ListRevokedTokensResponse = Message<"astraflow.dataflow.v1.ListRevok
  * Use `create(ListRevokedTokensResponseSchema)` to create a new message.
  */
 export const ListRevokedTokensResponseSchema: GenMessage<ListRevokedTokensResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 35);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 40);
 
 /**
  * Status and operations, for people and tools.
@@ -1763,6 +2015,17 @@ export const AdminService: GenService<{
     methodKind: "unary";
     input: typeof DrainNodeRequestSchema;
     output: typeof DrainNodeResponseSchema;
+  },
+  /**
+   * Lets a drained node have leases again: one that was drained for `poison`, which stays drained when it joins anew, or
+   * one that has not left yet. A node that has been asked to leave leaves all the same. Atomic, idempotent.
+   *
+   * @generated from rpc astraflow.dataflow.v1.AdminService.UndrainNode
+   */
+  undrainNode: {
+    methodKind: "unary";
+    input: typeof UndrainNodeRequestSchema;
+    output: typeof UndrainNodeResponseSchema;
   },
   /**
    * Lists tasks that are not retried any more, oldest first, with reason and payload. Read only.

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/batch.proto.
  */
 export const file_astraflow_dataflow_v1_batch: GenFile = /*@__PURE__*/
-  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSKAAgoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDRIRCgl0cnVuY2F0ZWQYDSABKAgikQEKBUJhdGNoEhAKCGJhdGNoX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIMCgRzdGVwGAMgASgEEhQKDGJhc2VfdmVyc2lvbhgEIAEoBBIvCgVpdGVtcxgFIAMoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5CYXRjaEl0ZW0SDgoGZGlnZXN0GAYgASgMQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw");
+  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSKNAgoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDRIRCgl0cnVuY2F0ZWQYDSABKAgSCwoDdXNlGA4gASgNIpEBCgVCYXRjaBIQCghiYXRjaF9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDAoEc3RlcBgDIAEoBBIUCgxiYXNlX3ZlcnNpb24YBCABKAQSLwoFaXRlbXMYBSADKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2hJdGVtEg4KBmRpZ2VzdBgGIAEoDEKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM");
 
 /**
  * One trajectory of a batch, without its payload.
@@ -110,6 +110,13 @@ export type BatchItem = Message<"astraflow.dataflow.v1.BatchItem"> & {
    * @generated from field: bool truncated = 13;
    */
   truncated: boolean;
+
+  /**
+   * 0 when its group is trained on for the first time, n when it is replayed for the n-th time.
+   *
+   * @generated from field: uint32 use = 14;
+   */
+  use: number;
 };
 
 /**

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/run.proto.
  */
 export const file_astraflow_dataflow_v1_run: GenFile = /*@__PURE__*/
-  fileDesc("Ch9hc3RyYWZsb3cvZGF0YWZsb3cvdjEvcnVuLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEihgEKCENvZGVGaWxlEl8KBHBhdGgYASABKAlCUfrzGE1KSyhbQS1aYS16MC05X11bQS1aYS16MC05Xy4gLV17MCw5OX0vKXswLDE1fVtBLVphLXowLTlfXVtBLVphLXowLTlfLiAtXXswLDk5fRIZCgdjb250ZW50GAIgASgMQgj68xgEMICAQCJdCgpDb2RlQnVuZGxlEjcKBWZpbGVzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkNvZGVGaWxlQgf68xgDQPQDEhYKBnNoYTI1NhgCIAEoDEIG+vMYAjAgIr0DCgNSdW4SLQoGcnVuX2lkGAEgASgJQh368xgZShdbYS16MC05XVthLXowLTktXXswLDYzfRIfCgtyZWNpcGVfeWFtbBgCIAEoCUIK+vMYBjCAgARoARJeCgRjb2RlGAMgASgLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkNvZGVCdW5kbGVCLfrzGCkwgIBIeiNsZWF2ZSBvdXQgd2hhdCBhIG5vZGUgZG9lcyBub3QgbmVlZBJzCglzdG9yZV91cmkYBCABKAlCYPrzGFwggAhKLygoZmlsZTovLy98czM6Ly9bQS1aYS16MC05XSlbXlx4MDAtXHgyMFx4N2ZdKik/eiZ1c2UgZmlsZTovLy9wYXRoIG9yIHMzOi8vYnVja2V0L3ByZWZpeBIuCgVzdGF0ZRgFIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIvCgtjcmVhdGVfdGltZRgGIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASHgoLc3RvcHBlZF9mb3IYByABKAlCCfrzGAUggCBoARIQCghpZGVudGl0eRgIIAEoCSpsCghSdW5TdGF0ZRIZChVSVU5fU1RBVEVfVU5TUEVDSUZJRUQQABIUChBSVU5fU1RBVEVfQUNUSVZFEAESFwoTUlVOX1NUQVRFX0ZJTklTSElORxACEhYKElJVTl9TVEFURV9GSU5JU0hFRBADQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
+  fileDesc("Ch9hc3RyYWZsb3cvZGF0YWZsb3cvdjEvcnVuLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEihgEKCENvZGVGaWxlEl8KBHBhdGgYASABKAlCUfrzGE1KSyhbQS1aYS16MC05X11bQS1aYS16MC05Xy4gLV17MCw5OX0vKXswLDE1fVtBLVphLXowLTlfXVtBLVphLXowLTlfLiAtXXswLDk5fRIZCgdjb250ZW50GAIgASgMQgj68xgEMICAQCJdCgpDb2RlQnVuZGxlEjcKBWZpbGVzGAEgAygLMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkNvZGVGaWxlQgf68xgDQPQDEhYKBnNoYTI1NhgCIAEoDEIG+vMYAjAgIpUCCgxQbHVnaW5Td2l0Y2gSDgoGbnVtYmVyGAEgASgNEg8KB2NoYW5nZXMYAiADKAkSFAoMcmVxdWVzdGVkX2J5GAMgASgJEjAKDHJlcXVlc3RfdGltZRgEIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASLwoLZWZmZWN0X3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEj0KBXN0ZXBzGAYgAygLMi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlBsdWdpblN3aXRjaC5TdGVwc0VudHJ5GiwKClN0ZXBzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ASKnBAoDUnVuEi0KBnJ1bl9pZBgBIAEoCUId+vMYGUoXW2EtejAtOV1bYS16MC05LV17MCw2M30SHwoLcmVjaXBlX3lhbWwYAiABKAlCCvrzGAYwgIAEaAESXgoEY29kZRgDIAEoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Db2RlQnVuZGxlQi368xgpMICASHojbGVhdmUgb3V0IHdoYXQgYSBub2RlIGRvZXMgbm90IG5lZWQScwoJc3RvcmVfdXJpGAQgASgJQmD68xhcIIAISi8oKGZpbGU6Ly8vfHMzOi8vW0EtWmEtejAtOV0pW15ceDAwLVx4MjBceDdmXSopP3omdXNlIGZpbGU6Ly8vcGF0aCBvciBzMzovL2J1Y2tldC9wcmVmaXgSLgoFc3RhdGUYBSABKA4yHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUnVuU3RhdGUSLwoLY3JlYXRlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEh4KC3N0b3BwZWRfZm9yGAcgASgJQgn68xgFIIAgaAESEAoIaWRlbnRpdHkYCCABKAkSPgoIc3dpdGNoZXMYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUGx1Z2luU3dpdGNoQgf68xgDQIACEigKFHN3aXRjaGVkX3JlY2lwZV95YW1sGAogASgJQgr68xgGMICABGgBKmwKCFJ1blN0YXRlEhkKFVJVTl9TVEFURV9VTlNQRUNJRklFRBAAEhQKEFJVTl9TVEFURV9BQ1RJVkUQARIXChNSVU5fU1RBVEVfRklOSVNISU5HEAISFgoSUlVOX1NUQVRFX0ZJTklTSEVEEANCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z", [file_astraflow_options_v1_options, file_google_protobuf_timestamp]);
 
 /**
  * One file of a recipe's code.
@@ -72,6 +72,62 @@ export type CodeBundle = Message<"astraflow.dataflow.v1.CodeBundle"> & {
  */
 export const CodeBundleSchema: GenMessage<CodeBundle> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_run, 1);
+
+/**
+ * What of a running run's plug-ins and routes was changed, by whom, and from which step on it held.
+ *
+ * @generated from message astraflow.dataflow.v1.PluginSwitch
+ */
+export type PluginSwitch = Message<"astraflow.dataflow.v1.PluginSwitch"> & {
+  /**
+   * 1, 2, 3, …: in the order in which they were asked for.
+   *
+   * @generated from field: uint32 number = 1;
+   */
+  number: number;
+
+  /**
+   * The keys of the recipe that it changed, `key: old → new`.
+   *
+   * @generated from field: repeated string changes = 2;
+   */
+  changes: string[];
+
+  /**
+   * Who asked for it: the subject of the token, `anonymous` for a caller without one.
+   *
+   * @generated from field: string requested_by = 3;
+   */
+  requestedBy: string;
+
+  /**
+   * When it was asked for.
+   *
+   * @generated from field: google.protobuf.Timestamp request_time = 4;
+   */
+  requestTime?: Timestamp | undefined;
+
+  /**
+   * Since when it holds; unset while it waits for the end of a step, and when a later one came first.
+   *
+   * @generated from field: google.protobuf.Timestamp effect_time = 5;
+   */
+  effectTime?: Timestamp | undefined;
+
+  /**
+   * The last finished step of each policy then.
+   *
+   * @generated from field: map<string, uint64> steps = 6;
+   */
+  steps: { [key: string]: bigint };
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.PluginSwitch.
+ * Use `create(PluginSwitchSchema)` to create a new message.
+ */
+export const PluginSwitchSchema: GenMessage<PluginSwitch> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_run, 2);
 
 /**
  * One recipe being trained. `recipe_yaml` and `code` never change after creation.
@@ -136,6 +192,20 @@ export type Run = Message<"astraflow.dataflow.v1.Run"> & {
    * @generated from field: string identity = 8;
    */
   identity: string;
+
+  /**
+   * Changes of plug-ins while it ran, oldest first. Ignored in a request.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.PluginSwitch switches = 9;
+   */
+  switches: PluginSwitch[];
+
+  /**
+   * The recipe with the newest of them; empty when there is none. Ignored in a request.
+   *
+   * @generated from field: string switched_recipe_yaml = 10;
+   */
+  switchedRecipeYaml: string;
 };
 
 /**
@@ -143,7 +213,7 @@ export type Run = Message<"astraflow.dataflow.v1.Run"> & {
  * Use `create(RunSchema)` to create a new message.
  */
 export const RunSchema: GenMessage<Run> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_run, 2);
+  messageDesc(file_astraflow_dataflow_v1_run, 3);
 
 /**
  * Life of a run.

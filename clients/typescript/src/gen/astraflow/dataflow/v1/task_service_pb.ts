@@ -493,7 +493,7 @@ export const BeatSchema: GenMessage<Beat> = /*@__PURE__*/
  */
 export type Drain = Message<"astraflow.dataflow.v1.Drain"> & {
   /**
-   * Slug: `operator`, `run_finished`.
+   * Slug: `operator`, `run_finished`, `poison`.
    *
    * @generated from field: string reason = 1;
    */

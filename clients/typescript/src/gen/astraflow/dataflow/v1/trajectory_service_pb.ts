@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/trajectory_service.proto.
  */
 export const file_astraflow_dataflow_v1_trajectory_service: GenFile = /*@__PURE__*/
-  fileDesc("Ci5hc3RyYWZsb3cvZGF0YWZsb3cvdjEvdHJhamVjdG9yeV9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEiZgoLUHVzaFJlcXVlc3QSHwoIc2VxdWVuY2UYASABKARCDfrzGAkJAAAAAAAA8D8SNgoHZXBpc29kZRgCIAEoCzIdLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVwaXNvZGVCBvrzGAJYASKmAQoKUHVzaFJlc3VsdBIvCgdvdXRjb21lGAEgASgOMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLk91dGNvbWUSDgoGcmVhc29uGAIgASgJEg4KBmRldGFpbBgDIAEoCRI1CgpkdXJhYmlsaXR5GAQgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkR1cmFiaWxpdHkSEAoIcG9zaXRpb24YBSABKAQiiAEKDFB1c2hSZXNwb25zZRIQCghzZXF1ZW5jZRgBIAEoBBIxCgZyZXN1bHQYAiABKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdBIzCgl3YXRlcm1hcmsYAyABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0ZXJtYXJrIkwKElB1c2hFcGlzb2RlUmVxdWVzdBI2CgdlcGlzb2RlGAEgASgLMh0uYXN0cmFmbG93LnJvbGxvdXQudjEuRXBpc29kZUIG+vMYAlgBIn0KE1B1c2hFcGlzb2RlUmVzcG9uc2USMQoGcmVzdWx0GAEgASgLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1c2hSZXN1bHQSMwoJd2F0ZXJtYXJrGAIgASgLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhdGVybWFyayrDAQoHT3V0Y29tZRIXChNPVVRDT01FX1VOU1BFQ0lGSUVEEAASFAoQT1VUQ09NRV9BQ0NFUFRFRBABEhkKFU9VVENPTUVfQUNDRVBURURfTEFURRACEhUKEU9VVENPTUVfRFVQTElDQVRFEAMSFgoST1VUQ09NRV9TVVBFUlNFREVEEAQSEgoOT1VUQ09NRV9GRU5DRUQQBRIXChNPVVRDT01FX0xBVEVfQ0xPU0VEEAYSEgoOT1VUQ09NRV9QT0lTT04QBzL3AgoRVHJhamVjdG9yeVNlcnZpY2UShAEKBFB1c2gSIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlcXVlc3QaIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3BvbnNlIi/K8xgBAdDzGALa8xgiCg9VTktOT1dOX1ZFUlNJT04KD1BBWUxPQURfTUlTU0lORygBMAESlQEKC1B1c2hFcGlzb2RlEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1c2hFcGlzb2RlUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoRXBpc29kZVJlc3BvbnNlIi/K8xgBAdDzGALa8xgiCg9VTktOT1dOX1ZFUlNJT04KD1BBWUxPQURfTUlTU0lORxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_durability, file_astraflow_options_v1_options, file_astraflow_rollout_v1_trajectory]);
+  fileDesc("Ci5hc3RyYWZsb3cvZGF0YWZsb3cvdjEvdHJhamVjdG9yeV9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEitgEKC1B1c2hSZXF1ZXN0Eh8KCHNlcXVlbmNlGAEgASgEQg368xgJCQAAAAAAAPA/Ei4KB2VwaXNvZGUYAiABKAsyHS5hc3RyYWZsb3cucm9sbG91dC52MS5FcGlzb2RlElYKCGVwaXNvZGVzGAMgAygLMh0uYXN0cmFmbG93LnJvbGxvdXQudjEuRXBpc29kZUIl+vMYIUBAeh1wdXNoIHRoZW0gaW4gc2V2ZXJhbCByZXF1ZXN0cyKmAQoKUHVzaFJlc3VsdBIvCgdvdXRjb21lGAEgASgOMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLk91dGNvbWUSDgoGcmVhc29uGAIgASgJEg4KBmRldGFpbBgDIAEoCRI1CgpkdXJhYmlsaXR5GAQgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkR1cmFiaWxpdHkSEAoIcG9zaXRpb24YBSABKAQivAEKDFB1c2hSZXNwb25zZRIQCghzZXF1ZW5jZRgBIAEoBBIxCgZyZXN1bHQYAiABKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdBIzCgl3YXRlcm1hcmsYAyABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0ZXJtYXJrEjIKB3Jlc3VsdHMYBCADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdCJMChJQdXNoRXBpc29kZVJlcXVlc3QSNgoHZXBpc29kZRgBIAEoCzIdLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVwaXNvZGVCBvrzGAJYASJ9ChNQdXNoRXBpc29kZVJlc3BvbnNlEjEKBnJlc3VsdBgBIAEoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzdWx0EjMKCXdhdGVybWFyaxgCIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYXRlcm1hcmsq1gEKB091dGNvbWUSFwoTT1VUQ09NRV9VTlNQRUNJRklFRBAAEhQKEE9VVENPTUVfQUNDRVBURUQQARIZChVPVVRDT01FX0FDQ0VQVEVEX0xBVEUQAhIVChFPVVRDT01FX0RVUExJQ0FURRADEhYKEk9VVENPTUVfU1VQRVJTRURFRBAEEhIKDk9VVENPTUVfRkVOQ0VEEAUSFwoTT1VUQ09NRV9MQVRFX0NMT1NFRBAGEhIKDk9VVENPTUVfUE9JU09OEAcSEQoNT1VUQ09NRV9SRVRSWRAIMvcCChFUcmFqZWN0b3J5U2VydmljZRKEAQoEUHVzaBIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVxdWVzdBojLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzcG9uc2UiL8rzGAEB0PMYAtrzGCIKD1VOS05PV05fVkVSU0lPTgoPUEFZTE9BRF9NSVNTSU5HKAEwARKVAQoLUHVzaEVwaXNvZGUSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaEVwaXNvZGVSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1c2hFcGlzb2RlUmVzcG9uc2UiL8rzGAEB0PMYAtrzGCIKD1VOS05PV05fVkVSU0lPTgoPUEFZTE9BRF9NSVNTSU5HGkPq8xg/CglOT1RfRk9VTkQKE0ZBSUxFRF9QUkVDT05ESVRJT04KDklOVkFMSURfUkVDSVBFCg1QTFVHSU5fRkFJTEVEQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_dataflow_v1_durability, file_astraflow_options_v1_options, file_astraflow_rollout_v1_trajectory]);
 
 /**
  * One numbered push.
@@ -33,11 +33,19 @@ export type PushRequest = Message<"astraflow.dataflow.v1.PushRequest"> & {
   sequence: bigint;
 
   /**
-   * The episode.
+   * The episode, where there is one.
    *
    * @generated from field: astraflow.rollout.v1.Episode episode = 2;
    */
   episode?: Episode | undefined;
+
+  /**
+   * Several episodes of one run instead, for example a whole group: they cost one commit, and each has its own answer, as
+   * if they had been pushed one after the other, those of one task together.
+   *
+   * @generated from field: repeated astraflow.rollout.v1.Episode episodes = 3;
+   */
+  episodes: Episode[];
 };
 
 /**
@@ -48,7 +56,7 @@ export const PushRequestSchema: GenMessage<PushRequest> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_trajectory_service, 0);
 
 /**
- * What became of one push.
+ * What became of one episode.
  *
  * @generated from message astraflow.dataflow.v1.PushResult
  */
@@ -61,14 +69,15 @@ export type PushResult = Message<"astraflow.dataflow.v1.PushResult"> & {
   outcome: Outcome;
 
   /**
-   * Slug when the outcome is POISON (`nan_logprob`, `length_mismatch`, `future_version`, …); empty otherwise.
+   * Slug when the outcome is POISON (`nan_logprob`, `length_mismatch`, `future_version`, …), reason of the error when it is
+   * RETRY; empty otherwise.
    *
    * @generated from field: string reason = 2;
    */
   reason: string;
 
   /**
-   * For people: value, limit and remedy when the outcome is POISON.
+   * For people: value, limit and remedy when the outcome is POISON or RETRY.
    *
    * @generated from field: string detail = 3;
    */
@@ -97,7 +106,7 @@ export const PushResultSchema: GenMessage<PushResult> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_trajectory_service, 1);
 
 /**
- * Acknowledgement of one push.
+ * Acknowledgement of one request.
  *
  * @generated from message astraflow.dataflow.v1.PushResponse
  */
@@ -110,7 +119,7 @@ export type PushResponse = Message<"astraflow.dataflow.v1.PushResponse"> & {
   sequence: bigint;
 
   /**
-   * What became of it.
+   * What became of its `episode`.
    *
    * @generated from field: astraflow.dataflow.v1.PushResult result = 2;
    */
@@ -122,6 +131,13 @@ export type PushResponse = Message<"astraflow.dataflow.v1.PushResponse"> & {
    * @generated from field: astraflow.dataflow.v1.Watermark watermark = 3;
    */
   watermark?: Watermark | undefined;
+
+  /**
+   * What became of each of its `episodes`, in their order.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.PushResult results = 4;
+   */
+  results: PushResult[];
 };
 
 /**
@@ -241,6 +257,14 @@ export enum Outcome {
    * @generated from enum value: OUTCOME_POISON = 7;
    */
   POISON = 7,
+
+  /**
+   * Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
+   * `INTERNAL`) that alone would have failed its call. Push it again later.
+   *
+   * @generated from enum value: OUTCOME_RETRY = 8;
+   */
+  RETRY = 8,
 }
 
 /**
@@ -257,7 +281,7 @@ export const OutcomeSchema: GenEnum<Outcome> = /*@__PURE__*/
 export const TrajectoryService: GenService<{
   /**
    * A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-   * most 64 requests or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+   * most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
    *
    * @generated from rpc astraflow.dataflow.v1.TrajectoryService.Push
    */

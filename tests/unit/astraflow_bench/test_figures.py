@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
-from astraflow_bench.rollout.figures import Figure, cpu_seconds
+from astraflow_bench.figures import Figure, cpu_seconds, least_cpu_seconds
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from astraflow_bench.rollout.figures import Figure, cpu_seconds
     ],
 )
 def test_a_target_is_met_within_its_limits(limits: dict[str, float], met: bool | None) -> None:
-    assert Figure(what="it", engine="", value=2.0, unit="×", **limits).met is met
+    assert Figure(what="it", subject="", value=2.0, unit="×", **limits).met is met
 
 
 def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does_not() -> None:
@@ -33,3 +34,19 @@ def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does
         assert cpu_seconds([process.pid]) >= 0.25
         process.communicate(b"\n")
     assert cpu_seconds([process.pid]) == 0.0
+
+
+def test_works_take_turns_and_the_first_turn_does_not_count() -> None:
+    order: list[str] = []
+    spent = least_cpu_seconds(
+        {"slow": lambda: _burn(order, "slow", 0.2), "fast": lambda: _burn(order, "fast", 0.0)}, repeats=2
+    )
+    assert order == ["slow", "fast"] * 3
+    assert spent["slow"] >= 0.2 > spent["fast"]
+
+
+def _burn(order: list[str], name: str, cpu_s: float) -> None:
+    order.append(name)
+    until = time.process_time() + cpu_s
+    while time.process_time() < until:
+        pass

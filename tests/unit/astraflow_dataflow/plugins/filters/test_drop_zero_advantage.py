@@ -6,7 +6,7 @@ import pytest
 
 from astraflow.recipe.advantage import AdvantageSettings, DrMas, Joint, Rae, Reinforce
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow_dataflow.plugins.drop_zero_advantage import DropZeroAdvantage
+from astraflow_dataflow.plugins.filters.drop_zero_advantage import DropZeroAdvantage
 from support.groups import group
 
 

@@ -1,0 +1,187 @@
+"""How tasks become batches, are evaluated and are kept: the section `dataflow` of a recipe.
+
+What a policy may set for itself is in `BatchSettings`. Invariant: whether a task belongs to the share that the archive
+keeps follows from its id alone, so its groups are kept whole.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from astraflow.recipe.algorithm import StaleTokenSettings
+from astraflow.recipe.groups import BatchNeedsSettings, RouteSettings
+from astraflow.recipe.plugin_settings import DataPluginSettings
+from astraflow.recipe.section import Section
+
+MAX_EVALUATION_SAMPLES = 1_000_000
+"""Of one evaluation: tasks · samples of each."""
+
+Kept = Literal[
+    "all",
+    "trained",
+    "dropped",
+    "stale",
+    "filtered",
+    "filter_failed",
+    "no_credit",
+    "incomplete",
+    "expired",
+    "run_finished",
+    "skipped",
+    "voided",
+    "superseded",
+    "fenced",
+    "late_closed",
+]
+
+
+class ArchiveSettings(Section):
+    """Trajectories that are written to the run's store when their part in the run is over."""
+
+    keep: tuple[Kept, ...] = Field(default=("all",), min_length=1)
+    """Which: `all`, `trained`, `dropped`, or single reasons for which trajectories are dropped."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the tasks, chosen by their ids; all groups of a task are kept, or none."""
+    write_every_s: float = Field(default=30.0, ge=0.1, le=86_400)
+    """Longest time that trajectories wait to be written, while the store takes them."""
+    max_waiting_mib: int = Field(default=256, ge=1, le=1_048_576)
+    """Redis memory, in MiB, for those that wait; beyond it the oldest are given up and counted."""
+    keep_days: float | None = Field(default=None, gt=0, le=100_000)
+    """Files older than this are deleted."""
+    keep_gib: float | None = Field(default=None, gt=0, le=1e9)
+    """The oldest files are deleted while all together are larger than this, in GiB."""
+    delete_with_run: bool = False
+    """Whether deleting the run deletes its archive."""
+
+    @property
+    def reasons(self) -> str:
+        """What is kept, as the dataflow server's functions read it: `dropped` is all but `trained`."""
+        return " ".join("trained dropped" if name == "all" else name for name in self.keep)
+
+
+class EvaluationSettings(Section):
+    """Held-out evaluation by the same nodes, at exact versions."""
+
+    every_versions: int = Field(default=10, ge=0)
+    """Evaluate all policies whenever one has announced another multiple of this; 0: first and final version only."""
+    num_samples: int = Field(default=256, ge=1, le=1_000_000)
+    """Held-out tasks of a periodic evaluation."""
+    final_samples: int = Field(default=1024, ge=1, le=1_000_000)
+    """Held-out tasks of the first (version 0) and of the final evaluation."""
+    samples_per_task: int = Field(default=1, ge=1, le=1024)
+    """Samples of each held-out task: the k of avg@k, and the largest k of pass@k."""
+    pass_reward: float = Field(default=1.0, ge=-1e9, le=1e9)
+    """A sample with at least this reward counts as passed in pass@k."""
+    request_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of a node's leases that evaluations on request may take while there is training to do, at least one lease.
+    Those of the recipe come before training.
+    """
+
+    @model_validator(mode="after")
+    def _samples_bounded(self) -> EvaluationSettings:
+        most = max(self.num_samples, self.final_samples) * self.samples_per_task
+        if most > MAX_EVALUATION_SAMPLES:
+            raise ValueError(
+                f"an evaluation of {most:,} samples (tasks · samples_per_task) is larger than "
+                f"{MAX_EVALUATION_SAMPLES:,}; lower samples_per_task, num_samples or final_samples"
+            )
+        return self
+
+
+class ReplaySettings(Section):
+    """Groups that were trained on and are trained on again, beside new ones."""
+
+    ratio: float = Field(default=0.25, gt=0, lt=1)
+    """Share of `groups_per_step` that is replayed, rounded down; a step has fewer while fewer are kept."""
+    max_groups: int = Field(default=256, ge=1, le=65_536)
+    """Groups kept. Beyond it those that come last in the order go, by age where it is `uniform`."""
+    max_staleness: int = Field(default=8, ge=0, le=1024)
+    """Largest staleness, in versions, of a group that is replayed."""
+    max_uses: int = Field(default=1, ge=1, le=1024)
+    """Times that a group is replayed at most."""
+    order: Literal["recent", "uniform", "priority"] = "uniform"
+    """Which come first: the newest, any alike, or the largest mean |reward - mean| / deviation of a group."""
+
+
+class BatchSettings(Section):
+    """What the batches of a policy are made of."""
+
+    groups_per_step: int = Field(default=16, ge=1, le=65_536)
+    """Groups in one batch."""
+    max_staleness: int = Field(default=2, ge=0, le=1024)
+    """Largest staleness, in versions, of a trajectory when its batch is bound; 0 is exactly on-policy."""
+    stale_tokens: StaleTokenSettings | None = None
+    """What becomes of older tokens; unset: a group with one is dropped."""
+    replay: ReplaySettings | None = None
+    """Replay; unset: every group is trained on once."""
+    batch_needs: BatchNeedsSettings | None = None
+    """What a batch waits for; unset: for `groups_per_step` groups, whatever they are."""
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups of a step that are new."""
+        return self.groups_per_step - int(self.groups_per_step * (self.replay.ratio if self.replay else 0))
+
+
+class DataflowSettings(BatchSettings):
+    """How tasks become batches."""
+
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Episodes per task (G)."""
+    filters: tuple[DataPluginSettings, ...] = ()
+    """`Filter` plug-ins, applied in order to each complete group."""
+    routes: tuple[RouteSettings, ...] = Field(default=(), max_length=64)
+    """Where complete groups go before filters see them: the first that is of a group decides; to training otherwise."""
+    curators: tuple[DataPluginSettings, ...] = ()
+    """`Curator` plug-ins, asked in order about drawn tasks; each sees what those before it left."""
+    selector: DataPluginSettings | None = None
+    """`Selector` plug-in that chooses the groups of a batch; unset: those whose staleness deadline is nearest."""
+    admit: Literal["any", "all"] = "any"
+    """When tasks of several trained roles are leased: while the policy of `any` role has room in its staleness window
+    (leases name the roles without, and workflows skip their trajectories), or only while those of `all` roles have.
+    """
+    alternate_every_steps: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Policies are trained in turns of so many steps, in the order of their names, and frozen between them.
+    Unset: all at once.
+    """
+    barrier: Literal["none", "batch", "phase"] = "none"
+    """How far nodes run ahead of trainers. `none`: as far as the staleness windows allow. `batch`: tasks of the next
+    batch are leased when the one before is bound. `phase`: besides, none while a policy trains, and none is trained on
+    while groups are sampled. For synchronous baselines.
+    """
+    min_acceptance: float = Field(default=0.1, gt=0, le=1)
+    """Floor of the moving average of groups surviving filters, used by admission."""
+    lease_ttl_s: float = Field(default=20.0, ge=0.5, le=3600)
+    """Time before an unrenewed lease is handed to another node."""
+    max_attempts: int = Field(default=4, ge=1, le=100)
+    """Leases of one task before it ends in the dead-letter stream."""
+    max_identical_failures: int = Field(default=100, ge=0, le=1_000_000)
+    """Leases that may fail alike (same exception, same line) in a row, without a task completed between them, before
+    the run is stopped as failed. 0 stops no run.
+    """
+    max_poison: int = Field(default=16, ge=0, le=1_000_000)
+    """Episodes of a node that are refused as poison, beyond one for 20 that are accepted, before it is drained and its
+    leases go to others. 0 drains none.
+    """
+    max_leases: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Quota: leases of the run at a time, of evaluations too, whatever nodes ask for. Unset: any number."""
+    min_members: int | None = Field(default=None, ge=1)
+    """Smallest k with which a group whose members failed for good is closed and used; unset drops such
+    groups."""
+    group_deadline_s: float = Field(default=600.0, ge=1, le=604_800)
+    """Time after which an incomplete group is closed or dropped."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """Held-out evaluation."""
+    archive: ArchiveSettings | None = None
+    """Trajectories that are kept in the run's store after their part in it is over; unset keeps none."""
+
+    @model_validator(mode="after")
+    def _members_fit(self) -> DataflowSettings:
+        if self.min_members is not None and self.min_members > self.group_size:
+            raise ValueError(
+                f"min_members {self.min_members} exceeds group_size {self.group_size}; "
+                f"lower it or raise group_size"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""What the data plane costs: pushes, batches, leases, streams, and how that grows."""

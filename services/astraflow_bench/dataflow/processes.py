@@ -1,0 +1,143 @@
+"""The processes that are measured, Redis and dataflow servers, and what they spent.
+
+Invariant: they end with the block that started them, and with this process. Redis keeps an append-only file with
+`everysec`, as production does. Used by every measurement of this room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from astraflow.client import AsyncClient
+from astraflow_bench.dataflow.resp import RespSocket
+from astraflow_bench.figures import cpu_seconds
+from astraflow_kit.lifecycle import read_address_file
+from astraflow_kit.parent import dying_with_us
+from astraflow_kit.ports import free_port
+from astraflow_launcher.run.embedded_redis import require_server, server_command, wait_until_answering
+
+_START_S = 60.0
+
+
+@dataclass
+class Spent:
+    """What a block of work took; filled when the block ends."""
+
+    seconds: float = 0.0
+    server_s: float = 0.0
+    """CPU of all server processes."""
+    redis_s: float = 0.0
+    commands: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_commands(self) -> int:
+        """Redis commands, those inside functions too."""
+        return sum(self.commands.values())
+
+
+@dataclass
+class Bed:
+    """A Redis and servers over it, with a client of the first one."""
+
+    client: AsyncClient
+    addresses: Sequence[str]
+    servers: Sequence[int]
+    """Process ids."""
+    redis: int
+    resp: RespSocket
+
+    @contextmanager
+    def spending(self) -> Iterator[Spent]:
+        """Measure what is done in the block."""
+        spent, began_s, before = Spent(), time.perf_counter(), Counter(self.resp.commands_done())
+        servers_s, redis_s = cpu_seconds(self.servers), cpu_seconds([self.redis])
+        yield spent
+        spent.seconds = time.perf_counter() - began_s
+        spent.server_s = cpu_seconds(self.servers) - servers_s
+        spent.redis_s = cpu_seconds([self.redis]) - redis_s
+        spent.commands = Counter(self.resp.commands_done()) - before
+
+    def resident_bytes(self, pid: int) -> int:
+        """Memory of a process."""
+        return int(psutil.Process(pid).memory_info().rss)
+
+    @contextmanager
+    def slow_calls(self) -> Iterator[list[tuple[float, str]]]:
+        """The one that held Redis longest is in the list afterwards: milliseconds, name."""
+        slowest: list[tuple[float, str]] = []
+        self.resp.pipeline([("CONFIG", "SET", "slowlog-log-slower-than", 200), ("SLOWLOG", "RESET")])
+        yield slowest
+        slowest.append(self.resp.slowest_function())
+
+
+@asynccontextmanager
+async def over_redis(folder: Path, *, num_servers: int = 1) -> AsyncIterator[Bed]:
+    """A fresh Redis with servers over it."""
+    folder.mkdir()  # noqa: ASYNC240 - nothing else runs here
+    with ExitStack() as stack:
+        port, redis = stack.enter_context(_redis(folder))
+        url = f"redis://127.0.0.1:{port}/0"
+        started = [stack.enter_context(_server(url, folder / f"server-{n}")) for n in range(num_servers)]
+        addresses = [await _address(server, path) for server, path in started]
+        resp = RespSocket(port)
+        stack.callback(resp.close)
+        async with AsyncClient(addresses[0]) as client:
+            pids = [server.pid for server, _ in started]
+            yield Bed(client=client, addresses=addresses, servers=pids, redis=redis, resp=resp)
+
+
+@contextmanager
+def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for as long as the block."""
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(dying_with_us(*command), stdout=output, stderr=output) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def _redis(folder: Path) -> Iterator[tuple[int, int]]:
+    port = free_port()
+    command = server_command(require_server(), port=port, folder=folder)
+    with running(command, log=folder / "redis.log") as process:
+        wait_until_answering(port, timeout_s=_START_S)
+        yield port, process.pid
+
+
+@contextmanager
+def _server(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    folder.mkdir()
+    path = folder / "address.json"
+    command = [sys.executable, "-m", "astraflow_dataflow", "--redis", url, "--log-level", "warning"]
+    command += ["--work-dir", str(folder), "--address-file", str(path)]
+    with running(command, log=folder / "server.log") as process:
+        yield process, path
+
+
+async def _address(process: subprocess.Popen[bytes], path: Path) -> str:
+    deadline_s = time.monotonic() + _START_S
+    while (found := read_address_file(path)) is None:
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(
+                f"the server did not start: {(path.parent / 'server.log').read_text()[-2000:]}"
+            )
+        await asyncio.sleep(0.05)
+    return found.grpc

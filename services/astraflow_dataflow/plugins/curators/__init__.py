@@ -1,0 +1,1 @@
+"""Ready-made curators: they decide before rollout which tasks are worth the tokens."""

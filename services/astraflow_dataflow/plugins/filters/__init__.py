@@ -1,0 +1,1 @@
+"""Ready-made filters: they decide after rollout which groups are trained on."""

@@ -1,0 +1,1 @@
+"""Ready-made selectors: they decide which ready groups a step takes."""

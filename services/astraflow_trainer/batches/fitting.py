@@ -1,0 +1,64 @@
+"""Rows that this trainer cannot train on, found before anything is computed: they go with their groups, by name.
+
+Nodes and the server refuse such rows as poison; what comes here all the same was pushed before a setting was changed,
+or has a model whose vocabulary only its trainer knows. Invariant: every rank leaves out the same groups, and one bad
+row never ends a run. Called by the training step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from astraflow.recipe import RowLimits
+from astraflow.trajectories import BadTrajectory, check_row
+from astraflow_kit.log import get_logger
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.ranks.reductions import Ranks
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """This rank's rows that can be trained on."""
+
+    rows: Sequence[TrainingRow]
+    num_left_out: int
+    """Rows that are left out, over all ranks."""
+
+
+def fitting_rows(rows: Sequence[TrainingRow], *, limits: RowLimits, ranks: Ranks) -> Fitting:
+    """Leave out every group (of one task and role) with a row beyond `limits` on any rank; a collective."""
+    problems = _problems(rows, limits)
+    found = [
+        group for part in ranks.all_gather(json.dumps(list(problems)).encode()) for group in json.loads(part)
+    ]
+    if not found:
+        return Fitting(rows, 0)
+    unfit = {(task_id, role) for task_id, role in found}
+    kept = [row for row in rows if _group(row) not in unfit]
+    num_left_out = ranks.sum(torch.tensor(len(rows) - len(kept)))
+    for (task_id, role), problem in problems.items():
+        log.warning(
+            "batch.group_left_out", task_id=task_id, role=role, reason=problem.slug, detail=problem.detail
+        )
+    return Fitting(kept, int(num_left_out))
+
+
+def _problems(rows: Sequence[TrainingRow], limits: RowLimits) -> Mapping[tuple[str, str], BadTrajectory]:
+    """What is wrong with the first bad row of each group."""
+    problems: dict[tuple[str, str], BadTrajectory] = {}
+    for row in rows:
+        try:
+            check_row(row.trajectory_id, row.token_ids, limits)
+        except BadTrajectory as problem:
+            problems.setdefault(_group(row), problem)
+    return problems
+
+
+def _group(row: TrainingRow) -> tuple[str, str]:
+    return row.origin.task_id, row.origin.role

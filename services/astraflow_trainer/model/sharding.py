@@ -1,0 +1,114 @@
+"""How a model lies on the devices of its ranks: FSDP2 groups, what is computed in bf16, what is recomputed, what is
+kept on the host.
+
+Invariant: none of it changes what is published, and recomputing changes no bit of a gradient. With one rank, or on a
+CPU, the layout is the same. Called by the learner.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from astraflow.errors import InvalidArgumentError
+from astraflow_trainer.model.model import PolicyModel
+
+Compute = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What may differ from machine to machine; the numbers of a step may only by `compute`."""
+
+    compute: Compute = "fp32"
+    """Arithmetic of the forward and the backward pass; gradients are added up in fp32 either way."""
+    recompute: Recompute = "none"
+    """What of a decoder layer the backward pass computes again: nothing, all but products and attention, everything."""
+    offload: bool = False
+    """Whether masters, moments and gradients are on the host and cross to the device layer by layer."""
+
+
+def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None = None) -> None:
+    """Apply FSDP2 in place: one group per decoder layer, one for an embedding that is not the head's, too, and one for
+    the rest.
+
+    With bf16 compute the parameters become the fp32 masters: they are rounded to bf16, to the bits that are published,
+    whenever they are gathered. Frozen parameters are kept in bf16 then. Raises InvalidArgumentError for offload without
+    a GPU.
+    """
+    placement = placement or Placement()
+    decoder = policy.causal_lm.get_decoder()
+    for layer in decoder.layers:
+        _set_recompute(layer, placement.recompute)
+    precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
+    if placement.compute == "bf16":
+        _narrow_frozen(policy)
+        # Inputs are as they should be: a temperature of 0.7 would become 0.69921875.
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    if placement.offload:
+        if mesh.device_type == "cpu":
+            raise InvalidArgumentError(
+                "ASTRAFLOW_OFFLOAD is true, and this rank computes on the CPU, where everything is in host memory "
+                "anyway; take it away"
+            )
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    groups = list(decoder.layers)
+    embedding = policy.causal_lm.get_input_embeddings()
+    if embedding.weight is not policy.causal_lm.get_output_embeddings().weight:
+        groups.append(embedding)
+    for module in [*groups, policy]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    register_fsdp_forward_method(policy, "next_token_logprobs")
+    policy.holds_masters = placement.compute == "bf16"
+    policy.device = _device_of(mesh)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _narrow_frozen(policy: PolicyModel) -> None:
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _set_recompute(layer: torch.nn.Module, what: Recompute) -> None:
+    """Layers of transformers ask these two attributes; `model.gradient_checkpointing_enable` would set the first on
+    modules outside the layers, too.
+    """
+    if what == "none":
+        return
+    again: partial[Any] = partial(checkpoint, use_reentrant=False)
+    if what == "selective":
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _products_are_kept))
+    attributes: Any = layer
+    attributes.gradient_checkpointing = True
+    attributes._gradient_checkpointing_func = again
+
+
+def _products_are_kept(
+    _context: object, operator: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
+    name = str(operator)
+    kept = name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,87 @@
+"""A learner on a GPU learns, publishes and resumes as one on the CPU does. Needs a GPU: `pytest tests/gpu`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from astraflow.recipe import file
+from astraflow_kit.plugins import RecipeSource
+from astraflow_trainer.learner import PolicyLearner
+from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
+from astraflow_trainer.ranks.device import DeviceChoice, training_device
+from astraflow_trainer.ranks.group import join_rank_group
+from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.plugins import StepPlugins
+from support import scripted_dataflow, tiny_training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_causal_lm(build_causal_lm(tiny_training.TINY, seed=0), folder)
+    return folder
+
+
+def _learner(
+    model_dir: Path, *overrides: str, device: DeviceChoice = "cuda", offload: bool = False
+) -> PolicyLearner:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    overrides = ("trainer.optimizer.warmup_steps=0", *overrides)
+    policy = file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver")
+    return PolicyLearner(
+        policy,
+        plugins=StepPlugins.made(policy.trainer.algorithm, source=RecipeSource(), roles=policy.advantages),
+        model_dir=model_dir,
+        checkpoint_dir=model_dir.parent / "checkpoints",
+        group=join_rank_group(RankSettings(), timeout_s=60.0, device=training_device(device, local_rank=0)),
+        offload=offload,
+    )
+
+
+def _bits(learner: PolicyLearner) -> np.ndarray:
+    shards = learner.published_bytes().open().shards
+    return np.concatenate([shards[name].elements for name in sorted(shards)])
+
+
+def test_a_step_equals_the_cpu_s(model_dir: Path) -> None:
+    rows = tiny_training.make_rows()
+    here = _learner(model_dir, device="cpu").train(rows)
+    there = _learner(model_dir, "trainer.compute=fp32").train(rows)
+    rounded = _learner(model_dir, "trainer.compute=bf16").train(rows)
+    assert here.loss is not None
+    assert there.loss is not None
+    assert rounded.loss is not None
+    assert there.loss.loss == pytest.approx(here.loss.loss, abs=1e-4)
+    assert there.gradient_norm == pytest.approx(here.gradient_norm, rel=1e-4)
+    assert rounded.gradient_norm == pytest.approx(here.gradient_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_resumes_with_the_same_published_bits(model_dir: Path, compute: str, offload: bool) -> None:
+    first = _learner(model_dir, f"trainer.compute={compute}", offload=offload)
+    initial = _bits(first)
+    first.train(tiny_training.make_rows())
+    first.stage(step=1, version=1)()
+    resumed = _learner(model_dir, f"trainer.compute={compute}", offload=offload)
+    assert resumed.restore() is not None
+    assert np.array_equal(_bits(first), _bits(resumed))
+    assert not np.array_equal(initial, _bits(first))

@@ -1,0 +1,28 @@
+"""Two servers over one Redis answer as a model of a few lines does, whatever comes in whatever order."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.dataflow_machine import compare
+from support.planted_bugs import QUICK
+from support.valkey import ValkeyServer
+
+
+@pytest.fixture
+def quick_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A server of its own that does not wait for a busy disk: here nothing is about what survives."""
+    with ValkeyServer(tmp_path / "own", binary=redis_binary, options=QUICK) as server:
+        yield server
+
+
+@pytest.mark.timeout(300)
+def test_servers_answer_as_the_model_does(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
+    compare(quick_valkey.url, tmp_path, examples=25, calls=60)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_so_they_do_over_many_calls(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
+    compare(quick_valkey.url, tmp_path, examples=1500, calls=100)

@@ -1,0 +1,149 @@
+"""Several episodes in one push: what is kept, and what is answered, is that of the same episodes pushed one by one."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
+from astraflow.errors import InvalidArgumentError
+from astraflow.rollout.v1.trajectory_pb2 import Episode
+from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
+from support.dataflow_world import Node, World, make_episode, outcome_name, until_equal
+
+SIZE = 4
+TASKS = ("t1", "t2", "t3", "unsubmitted")
+POISON = float("nan")
+
+
+def drawn(draw: random.Random, run_id: str) -> list[Episode]:
+    """Episodes of which some repeat, some are late, some are not wanted, and some are nonsense."""
+    episodes = list[Episode]()
+    for number in range(40):
+        member = draw.randrange(SIZE)
+        fields: dict[str, Any] = {
+            "task_id": draw.choices(TASKS, (9, 9, 9, 1))[0],
+            "member": member if draw.random() < 0.95 else SIZE,
+            "attempt": draw.choices((1, 0), (9, 1))[0],
+            "episode_id": f"e{number}",
+            "hedge": draw.random() < 0.1,
+            "failed": draw.random() < 0.1,
+            "reward": POISON if draw.random() < 0.05 else float(member),
+            "version": 99 if draw.random() < 0.05 else 0,
+        }
+        repeats = episodes and draw.random() < 0.2
+        episodes.append(draw.choice(episodes) if repeats else make_episode(run_id=run_id, **fields))
+    return episodes
+
+
+def packs(draw: random.Random, episodes: Sequence[Episode]) -> list[Sequence[Episode]]:
+    """The episodes of each task together, as a node has them, in packs of any size."""
+    ordered = sorted(episodes, key=lambda episode: episode.task_id)
+    cuts = sorted(draw.sample(range(1, len(ordered)), 5))
+    return [ordered[first:last] for first, last in zip([0, *cuts], [*cuts, len(ordered)], strict=True)]
+
+
+async def settled(world: World) -> None:
+    """Wait until no complete task waits for its groups to be judged."""
+    raw, settling = world.dataflow.connection.raw, Keys(world.run_id).of("settling")
+
+    async def num_settling() -> int:
+        return as_int(await raw("ZCARD", settling))
+
+    await until_equal(num_settling, 0)
+
+
+async def kept(world: World) -> dict[str, object]:
+    """What Redis keeps of episodes, without what says when they came and which run they are of."""
+    raw, keys = world.dataflow.connection.raw, Keys(world.run_id)
+
+    async def fields(name: str, *leave_out: str) -> dict[str, bytes]:
+        found = as_mapping(await raw("HGETALL", name))
+        return {field: value for field, value in sorted(found.items()) if field not in leave_out}
+
+    async def trace(task_id: str) -> list[list[str]]:
+        entries = map(as_text, as_list(await raw("LRANGE", keys.of("trace", task_id), 0, -1)))
+        return sorted([part for n, part in enumerate(entry.split("\t")) if n != 1] for entry in entries)
+
+    async def lasts(name: str) -> bool:
+        return as_int(await raw("TTL", name)) == -1  # what was uploaded again for nothing ends by itself
+
+    names = [as_text(name) for name in as_list(await raw("KEYS", keys.prefix.replace("{", "\\{") + "*"))]
+    policy, node = await fields(keys.of("policy", "solver")), await fields(keys.of("node", "n1"))
+    return {
+        "tasks": {task_id: await fields(keys.of("task", task_id), "entry", "leased_ms") for task_id in TASKS},
+        "traces": {task_id: await trace(task_id) for task_id in TASKS},
+        "owners": await fields(keys.of("owners")),
+        "groups": [await fields(keys.of("group", f"{task_id}/solver"), "score") for task_id in TASKS],
+        "counters": await fields(keys.of("counters"), "moved"),
+        "policy": [policy.get(name) for name in ("acceptance", "settled")],
+        "node": [node.get(name) for name in ("episodes", "trajectories", "poisoned")],
+        "payloads": sorted([name for name in names if ":payload:" in name and await lasts(name)]),
+        "members": sorted(name for name in names if ":trajectories:" in name),
+        "open": as_list(await raw("ZRANGE", keys.of("open"), 0, -1)),
+        "ready": as_int(await raw("ZCARD", keys.of("ready", "solver"))),
+        "leases": as_list(await raw("ZRANGE", keys.of("leases"), 0, -1)),
+    }
+
+
+async def scene(world: World, name: str) -> Node:
+    """A run with three leased tasks."""
+    _, node = await world.started(*TASKS[:3], name=name, group_size=SIZE, groups_per_step=8)
+    assert len(await node.lease(3)) == 3
+    return node
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_pack_keeps_what_its_episodes_keep_that_are_pushed_singly(world: World, seed: int) -> None:
+    outcomes, contents = list[Counter[tuple[str, str, str]]](), list[dict[str, object]]()
+    for name in ("singly", "packed"):
+        node, draw = await scene(world, name), random.Random(seed)
+        answers = Counter[tuple[str, str, str]]()
+        for pack in packs(draw, drawn(draw, name)):
+            results = await node.pack(*pack) if name == "packed" else [await node.push(one) for one in pack]
+            assert len(results) == len(pack)
+            pushed = zip(pack, results, strict=True)
+            answers.update((one.episode_id, outcome_name(answer), answer.reason) for one, answer in pushed)
+        await settled(world)
+        outcomes.append(answers)
+        contents.append({part: str(held).replace(name, "run") for part, held in (await kept(world)).items()})
+        account = (await world.status()).trajectories
+        assert account.conservation_error == 0, account
+    assert outcomes[0] == outcomes[1]
+    assert contents[0] == contents[1]
+
+
+async def test_one_bad_episode_of_a_pack_costs_the_others_nothing(world: World) -> None:
+    node = await scene(world, "run")
+    good = [make_episode(run_id="run", task_id="t1", member=member) for member in range(SIZE)]
+    unknown = make_episode(run_id="run", task_id="t2", member=0, version=1)
+    poison = make_episode(run_id="run", task_id="t2", member=1, reward=POISON)
+    twice = make_episode(run_id="run", task_id="t2", member=2)
+    results = await node.pack(unknown, *good, poison, twice, twice)
+    assert [outcome_name(result) for result in results] == [
+        "RETRY", *["ACCEPTED"] * SIZE, "POISON", "ACCEPTED", "DUPLICATE",
+    ]  # fmt: skip
+    assert (results[0].reason, results[SIZE + 1].reason) == ("UNKNOWN_VERSION", "nan_reward")
+    assert len({result.position for result in results if result.outcome == pushes.OUTCOME_ACCEPTED}) == 1
+    await settled(world)
+    await world.has_account(ready=SIZE, assembling=1, dropped={"poison": 1})
+
+
+async def test_a_task_that_redis_holds_damaged_costs_the_others_nothing(world: World) -> None:
+    node = await scene(world, "run")
+    await world.dataflow.connection.raw("SET", Keys("run").of("task", "t2"), "not a hash")
+    results = await node.pack(
+        *(make_episode(run_id="run", task_id=task_id, member=0) for task_id in ("t1", "t2", "t3"))
+    )
+    assert [outcome_name(result) for result in results] == ["ACCEPTED", "RETRY", "ACCEPTED"]
+    assert results[1].reason == "INTERNAL"
+
+
+async def test_a_pack_is_of_one_run(world: World) -> None:
+    node = await scene(world, "run")
+    with pytest.raises(InvalidArgumentError, match="push those of one run together"):
+        await node.pack(*(make_episode(run_id=run, task_id="t1", member=0) for run in ("run", "other")))
+    await world.has_account(ingested=0)

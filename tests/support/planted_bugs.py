@@ -1,0 +1,247 @@
+"""Bugs that a change could bring into the dataflow server, each of which the stateful test must find.
+
+A bug is a text of a source file, which is there once, and what stands there instead. `make soak
+T=tests/integration/test_planted_bugs.py` plants one after the other in a copy of the services.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.valkey import ValkeyServer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LUA = "astraflow_dataflow/store/lua"
+QUICK = ("--appendfsync", "no")
+"""Options of a Valkey that waits for no disk."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`found` in `file`, a path within services, is replaced by `planted`."""
+
+    name: str
+    file: str
+    found: str
+    planted: str
+
+
+BUGS = (
+    Bug(
+        "an old attempt is superseded, not fenced",
+        f"{LUA}/pushes.lua",
+        "return turn_away(P, t, e, 'FENCED', 'fenced')",
+        "return turn_away(P, t, e, 'SUPERSEDED', 'superseded')",
+    ),
+    Bug(
+        "an old attempt is not late",
+        f"{LUA}/pushes.lua",
+        "local late = e.hedge ~= '1' and",
+        "local late = false and",
+    ),
+    Bug(
+        "a failed member does not count as come",
+        f"{LUA}/pushes.lua",
+        "tonumber(t.fields.left) - 1",
+        "tonumber(t.fields.left) - (e.failed == '1' and 0 or 1)",
+    ),
+    Bug(
+        "a repeated push is superseded",
+        f"{LUA}/pushes.lua",
+        "if member and string.sub(member, 2) == e.episode then return { 'DUPLICATE', '' } end",
+        "",
+    ),
+    Bug(
+        "a refusal is counted each time",
+        f"{LUA}/pushes.lua",
+        "set(t, 'r' .. e.episode, outcome .. ' ' .. (detail or ''))",
+        "",
+    ),
+    Bug(
+        "a closed group takes another member",
+        f"{LUA}/pushes.lua",
+        "if not is_open(f.state) or run == 'finished'",
+        "if run == 'finished'",
+    ),
+    Bug(
+        "poison is counted each time",
+        f"{LUA}/pushes.lua",
+        "call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)",
+        "",
+    ),
+    Bug(
+        "an ended lease stays with its node",
+        f"{LUA}/tasks.lua",
+        "gather({ 'SREM', K.node_leases(P, node) }, task)",
+        "",
+    ),
+    Bug(
+        "one attempt too many",
+        f"{LUA}/tasks.lua",
+        "if tonumber(f[1]) >= tonumber(run_of(P).max_attempts) then",
+        "if tonumber(f[1]) > tonumber(run_of(P).max_attempts) then",
+    ),
+    Bug(
+        "what a node cannot help costs an attempt",
+        f"{LUA}/tasks.lua",
+        "if a.free == '1' then\n    call('HINCRBY', T, 'tries', -1)",
+        "if a.free == '1' then",
+    ),
+    Bug(
+        "a lease that is lost can be failed",
+        f"{LUA}/tasks.lua",
+        "if f[1] == 'leased' and f[2] == attempt and f[3] == node then return task end",
+        "if f[1] == 'leased' and f[3] == node then return task end",
+    ),
+    Bug(
+        "groups without a version are not in the window",
+        f"{LUA}/tasks.lua",
+        "local room = window - ready - unpublished",
+        "local room = window - ready",
+    ),
+    Bug(
+        "a task that is leased is not charged",
+        f"{LUA}/tasks.lua",
+        "call('SADD', K.outstanding(P, role.policy), role.name .. ' ' .. task)",
+        "",
+    ),
+    Bug(
+        "a settled group keeps its credit",
+        f"{LUA}/settle.lua",
+        "do gather({ 'SREM', K.outstanding(P, role.policy) }, role.name .. ' ' .. task) end",
+        "do local _ = role end",
+    ),
+    Bug(
+        "the acceptance average never falls",
+        f"{LUA}/settle.lua",
+        "((kept and 1 or 0) - j.acceptance)",
+        "(1 - j.acceptance)",
+    ),
+    Bug(
+        "two servers settle one task",
+        f"{LUA}/settle.lua",
+        "if f[1] == 'complete' then\n      local known",
+        "if true then\n      local known",
+    ),
+    Bug(
+        "an old trainer is not fenced",
+        f"{LUA}/batches.lua",
+        "if tonumber(epoch) ~= tonumber(current) then",
+        "if tonumber(epoch) > tonumber(current) then",
+    ),
+    Bug(
+        "a step ahead can be bound",
+        f"{LUA}/batches.lua",
+        "if step ~= finished + 1 then",
+        "if step > finished + 2 then",
+    ),
+    Bug(
+        "the groups that are due last are taken",
+        f"{LUA}/batches.lua",
+        "call('ZPOPMIN', K.ready(P, policy), wanted)",
+        "call('ZPOPMAX', K.ready(P, policy), wanted)",
+    ),
+    Bug(
+        "groups as old as they may be are dropped",
+        f"{LUA}/batches.lua",
+        "'-inf', '(' .. precise(bound * 4294967296)",
+        "'-inf', precise((bound + 1) * 4294967296)",
+    ),
+    Bug(
+        "a wrong digest is accepted",
+        f"{LUA}/batches.lua",
+        "if f[2] ~= a.digest then",
+        "if false then",
+    ),
+    Bug(
+        "a repeated acknowledgement counts again",
+        f"{LUA}/batches.lua",
+        "if next_order <= now_order then return f[1] end",
+        "if next_order < now_order then return f[1] end",
+    ),
+    Bug(
+        "a step is trained on without an intent",
+        f"{LUA}/batches.lua",
+        "if a.stage == 'trained' and now_order == 0 then",
+        "if false then",
+    ),
+    Bug(
+        "a trained step becomes a skipped one",
+        f"{LUA}/batches.lua",
+        "if now_order == 2 and next_order == 2 and f[1] ~= a.stage then",
+        "if false then",
+    ),
+    Bug(
+        "a skipped step waits for its version",
+        f"{LUA}/batches.lua",
+        "if not trained then call('HDEL', K.unpublished(P, policy), step) end",
+        "",
+    ),
+    Bug(
+        "a batch that is given back keeps its credit",
+        f"{LUA}/batches.lua",
+        "call('HDEL', K.steps(P, policy), step)\n  call('HDEL', K.unpublished(P, policy), step)",
+        "call('HDEL', K.steps(P, policy), step)",
+    ),
+    Bug(
+        "groups that are given back are due first",
+        f"{LUA}/batches.lua",
+        "call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)",
+        "call('ZADD', K.ready(P, policy), 0, gid)",
+    ),
+    Bug(
+        "a step that is not finished is durable",
+        f"{LUA}/batches.lua",
+        "if tonumber(a.step) > tonumber(f[2]) then",
+        "if false then",
+    ),
+    Bug(
+        "a version frees only the steps before its own",
+        f"{LUA}/versions.lua",
+        "if tonumber(bound) <= over then",
+        "if tonumber(bound) < over then",
+    ),
+    Bug(
+        "what a dead task had accepted is accepted again",
+        f"{LUA}/admin.lua",
+        "call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ')",
+        "",
+    ),
+    Bug(
+        "a group counts as sampled with its newest version",
+        "astraflow_dataflow/rules/staleness.py",
+        "return min(item.min_version for item in items)\n    if correction.correction",
+        "return max(item.min_version for item in items)\n    if correction.correction",
+    ),
+    Bug(
+        "a group with one finished member is whole",
+        "astraflow_dataflow/rules/groups.py",
+        "if task.num_finished == task.group_size:",
+        "if task.num_finished:",
+    ),
+)
+
+
+def disagreement(bug: Bug, folder: Path) -> str:
+    """What the comparison says with this bug in a copy of the services; nothing if servers and model agree."""
+    services = folder / "services"
+    shutil.copytree(REPOSITORY / "services", services, ignore=shutil.ignore_patterns("__pycache__"))
+    source = services / bug.file
+    source.write_text(source.read_text().replace(bug.found, bug.planted))
+    paths = [services, REPOSITORY / "tests", REPOSITORY / "clients" / "python"]
+    with ValkeyServer(folder / "valkey", options=QUICK) as valkey:
+        ran = subprocess.run(
+            [sys.executable, "-m", "support.dataflow_machine", valkey.url, str(folder)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+    shutil.rmtree(services)
+    return "" if ran.returncode == 0 else ran.stderr
