@@ -136,7 +136,8 @@ class Ingest:
         pushed: asyncio.Future[Sequence[Pushed]] = asyncio.get_running_loop().create_future()
         await self._queue_of(context).put(_Waiting(episodes, pushed))
         results = await pushed
-        failpoints.hit("dataflow.committed")
+        for _ in results:
+            failpoints.hit("dataflow.committed")
         return results
 
     def _queue_of(self, context: RunContext) -> asyncio.Queue[_Waiting]:

@@ -209,9 +209,10 @@ class Pusher(StreamService):
             sequence += 1
             for episode in episodes:
                 self._journal.sent(episode)
-            failpoints.hit("raas.push")
+                failpoints.hit("raas.push")
             await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episodes=episodes))
-            failpoints.hit("raas.pushed")
+            for _ in episodes:
+                failpoints.hit("raas.pushed")
 
     async def _read(self, call: PushCall) -> None:
         expected = 0
