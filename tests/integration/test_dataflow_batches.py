@@ -42,6 +42,19 @@ async def test_payloads_come_back_byte_for_byte_in_the_order_asked(world: World)
     assert len(await trainer.fetch(1)) == len(batch.items)
 
 
+async def test_payloads_come_in_packs_of_the_bytes_asked_for(world: World) -> None:
+    trainer, _, batch = await world.bound()
+    alone = await trainer.fetch(1)
+    size = len(alone[0].body)
+    packs = await trainer.fetch(1, pack_bytes=size + 1)
+    packed = [(item.trajectory_id, item.body) for pack in packs for item in pack.trajectories]
+    assert packed == [(item.trajectory_id, item.body) for item in alone]
+    assert [len(pack.trajectories) for pack in packs] == [2] * (len(alone) // 2) + [1] * (len(alone) % 2)
+    (whole,) = await trainer.fetch(1, pack_bytes=2**24)
+    assert len(whole.trajectories) == len(batch.items)
+    assert (whole.trajectory_id, whole.body) == ("", b"")
+
+
 async def test_groups_are_taken_in_the_order_of_their_staleness_deadline(world: World) -> None:
     trainer, node = await world.started(dataset="Counting", max_staleness=8, groups_per_step=2)
     old = await node.lease(4)

@@ -405,9 +405,13 @@ class Trainer:
         waiting = {"wait_duration": timedelta(seconds=wait_s), "timeout_s": wait_s + 10}
         return await self._ask(batches.AcquireBatchResponse, step=step, base_version=base_version, **waiting)
 
-    async def fetch(self, step: int, *trajectory_ids: str) -> list[batches.FetchBatchResponse]:
+    async def fetch(
+        self, step: int, *trajectory_ids: str, pack_bytes: int = 0
+    ) -> list[batches.FetchBatchResponse]:
         """Fetch payloads."""
-        request = batches.FetchBatchRequest(**self._mine, step=step, trajectory_ids=trajectory_ids)
+        request = batches.FetchBatchRequest(
+            **self._mine, step=step, trajectory_ids=trajectory_ids, pack_bytes=pack_bytes
+        )
         client = self.world.client
         return [item async for item in client.stream(client.batches.FetchBatch, request)]
 

@@ -71,6 +71,8 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     on_acquire: Callable[[int], object] = lambda _step: None
     """Called while a poll for a batch is under way."""
     num_lost: int = 0
+    packs: bool = True
+    """False: payloads are sent each alone, as a server of an earlier release does."""
     """Payloads of each batch, from its end, that never arrive."""
     faults: dict[str, deque[AstraflowError]] = field(default_factory=dict)
     """Rpc name to the errors of its next calls."""
@@ -126,8 +128,12 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         known = [item.trajectory_id for item in batch_of(request.step).items]
         chosen = [name for name in known if not request.trajectory_ids or name in request.trajectory_ids]
         # In another order than the batch's: rows must not depend on how payloads travel.
-        for name in reversed(chosen[: BATCH_SIZE - self.num_lost]):
-            yield pb.FetchBatchResponse(trajectory_id=name, body=_payload(name))
+        sent = [(name, _payload(name)) for name in reversed(chosen[: BATCH_SIZE - self.num_lost])]
+        if request.pack_bytes and self.packs:
+            pack = [pb.FetchedTrajectory(trajectory_id=name, body=body) for name, body in sent]
+            yield pb.FetchBatchResponse(trajectories=pack)
+        else:
+            yield from (pb.FetchBatchResponse(trajectory_id=name, body=body) for name, body in sent)
 
     def AckBatch(self, request: pb.AckBatchRequest, context: Any) -> pb.AckBatchResponse:
         self._act("AckBatch", context, epoch=request.trainer_epoch)

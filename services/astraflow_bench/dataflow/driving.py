@@ -25,6 +25,8 @@ from astraflow_bench.dataflow.workload import NODE, POLICY, Episodes, recipe_tex
 
 _SUBMITTED_AT_ONCE, _LEASED_AT_ONCE = 1000, 256
 _PATIENCE_S = 60.0
+_PACK_BYTES = 2**20
+"""As our trainer asks for."""
 
 
 @dataclass
@@ -144,9 +146,9 @@ class Driver:
 
     async def fetch(self) -> int:
         """Fetch all payloads of the batch; return their bytes."""
-        request = batches.FetchBatchRequest(**self._trainer(), step=self.step)
+        request = batches.FetchBatchRequest(**self._trainer(), step=self.step, pack_bytes=_PACK_BYTES)
         stream = self.client.stream(self.client.batches.FetchBatch, request, timeout_s=_PATIENCE_S)
-        return sum([len(item.body) async for item in stream])
+        return sum([len(item.body) async for response in stream for item in response.trajectories])
 
     async def finish(self, batch: batch_pb2.Batch) -> None:
         """Ack, publish and release the step."""

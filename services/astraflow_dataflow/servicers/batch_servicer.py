@@ -81,8 +81,18 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         self, request: pb.FetchBatchRequest, context: Context
     ) -> AsyncIterator[pb.FetchBatchResponse]:
         run = await self._run(request.run_id, request.policy_id)
+        pack, size_bytes = pb.FetchBatchResponse(), 0
         async for trajectory_id, body in self.batching.payloads(run, request):
-            yield pb.FetchBatchResponse(trajectory_id=trajectory_id, body=body)
+            if not request.pack_bytes:
+                yield pb.FetchBatchResponse(trajectory_id=trajectory_id, body=body)
+                continue
+            pack.trajectories.add(trajectory_id=trajectory_id, body=body)
+            size_bytes += len(body)
+            if size_bytes >= request.pack_bytes:
+                yield pack
+                pack, size_bytes = pb.FetchBatchResponse(), 0
+        if pack.trajectories:
+            yield pack
 
     async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
         run = await self._run(request.run_id, request.policy_id)

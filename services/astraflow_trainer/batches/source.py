@@ -40,6 +40,7 @@ log = get_logger(__name__)
 
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
+_PACK_BYTES = 2**20
 # Renewals come again, and the end of a trainer waits for nobody.
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -349,11 +350,14 @@ class BatchSource:
             **self._held,
             step=batch.bound.step,
             trajectory_ids=[item.trajectory_id for item in items],
+            pack_bytes=_PACK_BYTES,
         )
         fetch = self._client.batches.FetchBatch
-        for item in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
-            self.fetched_bytes += len(item.body)
-            yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
+        for response in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
+            # A server of an earlier release knows no packs.
+            for item in response.trajectories or [response]:
+                self.fetched_bytes += len(item.body)
+                yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
 
 
 @contextmanager

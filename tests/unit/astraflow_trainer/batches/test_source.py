@@ -69,8 +69,10 @@ def test_waiting_for_a_batch_tells_the_servers_reasons(trainer: Trainer) -> None
     assert trainer.script.base_versions == [2, 2, 2]
 
 
-def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Trainer) -> None:
-    """The scripted server sends payloads in reverse."""
+@pytest.mark.parametrize("packs", [True, False])
+def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Trainer, packs: bool) -> None:
+    """The scripted server sends payloads in reverse, in packs or, as an earlier release, each alone."""
+    trainer.script.packs = packs
     rows = trainer.fetch(trainer.take())
     assert [(row.trajectory_id, row.reward) for row in rows] == [("t1-0", 0.0), ("t1-1", 1.0)]
     assert [row.origin for row in rows] == [RowOrigin("task-1", POLICY, 1, turn, "sums") for turn in (0, 1)]

@@ -417,6 +417,7 @@ class FetchBatchRequest(_message.Message):
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    PACK_BYTES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -425,6 +426,10 @@ class FetchBatchRequest(_message.Message):
     """Epoch from ClaimPolicy."""
     step: _builtins.int
     """Step of the batch."""
+    pack_bytes: _builtins.int
+    """Send several trajectories in one response, `trajectories`, until their bodies have this many bytes; 0 sends each
+    in a response of its own. A message costs the server more CPU than the bytes of a short trajectory.
+    """
     @_builtins.property
     def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Trajectories wanted, for example one rank's share; empty means all."""
@@ -437,10 +442,11 @@ class FetchBatchRequest(_message.Message):
         trainer_epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        pack_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack_bytes", b"pack_bytes", "policy_id", b"policy_id", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,7 +454,39 @@ Global___FetchBatchRequest: _TypeAlias = FetchBatchRequest  # noqa: Y015
 
 @_typing.final
 class FetchBatchResponse(_message.Message):
-    """One payload."""
+    """One payload, or several where the request asks for packs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    BODY_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    """The trajectory; empty in a pack."""
+    body: _builtins.bytes
+    """Serialized astraflow.rollout.v1.Trajectory, the bytes the node pushed; empty in a pack."""
+    @_builtins.property
+    def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchedTrajectory]:
+        """A pack, in the order asked."""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        body: _builtins.bytes = ...,
+        trajectories: _abc.Iterable[Global___FetchedTrajectory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "trajectories", b"trajectories", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchBatchResponse: _TypeAlias = FetchBatchResponse  # noqa: Y015
+
+@_typing.final
+class FetchedTrajectory(_message.Message):
+    """One payload of a pack."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,7 +508,7 @@ class FetchBatchResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FetchBatchResponse: _TypeAlias = FetchBatchResponse  # noqa: Y015
+Global___FetchedTrajectory: _TypeAlias = FetchedTrajectory  # noqa: Y015
 
 @_typing.final
 class AckBatchRequest(_message.Message):
