@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.ci, pytest.mark.timeout(400)]
 
 SIZES = (
     "--tokens 16 --batch-groups 2 --batches 1 --leases 300 --streams 3 --idle-seconds 0.3 --backlog 20 --backlog 40 "
-    "--open-groups 10 --open-groups 20 --ready 64 --nodes 5 --runs 1 --runs 2 --processes 1 --processes 2"
+    "--open-groups 10 --open-groups 20 --ready 64 --nodes 5 --runs 1 --runs 2 --processes 1 --processes 2 "
+    "--resident-mib 1"
 )
 ALWAYS = {
     ("push 16: rate", "AstraFlow, single"),
@@ -27,6 +28,9 @@ ALWAYS = {
     ("Status: server CPU", "5 nodes"),
     ("memory of a run", "2 runs"),
 }
+
+
+RESTART = "restart: until a server answers"
 
 
 def test_every_section_measures_and_has_its_page(tmp_path: Path) -> None:
@@ -48,6 +52,7 @@ def test_every_section_measures_and_has_its_page(tmp_path: Path) -> None:
         "push 2048: rate",
     }
     assert all(figure["value"] > 0 for figure in rates)
+    assert [figure["unit"] for figure in written["figures"] if figure["what"] == RESTART] == ["s"]
     page = (tmp_path / "dataflow.md").read_text()
     assert page.count("\n| ") == len(figures) + 1
 

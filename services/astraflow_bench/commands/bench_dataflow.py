@@ -37,6 +37,9 @@ def dataflow(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that Status tells of.")] = 1000,
     runs: Annotated[_Series | None, typer.Option(min=1, help="Idle runs; repeat it.")] = None,
     processes: Annotated[_Series | None, typer.Option(min=1, help="Server processes; repeat it.")] = None,
+    resident_mib: Annotated[
+        _Series | None, typer.Option(min=1, help="Payloads in a Redis that is killed; repeat it.")
+    ] = None,
     as_json: AsJson = False,
     write: WriteFolder = None,
 ) -> None:
@@ -59,6 +62,7 @@ def dataflow(
         nodes=nodes,
         runs=tuple(sorted(runs or (1, 10, 100))),
         processes=tuple(sorted(processes or (1, 2, 4))),
+        resident_mib=tuple(sorted(resident_mib or (64, 256, 1024))),
     )
     _measure(sizes, only or list(SECTIONS), as_json=as_json, write=write)
 

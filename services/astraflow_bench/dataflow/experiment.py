@@ -19,6 +19,7 @@ from astraflow_bench.dataflow.growth import (
 )
 from astraflow_bench.dataflow.leasing import measure_leases
 from astraflow_bench.dataflow.pushing import measure_batch, measure_pushes
+from astraflow_bench.dataflow.restarting import measure_restart
 from astraflow_bench.dataflow.scaling import measure_processes
 from astraflow_bench.dataflow.sizes import PlaneSizes
 from astraflow_bench.figures import Figure
@@ -34,6 +35,7 @@ SECTIONS: Mapping[str, Callable[[PlaneSizes, Path], Awaitable[list[Figure]]]] = 
     "nodes": measure_nodes,
     "runs": measure_runs,
     "processes": measure_processes,
+    "restart": measure_restart,
 }
 
 

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ from astraflow_kit.parent import dying_with_us
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import require_server, server_command, wait_until_answering
 
-_START_S = 60.0
+_START_S = 300.0
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Bed:
     """Process ids."""
     redis: int
     resp: RespSocket
+    redis_again: Callable[[], AbstractContextManager[object]]
+    """Starts the Redis that was killed on the files that it left, and returns once it answers."""
 
     @contextmanager
     def spending(self) -> Iterator[Spent]:
@@ -85,7 +88,8 @@ async def over_redis(folder: Path, *, num_servers: int = 1) -> AsyncIterator[Bed
     """A fresh Redis with servers over it."""
     folder.mkdir()  # noqa: ASYNC240 - nothing else runs here
     with ExitStack() as stack:
-        port, redis = stack.enter_context(_redis(folder))
+        port = free_port()
+        redis = stack.enter_context(_redis(folder, port))
         url = f"redis://127.0.0.1:{port}/0"
         started = [stack.enter_context(_server(url, folder / f"server-{n}")) for n in range(num_servers)]
         addresses = [await _address(server, path) for server, path in started]
@@ -93,7 +97,14 @@ async def over_redis(folder: Path, *, num_servers: int = 1) -> AsyncIterator[Bed
         stack.callback(resp.close)
         async with AsyncClient(addresses[0]) as client:
             pids = [server.pid for server, _ in started]
-            yield Bed(client=client, addresses=addresses, servers=pids, redis=redis, resp=resp)
+            yield Bed(
+                client=client,
+                addresses=addresses,
+                servers=pids,
+                redis=redis,
+                resp=resp,
+                redis_again=partial(_redis, folder, port),
+            )
 
 
 @contextmanager
@@ -114,12 +125,11 @@ def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[b
 
 
 @contextmanager
-def _redis(folder: Path) -> Iterator[tuple[int, int]]:
-    port = free_port()
+def _redis(folder: Path, port: int) -> Iterator[int]:
     command = server_command(require_server(), port=port, folder=folder)
     with running(command, log=folder / "redis.log") as process:
         wait_until_answering(port, timeout_s=_START_S)
-        yield port, process.pid
+        yield process.pid
 
 
 @contextmanager

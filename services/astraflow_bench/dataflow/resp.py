@@ -43,6 +43,12 @@ class RespSocket:
         counted = {name: int(rest.partition(",")[0]) for name, rest in stats}
         return {name: calls for name, calls in counted.items() if name not in ("info", "ping")}
 
+    def held_bytes(self) -> int:
+        """Memory of what Redis holds."""
+        reply = self.command("INFO", "memory")
+        lines = reply.decode().splitlines() if isinstance(reply, bytes) else []
+        return next(int(line.partition(":")[2]) for line in lines if line.startswith("used_memory:"))
+
     def slowest_function(self) -> tuple[float, str]:
         """Milliseconds and name of the function call that held Redis longest since its slow log was emptied."""
         entries = self.command("SLOWLOG", "GET", 128)

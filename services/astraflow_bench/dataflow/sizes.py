@@ -32,3 +32,5 @@ class PlaneSizes:
     nodes: int
     runs: tuple[int, ...]
     processes: tuple[int, ...]
+    resident_mib: tuple[int, ...]
+    """Payloads that a Redis holds which is killed."""

@@ -22,7 +22,10 @@ _VOCABULARY = 150_000
 _RECIPE = """
 run: {{name: {name}, dataset: "{dataset}"}}
 policies:
-  solver: {{model: {{path: nowhere}}, sampling: {{max_new_tokens: 16}}}}
+  solver:
+    model: {{path: nowhere}}
+    sampling: {{max_new_tokens: 16}}
+    trainer: {{tokens_per_microbatch: 1048576}}
 dataflow:
   group_size: {group_size}
   groups_per_step: {groups_per_step}

@@ -1,9 +1,10 @@
 """What the benchmark pushes keeps the rules of trajectories, or the server would only refuse it."""
 
 from astraflow.columns import decode_columns
+from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import check_columns
-from astraflow_bench.dataflow.workload import Episodes
+from astraflow_bench.dataflow.workload import POLICY, PROMPT_TOKENS, Episodes, recipe_text
 
 
 def test_every_member_has_a_trajectory_of_its_own_that_keeps_the_rules() -> None:
@@ -25,3 +26,8 @@ def test_every_member_has_a_trajectory_of_its_own_that_keeps_the_rules() -> None
         )
         assert trained is not None
         assert (len(columns.token_ids), int(columns.loss_mask.sum())) == (10, 6)
+
+
+def test_the_longest_trajectories_that_are_measured_may_be_trained_on() -> None:
+    recipe = parse_recipe(recipe_text("run", group_size=8, groups_per_step=64)).recipe
+    assert recipe.row_limits[POLICY].max_tokens >= 16_384 + PROMPT_TOKENS
