@@ -104,6 +104,20 @@ async def test_all_nodes_are_read_in_a_few_round_trips(by_hand: World) -> None:
     assert await reads(by_hand) - before < 30
 
 
+async def test_what_a_node_says_is_one_write_however_much_it_is(by_hand: World) -> None:
+    await by_hand.started()
+    await by_hand.join("n1", incarnation=1, max_concurrent_tasks=1)
+    nodes = by_hand.dataflow.store.nodes
+
+    async def report(**fields: str) -> None:
+        assert not await nodes.report("run", node_id="n1", incarnation=1, connected_ms=1000, fields=fields)
+
+    little = await commands(by_hand, report)
+    much = await commands(by_hand, partial(report, **{f"field{n}": "x" for n in range(12)}))
+    assert much == little
+    assert little["hset"] == 1
+
+
 async def test_a_server_has_more_runs_than_a_pool_of_redis_py_has_connections(by_hand: World) -> None:
     connection = by_hand.dataflow.connection
     waiting = [

@@ -149,13 +149,6 @@ class RunStore:
         told = [_switch(number, as_list(fields)) for number, fields in enumerate(found, start=1)]
         return {"switches": told, "switched_recipe_yaml": await self.switched_recipe(run_id, count)}
 
-    async def life(self, run_id: str) -> Life:
-        """Return the run's life. Raises NotFoundError."""
-        reply = as_text(await self._connection.raw("HGET", Keys(run_id).of("run"), "state"))
-        if reply in _GONE:
-            raise _no_run(run_id)
-        return Life(reply)
-
     async def ids(self, *, offset: int = 0, limit: int = 500) -> list[str]:
         """Return run ids, oldest first."""
         reply = await self._connection.raw("ZRANGE", RUNS_KEY, offset, offset + limit - 1)
@@ -244,13 +237,15 @@ class NodeStore:
         connected_ms: int,
         heard: bool = True,
         fields: Mapping[str, str | int] | None = None,
-    ) -> None:
+    ) -> str:
         """Note a sign of life: of the node itself, or (not `heard`) only of its stream.
+
+        Returns why the node must leave, empty when it need not.
 
         Raises NotFoundError before a join, FencedError for another incarnation.
         """
         pairs: list[Argument] = [part for item in (fields or {}).items() for part in item]
-        await self._connection.call(
+        reply = await self._connection.call(
             Keys(run_id),
             "report",
             node_id,
@@ -259,6 +254,8 @@ class NodeStore:
             flag(heard),
             *pairs,
         )
+        state, drain = as_texts(reply)
+        return "run_finished" if Life(state) is Life.FINISHED else drain
 
     async def reconcile(
         self, run_id: str, *, node_id: str, held: Sequence[str], ttl_s: float
@@ -284,10 +281,6 @@ class NodeStore:
     async def undrain(self, run_id: str, *, node_id: str) -> str:
         """Let a node have leases again. Returns why it was drained; empty when it was not. Raises NotFoundError."""
         return as_text(await self._connection.call(Keys(run_id), "undrain", node_id))
-
-    async def drain_reason(self, run_id: str, node_id: str) -> str:
-        """Return why a node must leave; empty when it need not."""
-        return as_text(await self._connection.raw("HGET", Keys(run_id).of("node", node_id), "drain"))
 
     async def max_tasks(self, run_id: str, node_id: str) -> int:
         """Return the bound of leases the node joined with; 0 when unknown."""

@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
-from astraflow_dataflow.records import Event, Life, Offer
+from astraflow_dataflow.records import Event, Offer
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -80,7 +80,9 @@ class WorkSession:
         self._announced: dict[str, int] = {}
         self._lost: list[str] = []
         self._drained = False
-        self._look_again_s = 0.0
+        self._drain_reason = ""
+        """As the newest report was answered."""
+        self._report_again_s = self._look_again_s = 0.0
         self._beat_s = min(HEARTBEAT_S, silence_s / 3)
         self._num_beats = 0
         self._silence_s = silence_s
@@ -238,20 +240,26 @@ class WorkSession:
         ]
         responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
         self._lost.clear()
-        topics = {event.topic.partition(" ")[0] for event in events} | self._heartbeat_topics()
-        if "report" in topics:
+        topics, beats = {event.topic.partition(" ")[0] for event in events}, self._beat_is_due()
+        # A node that has just spoken was reported, and what that was answered is as new as a beat needs.
+        if topics & {"run", "node"} or (beats and self._now_s() >= self._report_again_s):
             await self._report(heard=False)
+        if beats:
             self._num_beats += 1
             responses.append(Response(beat=task_service_pb2.Beat(number=self._num_beats)))
-        if "durable" in topics:
+        if beats or "durable" in topics:
             responses += self._watermark()
-        if "version" in topics:
+        if "version" in topics or (beats and self._knows_of_newer()):
             responses += [Response(version=version) for version in await self._new_versions()]
-        if topics & {"run", "node"} and not self._drained and (reason := await self._drain_reason()):
+        if self._drain_reason and not self._drained:
             self._drained = True
-            log.info("node.drain_sent", node_id=self._node_id, reason=reason)
-            responses.append(Response(drain=task_service_pb2.Drain(reason=reason)))
+            log.info("node.drain_sent", node_id=self._node_id, reason=self._drain_reason)
+            responses.append(Response(drain=task_service_pb2.Drain(reason=self._drain_reason)))
         return responses
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
     def _watermark(self) -> list[Response]:
         watermark = self._durability.watermark(self._context.run_id)
@@ -260,13 +268,17 @@ class WorkSession:
         self._sent_position = watermark.durable_position
         return [Response(watermark=watermark)]
 
-    def _heartbeat_topics(self) -> set[str]:
-        """Return what is looked at whatever the events say: all of it, once per heartbeat."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s < self._look_again_s:
-            return set()
-        self._look_again_s = now_s + self._beat_s
-        return {"report", "version", "run", "durable"}
+    def _beat_is_due(self) -> bool:
+        """Once per heartbeat everything is looked at, whatever the events say."""
+        if self._now_s() < self._look_again_s:
+            return False
+        self._look_again_s = self._now_s() + self._beat_s
+        return True
+
+    def _knows_of_newer(self) -> bool:
+        """Whether this server knows of a version that was not announced on this stream."""
+        newest = self._context.newest_versions
+        return any(self._announced.get(policy_id, -1) < newest[policy_id] for policy_id in newest)
 
     async def _new_versions(self) -> list[version_pb2.Version]:
         found: list[version_pb2.Version] = []
@@ -276,11 +288,6 @@ class WorkSession:
                 self._announced[policy_id] = newest[-1].version
                 found += newest
         return found
-
-    async def _drain_reason(self) -> str:
-        if (await self._store.runs.life(self._context.run_id)) is Life.FINISHED:
-            return "run_finished"
-        return await self._store.nodes.drain_reason(self._context.run_id, self._node_id)
 
     async def _leases(self, inbox: Subscription) -> list[Response]:
         if not self._wants_work:
@@ -310,7 +317,7 @@ class WorkSession:
         return [Response(lease=lease) for lease in offer.leases]
 
     async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:
-        await self._store.nodes.report(
+        self._drain_reason = await self._store.nodes.report(
             self._context.run_id,
             node_id=self._node_id,
             incarnation=self._incarnation,
@@ -318,6 +325,7 @@ class WorkSession:
             heard=heard,
             fields=fields,
         )
+        self._report_again_s = self._now_s() + self._beat_s
 
     async def _leave(self) -> None:
         log.info("session.closed", node_id=self._node_id, unconfirmed_leases=len(self._unconfirmed))

@@ -98,20 +98,25 @@ function F.join(keys, a)
 end
 
 -- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
--- Refuses an older incarnation.
+-- Refuses an older incarnation. Returns { state of the run, why the node must leave or '' }.
 SIGNATURE.report = { 'node', 'incarnation', 'connected_ms', 'heard', each = { 'field', 'value' } }
 function F.report(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
-  local known = call('HGET', N, 'incarnation')
+  local f = call('HMGET', N, 'incarnation', 'drain')
+  local known = f[1]
   if not known then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; join it first') end
   if known ~= a.incarnation then
     return refuse('FENCED', 'node ' .. a.node .. ' joined with incarnation ' .. known .. ', not ' .. a.incarnation .. '; another process uses its name')
   end
   local now = now_ms()
-  call('HSET', N, 'connected_until', now + tonumber(a.connected_ms))
-  if a.heard == '1' then call('HSET', N, 'seen_ms', now) end
-  for _, item in ipairs(a.each) do call('HSET', N, item.field, item.value) end
-  return 1
+  local told = { 'connected_until', now + tonumber(a.connected_ms) }
+  if a.heard == '1' then told[3], told[4] = 'seen_ms', now end
+  for _, item in ipairs(a.each) do
+    told[#told + 1] = item.field
+    told[#told + 1] = item.value
+  end
+  call('HSET', N, unpack(told))
+  return { run_of(P).state, f[2] or '' }
 end
 
 local KEPT_JOURNALS = 16
