@@ -380,6 +380,5 @@ class Beat:
 
 def timestamp(milliseconds: int) -> Timestamp:
     """Return a time of Redis' clock as the contract's."""
-    stamp = Timestamp()
-    stamp.FromMilliseconds(milliseconds)
-    return stamp
+    seconds, rest = divmod(milliseconds, 1000)
+    return Timestamp(seconds=seconds, nanos=rest * 1_000_000)

@@ -41,6 +41,7 @@ _READS = (
     "refused",
     "paces",
     "passes",
+    "nodes",
 )
 # Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.json_format import ParseDict
 
@@ -38,6 +39,9 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 from astraflow_dataflow.store.tasks import flat
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
 
 RUN_STATES = {
     Life.ACTIVE: run_pb2.RUN_STATE_ACTIVE,
@@ -293,12 +297,9 @@ class NodeStore:
         nodes = []
         for first in range(0, len(ids), _NODES_AT_ONCE):
             some = ids[first : first + _NODES_AT_ONCE]
-            found = await self._connection.raw_many(
-                [("HGETALL", keys.of("node", node_id)) for node_id in some]
-                + [("SCARD", keys.of("node_leases", node_id)) for node_id in some]
-            )
-            for node_id, fields, leases in zip(some, found[: len(some)], found[len(some) :], strict=True):
-                nodes.append(_node(node_id, as_mapping(fields), leases=as_int(leases), now_ms=now_ms))
+            found = as_list(await self._connection.call(keys, "nodes", *some))
+            for node_id, (leases, fields) in zip(some, map(as_list, found), strict=True):
+                nodes.append(_node(node_id, as_list(fields), leases=as_int(leases), now_ms=now_ms))
         return nodes
 
 
@@ -469,41 +470,51 @@ def _incarnation(value: int) -> str:
     return f"{value:020d}"
 
 
-def _node(node_id: str, fields: Mapping[str, bytes], *, leases: int, now_ms: int) -> NodeStatus:
+_Field: TypeAlias = tuple[str, Callable[[bytes], Any]]
+
+
+def _time(value: bytes) -> Timestamp:
+    return timestamp(int(value))
+
+
+_NODE_FIELDS: Mapping[bytes, _Field] = {
+    **{
+        name.encode(): (name, int)
+        for name in ("incarnation", "restarts", "episodes", "trajectories", "tokens", "engine_restarts")
+    },
+    **{name.encode(): (name, int) for name in ("credits", "max_episodes", "poisoned")},
+    **{
+        name.encode(): (name, bytes.decode)
+        for name in ("waiting_for", "region", "pool", "hardware", "bounded_by", "environment_fault")
+    },
+    b"max_tasks": ("max_concurrent_tasks", int),
+    b"drain": ("drain_reason", bytes.decode),
+    b"price": ("price_per_hour", float),
+    b"engines": ("engines", lambda value: value.decode().split(",")),
+    b"serving": ("serving_versions", json.loads),
+    b"seen_ms": ("last_seen_time", _time),
+    b"join_ms": ("join_time", _time),
+    b"environment_fault_ms": ("environment_fault_time", _time),
+    b"task_ms": ("task_duration", lambda value: timedelta(milliseconds=int(float(value)))),
+}
+"""What is kept of a node: the field of its status, and how its bytes are read."""
+
+
+def _node(node_id: str, flat: Sequence[Reply], *, leases: int, now_ms: int) -> NodeStatus:
+    """A node's status. `flat` has names and values in turn; what was never said is left out."""
+    stored = {as_bytes(name): as_bytes(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    read = {
+        known[0]: known[1](value)
+        for name, value in stored.items()
+        if value and (known := _NODE_FIELDS.get(name))
+    }
     node = NodeStatus(
-        node_id=node_id,
-        incarnation=as_int(fields.get("incarnation")),
-        restarts=as_int(fields.get("restarts")),
-        leases=leases,
-        episodes=as_int(fields.get("episodes")),
-        trajectories=as_int(fields.get("trajectories")),
-        tokens=as_int(fields.get("tokens")),
-        engine_restarts=as_int(fields.get("engine_restarts")),
-        serving_versions=json.loads(fields.get("serving", b"{}")),
-        last_seen_time=timestamp(as_int(fields.get("seen_ms"))),
-        connected=as_int(fields.get("connected_until")) > now_ms,
-        max_concurrent_tasks=as_int(fields.get("max_tasks")),
-        waiting_for=as_text(fields.get("waiting_for")),
-        region=as_text(fields.get("region")),
-        pool=as_text(fields.get("pool")),
-        engines=filter(None, as_text(fields.get("engines")).split(",")),
-        drain_reason=as_text(fields.get("drain")),
-        join_time=timestamp(as_int(fields["join_ms"])) if "join_ms" in fields else None,
-        hardware=as_text(fields.get("hardware")),
-        price_per_hour=float(fields["price"]) if fields.get("price") else None,
-        credits=as_int(fields.get("credits")),
-        max_episodes=as_int(fields.get("max_episodes")),
-        bounded_by=as_text(fields.get("bounded_by")),
-        poisoned=as_int(fields.get("poisoned")),
-        environment_fault=as_text(fields.get("environment_fault")),
+        node_id=node_id, leases=leases, connected=as_int(stored.get(b"connected_until")) > now_ms, **read
     )
-    if "task_ms" in fields:
-        node.task_duration.FromMilliseconds(int(float(fields["task_ms"])))
-    if "environment_fault_ms" in fields:
-        node.environment_fault_time.CopyFrom(timestamp(as_int(fields["environment_fault_ms"])))
     for name in ("weight_faults", "engine_loads", "engine_faults"):
-        for told in json.loads(fields[name]) if fields.get(name, _NOTHING) != _NOTHING else ():
-            ParseDict(told, getattr(node, name).add())
+        told = stored.get(name.encode(), _NOTHING)
+        for item in json.loads(told) if told != _NOTHING else ():
+            ParseDict(item, getattr(node, name).add())
     if node.connected:
         node.tokens_per_s = sum(load.tokens_per_s for load in node.engine_loads)
     return node

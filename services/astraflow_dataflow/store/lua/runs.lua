@@ -119,6 +119,14 @@ function F.report(keys, a)
   return { run_of(P).state, f[2] or '' }
 end
 
+-- nodes: nodes. Returns { leases held, fields } of each.
+SIGNATURE.nodes = { rest = true }
+function F.nodes(keys, a)
+  local P, found = keys[1], {}
+  for i, node in ipairs(a.rest) do found[i] = { call('SCARD', K.node_leases(P, node)), call('HGETALL', K.node(P, node)) } end
+  return found
+end
+
 local KEPT_JOURNALS = 16
 local MAX_WAITING = 8
 
