@@ -17,6 +17,7 @@ from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow_bench.dataflow.driving import Driver
 from astraflow_bench.dataflow.processes import Bed, over_redis
+from astraflow_bench.dataflow.raw import memory_of_streams
 from astraflow_bench.dataflow.sizes import GROUP, PlaneSizes
 from astraflow_bench.dataflow.workload import Episodes
 from astraflow_bench.figures import Figure
@@ -45,15 +46,13 @@ async def measure_streams(sizes: PlaneSizes, folder: Path) -> list[Figure]:
                 await asyncio.sleep(sizes.idle_s)
                 grown = bed.resident_bytes(bed.servers[0]) - before
                 figures += await _idle(bed, sizes, subject=f"{count:,} streams")
-            figures.append(
-                Figure(
-                    what="memory of a stream",
-                    subject=f"{count:,} streams",
-                    value=grown / count / 1e3,
-                    unit="kB",
-                    most=30.0 if count >= 1000 else None,
-                )
-            )
+            row = partial(Figure, what="memory of a stream", unit="kB")
+            raw = await memory_of_streams(folder, count=count)
+            most = 30.0 if count >= 1000 else None
+            figures += [
+                row(subject=f"{count:,} streams", value=grown / count / 1e3, most=most),
+                row(subject=f"{count:,} raw gRPC streams", value=raw / 1e3),
+            ]
     return figures
 
 

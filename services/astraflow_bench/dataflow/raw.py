@@ -10,12 +10,14 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 
 from astraflow.client import channel_options
 from astraflow_bench.dataflow.processes import Bed, running
@@ -54,6 +56,31 @@ async def measure_streams(folder: Path, message: bytes, *, count: int) -> tuple[
         RawCost(seconds=middle_s - began_s, cpu_s=middle_cpu_s - began_cpu_s),
         RawCost(seconds=ended_s - middle_s, cpu_s=ended_cpu_s - middle_cpu_s),
     )
+
+
+async def memory_of_streams(folder: Path, *, count: int) -> float:
+    """Bytes by which the server grows for each open stream, every one on a connection of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", __name__, str(port)]
+    # Channels to one address share a connection otherwise.
+    options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+    async with AsyncExitStack() as stack:
+        process = psutil.Process(stack.enter_context(running(command, log=folder / "raw-streams.log")).pid)
+
+        async def opened() -> None:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+            await stack.enter_async_context(channel)
+            await asyncio.wait_for(channel.channel_ready(), 60)
+            call: Any = channel.stream_stream(f"/{_SERVICE}/Push")()
+            await call.write(b"hello")
+            await call.read()
+            stack.callback(call.cancel)
+
+        await opened()
+        before = process.memory_info().rss
+        for _ in range(count):
+            await opened()
+        return (process.memory_info().rss - before) / count
 
 
 def measure_redis(bed: Bed, value: bytes, *, count: int) -> tuple[RawCost, RawCost]:
