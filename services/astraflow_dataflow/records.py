@@ -60,6 +60,20 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hedging:
+    """When tasks are leased a second time: once a lease is older than `after_s`, copies being at most `max_share` of
+    the leases, or one.
+    """
+
+    after_s: float
+    """0: never."""
+    max_share: float
+
+
+NO_HEDGES = Hedging(after_s=0.0, max_share=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pace:
     """What a node can do: `slots` tasks at once, each of which takes `task_s`."""
 

@@ -19,6 +19,8 @@ class Kind(Enum):
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+TOKENS = tuple(64.0 * 2**power for power in range(12))
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -39,8 +41,8 @@ def _gauge(name: str, about: str, *labels: str) -> Metric:
     return Metric(name, Kind.GAUGE, about, labels)
 
 
-def _histogram(name: str, about: str, *labels: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, about, labels)
+def _histogram(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, about, labels, buckets)
 
 
 _ENTRIES = (
@@ -52,10 +54,17 @@ _ENTRIES = (
     _gauge("astraflow_tls_expiry_timestamp_seconds", "When the server's certificate ends."),
     # dataflow
     _counter("astraflow_dataflow_pushes_total", "Pushed episodes by outcome.", "outcome"),
+    _counter("astraflow_dataflow_hedges_total", "Pushed episodes of second copies by outcome.", "outcome"),
     _histogram("astraflow_dataflow_push_seconds", "From a push's arrival to its committed answer."),
     _counter("astraflow_dataflow_leases_total", "Leases given, by purpose.", "purpose"),
     _counter("astraflow_dataflow_leases_expired_total", "Leases that were not renewed in time."),
     _counter("astraflow_dataflow_groups_total", "Settled groups by verdict.", "policy", "verdict"),
+    _histogram(
+        "astraflow_dataflow_response_tokens",
+        "Trainable tokens of settled trajectories, by verdict, of tasks that were complete or closed early.",
+        *("policy", "verdict", "closed"),
+        buckets=TOKENS,
+    ),
     _counter("astraflow_dataflow_archived_total", "Trajectories written to archives."),
     _gauge("astraflow_dataflow_archive_given_up", "Trajectories that never got into an archive."),
     _counter("astraflow_dataflow_steps_total", "Stages of steps recorded.", "policy", "stage"),

@@ -78,6 +78,7 @@ def lease(
     required_versions: dict[str, int] | None = None,
     data_json: bytes = b'{"answer": "7"}',
     ttl_s: float = 20.0,
+    hedge: bool = False,
 ) -> task_pb2.Lease:
     """A lease of one task; an evaluation when it requires versions."""
     purpose = task_pb2.PURPOSE_EVALUATION if required_versions else task_pb2.PURPOSE_TRAINING
@@ -97,6 +98,7 @@ def lease(
         ttl_duration=duration(ttl_s),
         required_versions=required_versions or {},
         seed=11,
+        hedge=hedge,
     )
 
 

@@ -84,6 +84,11 @@ class Ingest:
             else problem
             for problem in problems
         ]
+        for episode, result in zip(episodes, pushed, strict=True):
+            if episode.hedge and isinstance(result, PushResult):
+                self.metrics.increment(
+                    "astraflow_dataflow_hedges_total", outcome=_outcome_name(result.outcome)
+                )
         await self._acknowledge(context, [one for one in pushed if isinstance(one, PushResult)])
         self.metrics.observe("astraflow_dataflow_push_seconds", asyncio.get_running_loop().time() - started_s)
         return pushed
@@ -97,8 +102,7 @@ class Ingest:
         for result in taken:
             result.durability = self.durability.reached
         for outcome, number in Counter(result.outcome for result in taken).items():
-            name = Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
-            self.metrics.increment("astraflow_dataflow_pushes_total", number, outcome=name)
+            self.metrics.increment("astraflow_dataflow_pushes_total", number, outcome=_outcome_name(outcome))
 
     async def _quarantine(
         self, context: RunContext, refused: Sequence[tuple[trajectory_pb2.Episode, BadTrajectory]]
@@ -260,6 +264,10 @@ def _problem(
     except BadTrajectory as problem:
         return problem
     return None
+
+
+def _outcome_name(outcome: Outcome.ValueType) -> str:
+    return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
 
 
 def _answer(future: asyncio.Future[Sequence[Pushed]], reply: Sequence[Pushed] | AstraflowError) -> None:

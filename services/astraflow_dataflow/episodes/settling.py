@@ -73,9 +73,14 @@ class Settling:
 
     def _tell(self, context: RunContext, task: CompleteTask, verdicts: Sequence[str]) -> None:
         bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)
+        closed = "early" if task.why else "whole"
         for group, verdict in zip(task.groups, verdicts, strict=True):
             context.lengths.note(group.task.source, [item.num_tokens for item in group.trajectories])
-            self.metrics.increment("astraflow_dataflow_groups_total", policy=group.policy, verdict=verdict)
+            said = {"policy": group.policy, "verdict": verdict}
+            self.metrics.increment("astraflow_dataflow_groups_total", 1, **said)
+            for trajectory in group.trajectories:
+                tokens = trajectory.num_trainable_tokens
+                self.metrics.observe("astraflow_dataflow_response_tokens", tokens, closed=closed, **said)
             log.info("group.settled", task_id=task.task_id, group_id=group.group_id, verdict=verdict)
         inform_curators(context, task.groups, verdicts)
 

@@ -61,3 +61,5 @@ class Admission:
     """Poison of one node before it is drained; 0: never."""
     max_leases: int = 0
     """Of the run at a time; 0: any number."""
+    hedges: bool = False
+    """Whether tasks that take long are leased a second time."""

@@ -308,6 +308,7 @@ def admission_of(recipe: Recipe) -> Admission:
         max_attempts=flow.max_attempts,
         max_poison=flow.max_poison,
         max_leases=flow.max_leases or 0,
+        hedges=flow.hedge is not None,
     )
 
 

@@ -45,7 +45,8 @@ class _History:
 
     task_id: str
     submit_ms: int = 0
-    leases: dict[int, trace_pb2.LeaseTrace] = field(default_factory=dict)
+    leases: dict[str, trace_pb2.LeaseTrace] = field(default_factory=dict)
+    """By attempt; that of a second copy ends in `-h`."""
     episodes: list[trace_pb2.EpisodeTrace] = field(default_factory=list)
     trajectories: list[trace_pb2.TrajectoryTrace] = field(default_factory=list)
     assembling: list[trace_pb2.TrajectoryTrace] = field(default_factory=list)
@@ -58,9 +59,13 @@ class _History:
         if kind == "Q":
             self.submit_ms = int(ms)
         elif kind == "L":
-            self._leased(int(ms), attempt=int(rest[0]), node_id=rest[1])
+            self._leased(int(ms), rest[0], node_id=rest[1])
+        elif kind == "H":
+            self._leased(int(ms), f"{rest[0]}-h", node_id=rest[1])
         elif kind == "l":
-            self._lease_ended(int(ms), attempt=int(rest[0]), outcome=rest[1])
+            self._lease_ended(int(ms), rest[0], outcome=rest[1])
+        elif kind == "h":
+            self._lease_ended(int(ms), f"{rest[0]}-h", outcome=rest[1])
         elif kind == "E":
             self._pushed(int(ms), rest, entry.split("\n")[1:])
         elif kind == "X":
@@ -68,16 +73,16 @@ class _History:
         elif kind in "GBRDA":
             self._moved(kind, int(ms), rest)
 
-    def _leased(self, ms: int, *, attempt: int, node_id: str) -> None:
-        self.leases[attempt] = trace_pb2.LeaseTrace(
-            lease_id=f"{self.task_id}#{attempt}",
-            attempt=attempt,
+    def _leased(self, ms: int, name: str, *, node_id: str) -> None:
+        self.leases[name] = trace_pb2.LeaseTrace(
+            lease_id=f"{self.task_id}#{name}",
+            attempt=int(name.removesuffix("-h")),
             node_id=node_id,
             lease_time=timestamp(ms),
         )
 
-    def _lease_ended(self, ms: int, *, attempt: int, outcome: str) -> None:
-        lease = self.leases.get(attempt)
+    def _lease_ended(self, ms: int, name: str, *, outcome: str) -> None:
+        lease = self.leases.get(name)
         if lease is not None:
             lease.outcome = outcome
             lease.end_time.CopyFrom(timestamp(ms))
@@ -156,8 +161,8 @@ def task_trace(stored: StoredTrace) -> trace_pb2.TaskTrace:
     lane = stored.lane or _lane(stored)
     if lane.partition(":")[0] not in ("", TRAIN_LANE):
         history.all_evaluated()
-    if stored.deadline_ms and stored.attempt in history.leases:
-        history.leases[stored.attempt].deadline_time.CopyFrom(timestamp(stored.deadline_ms))
+    if stored.deadline_ms and str(stored.attempt) in history.leases:
+        history.leases[str(stored.attempt)].deadline_time.CopyFrom(timestamp(stored.deadline_ms))
     message = trace_pb2.TaskTrace(
         task_id=stored.task_id,
         state=_STATES.get(stored.state, trace_pb2.TASK_STATE_UNSPECIFIED),

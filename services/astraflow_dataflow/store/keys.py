@@ -37,6 +37,8 @@ _SUFFIXES = {
     "lane": "lane:%s",
     "retry": "retry:%s",
     "leases": "leases",
+    "copies": "copies",
+    "durations": "durations",
     "open": "open",
     "outstanding": "outstanding:%s",
     "settling": "settling",

@@ -93,6 +93,7 @@ class RunStore:
             admission.max_attempts,
             admission.max_poison,
             admission.max_leases,
+            flag(admission.hedges),
             admission.admit,
             admission.alternate_every_steps,
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),

@@ -18,9 +18,11 @@ from astraflow.errors import AstraflowError, InternalError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.records import (
+    NO_HEDGES,
     ArchiveEntry,
     ArchiveState,
     CompleteTask,
+    Hedging,
     Offer,
     Pace,
     Supply,
@@ -107,14 +109,17 @@ class TaskStore:
         serving: Mapping[str, int],
         request_share: float = 1.0,
         session: str = "",
+        hedging: Hedging = NO_HEDGES,
     ) -> Offer:
         """Lease at most `want` tasks: evaluations of exactly the versions served first, those on request up to
         `request_share` of the node's leases, then training within admission, then what is left of the evaluations.
-        Tasks that nobody had before only while the node holds fewer than `max_fresh`.
+        Tasks that nobody had before only while the node holds fewer than `max_fresh`, and second copies, by `hedging`,
+        where there is nothing else.
         What the recipe says of a lease is left out.
         """
         arguments: list[Argument] = [node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, max_fresh]
-        arguments += [100 * request_share, session, *(part for item in serving.items() for part in item)]
+        arguments += [100 * request_share, session, _ms(hedging.after_s), hedging.max_share]
+        arguments += [part for item in serving.items() for part in item]
         reply = as_list(await self._connection.call(Keys(run_id), "lease", *arguments))
         return Offer(
             leases=[_lease(item) for item in as_list(reply[1])],
@@ -130,6 +135,11 @@ class TaskStore:
             Pace(node_id=as_text(name), slots=as_int(slots), task_s=float(as_text(task_ms)) / 1000)
             for name, slots, task_ms in nodes
         ]
+
+    async def durations_s(self, run_id: str) -> list[float]:
+        """Return how long the newest tasks took that one node finished at its first attempt; hedged runs note that."""
+        reply = await self._connection.raw("LRANGE", Keys(run_id).of("durations"), 0, -1)
+        return [float(text) / 1000 for text in as_texts(reply)]
 
     async def renew(self, run_id: str, *, node_id: str, lease_ids: Sequence[str], ttl_s: float) -> list[str]:
         """Extend leases to a full time to live. Returns those that are not this node's any more."""
@@ -269,9 +279,10 @@ def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:
 
 
 def _lease(reply: Reply) -> task_pb2.Lease:
-    task_id, attempt, spec, missing, uncredited = as_list(reply)
+    task_id, attempt, spec, missing, uncredited, *copy = as_list(reply)
     return task_pb2.Lease(
-        lease_id=f"{as_text(task_id)}#{as_int(attempt)}",
+        lease_id=f"{as_text(task_id)}#{as_int(attempt)}{'-h' if copy else ''}",
+        hedge=bool(copy),
         task=task_pb2.Task.FromString(as_bytes(spec)),
         attempt=as_int(attempt),
         members=[int(part) for part in as_text(missing).split(",") if part],

@@ -17,12 +17,12 @@ from functools import partial
 from astraflow.dataflow.v1 import task_service_pb2
 from astraflow.errors import FencedError, RetryableError
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.records import Offer
+from astraflow_dataflow.records import NO_HEDGES, Hedging, Offer
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.failures import kind_of
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
-from astraflow_dataflow.tasks.pace import most_held
+from astraflow_dataflow.tasks.pace import most_held, straggles_after_s
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger, without_secrets
 from astraflow_kit.metrics import Metrics
@@ -43,7 +43,17 @@ _BACKOFF_S = {
     "drain": 0.0,
 }
 _RETRY_BACKOFF_S = 0.1
-_BOUNDS_LIFE_S = 2.0
+_LOOK_LIFE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """What was found of the pace of nodes, and until when it holds."""
+
+    until_s: float = -math.inf
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    """How many tasks slow nodes may hold."""
+    hedging: Hedging = NO_HEDGES
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,8 @@ class Leasing:
 
     store: Store
     metrics: Metrics
-    _bounds: dict[str, tuple[float, dict[str, int]]] = field(default_factory=dict)
-    """Of each run until when it holds, and how many tasks slow nodes may hold."""
+    _looks: dict[str, _Look] = field(default_factory=dict)
+    """The newest one of each run."""
 
     async def lease(
         self,
@@ -66,7 +76,7 @@ class Leasing:
         session: str = "",
     ) -> Offer:
         """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
-        flow = context.recipe.dataflow
+        flow, look = context.recipe.dataflow, await self._look(context)
         lease_some = partial(
             self.store.tasks.lease,
             context.run_id,
@@ -74,10 +84,11 @@ class Leasing:
             ttl_s=flow.lease_ttl_s,
             horizon_s=flow.group_deadline_s,
             max_held=max_held,
-            max_fresh=(await self._bounds_of(context.run_id)).get(node_id, UNBOUNDED),
+            max_fresh=look.bounds.get(node_id, UNBOUNDED),
             serving=serving,
             request_share=flow.evaluation.request_share,
             session=session,
+            hedging=look.hedging,
         )
         offer = await _in_slices(lease_some, want=min(want, LEASES_PER_CALL))
         if offer.waiting_for == "session_replaced" and not offer.leases:
@@ -86,22 +97,31 @@ class Leasing:
             )
         for lease in offer.leases:
             is_evaluation = lease.task.purpose == task_pb2.PURPOSE_EVALUATION
-            purpose = "evaluation" if is_evaluation else "training"
+            purpose = "evaluation" if is_evaluation else "hedge" if lease.hedge else "training"
             self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
             complete(lease, context)
         if offer.leases:
             failpoints.hit("dataflow.leased")
         return offer
 
-    async def _bounds_of(self, run_id: str) -> dict[str, int]:
-        """What slow nodes may hold now; looked at every few seconds at most, and only while nodes ask."""
-        until_s, bounds = self._bounds.get(run_id, (-math.inf, {}))
-        now_s = asyncio.get_running_loop().time()
-        if now_s >= until_s:
-            work, paces = await self.store.tasks.paces(run_id)
-            bounds = most_held(paces, work=work)
-            self._bounds[run_id] = now_s + _BOUNDS_LIFE_S, bounds
-        return bounds
+    async def _look(self, context: RunContext) -> _Look:
+        """The pace of the run's nodes; looked at every few seconds at most, and only while nodes ask."""
+        run_id, hedge, now_s = (
+            context.run_id,
+            context.recipe.dataflow.hedge,
+            asyncio.get_running_loop().time(),
+        )
+        look = self._looks.get(run_id, _Look())
+        if now_s < look.until_s:
+            return look
+        work, paces = await self.store.tasks.paces(run_id)
+        hedging = NO_HEDGES
+        if hedge is not None:
+            after_s = straggles_after_s(await self.store.tasks.durations_s(run_id), quantile=hedge.quantile)
+            hedging = Hedging(after_s=after_s, max_share=hedge.max_share)
+        look = _Look(until_s=now_s + _LOOK_LIFE_S, bounds=most_held(paces, work=work), hedging=hedging)
+        self._looks[run_id] = look
+        return look
 
     async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
         """Extend leases; return those that are lost."""

@@ -1,4 +1,4 @@
-"""Pace: how many tasks a slow node may hold when little is left.
+"""Pace: how many tasks a slow node may hold when little is left, and when another node gets a copy of one.
 
 Pure; called by leasing.
 """
@@ -6,7 +6,8 @@ Pure; called by leasing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from astraflow_dataflow.records import Pace
 
@@ -34,3 +35,17 @@ def most_held(paces: Iterable[Pace], *, work: int) -> dict[str, int]:
         work, given[name] = work - taken, given[name] + taken
         heapq.heappush(waves, (known[name].task_s * (wave + 1), wave + 1, name))
     return {name: number for name, number in given.items() if name in slow and number < known[name].slots}
+
+
+_LEAST_KNOWN = 20
+"""Tasks that must have been finished before one counts as a straggler."""
+
+
+def straggles_after_s(durations_s: Sequence[float], *, quantile: float) -> float:
+    """Return the age of a lease from which its task counts as a straggler: that `quantile` of what others took.
+
+    0 while too few were finished to tell.
+    """
+    if len(durations_s) < _LEAST_KNOWN:
+        return 0.0
+    return sorted(durations_s)[math.ceil(quantile * len(durations_s)) - 1]

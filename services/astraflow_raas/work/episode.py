@@ -69,6 +69,7 @@ def build_episode(
         episode_id=ids.episode_id,
         member=ids.member,
         attempt=lease.attempt,
+        hedge=lease.hedge,
         node_id=ids.node_id,
         status=trajectory_pb2.EPISODE_STATUS_FINISHED,
     )

@@ -37,6 +37,15 @@ Kept = Literal[
 ]
 
 
+class HedgeSettings(Section):
+    """Second copies of tasks that take longer than others."""
+
+    quantile: float = Field(default=0.95, ge=0.5, lt=1)
+    """Of the time that the newest tasks took: whose lease is older is a straggler."""
+    max_share: float = Field(default=0.05, gt=0, le=0.5)
+    """Copies at a time, as a share of the leases; one is always allowed."""
+
+
 class ArchiveSettings(Section):
     """Trajectories that are written to the run's store when their part in the run is over."""
 
@@ -167,6 +176,8 @@ class DataflowSettings(BatchSettings):
     """
     max_leases: int | None = Field(default=None, ge=1, le=1_000_000)
     """Quota: leases of the run at a time, of evaluations too, whatever nodes ask for. Unset: any number."""
+    hedge: HedgeSettings | None = None
+    """Second copies of training tasks that take long, for nodes that find nothing else to do; unset: none."""
     min_members: int | None = Field(default=None, ge=1)
     """Smallest k with which a group whose members failed for good is closed and used; unset drops such
     groups."""

@@ -115,7 +115,7 @@ local function emit(P, topic, ...)
   call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...)
 end
 
-local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'admit', 'alternate', 'priorities', 'roles' }
+local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'priorities', 'roles' }
 
 -- What is read of the run in almost every call.
 local function run_of(P)

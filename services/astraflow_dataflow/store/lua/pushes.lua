@@ -3,7 +3,7 @@
 
 -- Reads what a commit needs to know of a task: its fields, and of each episode the member's and the episode's own.
 local function read_task(P, t)
-  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node' }, {}
+  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node', 'copy' }, {}
   for _, e in ipairs(t.episodes) do
     names[#names + 1] = 'm' .. e.member
     names[#names + 1] = 'r' .. e.episode
@@ -111,6 +111,7 @@ local function close_complete(P, t, e)
     t.notes[#t.notes + 1] = trace_entry('l', f.attempt, 'completed')
     leave_lease(P, t.id, f.node, f.attempt, 'group_closed', e.node)
   end
+  end_copy(P, t.id, f.copy, 'group_closed', e.node, 'completed')
   if t.is_evaluation then return end
   move()
   set(t, 'state', 'complete')
@@ -161,6 +162,8 @@ local function commit_episode(P, t, e)
   local member, refused = f['m' .. e.member], f['r' .. e.episode]
   if member and string.sub(member, 2) == e.episode then return { 'DUPLICATE', '' } end
   if refused then return { string.match(refused, '^(%S+) (.*)$') } end
+  -- The straggler may yet do better.
+  if e.hedge == '1' and e.failed == '1' then return turn_away(P, t, e, 'SUPERSEDED', 'superseded', 'failed_copy') end
   if tonumber(e.member) >= tonumber(f.size) then return turn_away(P, t, e, 'POISON', 'poison', 'member_out_of_range') end
   if member then
     if e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt) then return turn_away(P, t, e, 'FENCED', 'fenced') end

@@ -48,6 +48,17 @@ local function end_lease(P, task, reason, quiet_node, outcome)
   leave_lease(P, task, f[2], f[3], reason, quiet_node)
 end
 
+-- Ends the second copy of a task (a hedge), if one is out; `copy` is the task's field: attempt and node, or '-' once it is over. A task gets one at
+-- most. Its holder learns of it unless it ended the copy itself.
+local function end_copy(P, task, copy, reason, quiet_node, outcome)
+  local attempt, node = string.match(copy or '', '^(%d+) (.+)$')
+  if not attempt then return end
+  call('HSET', K.task(P, task), 'copy', '-')
+  call('ZREM', K.copies(P), task)
+  note(P, task, 'h', attempt, outcome)
+  if node ~= quiet_node then emit(P, 'node ' .. node, 'lease', task .. '#' .. attempt .. '-h', 'reason', reason) end
+end
+
 -- A task is open from its first lease or episode until it is complete. The first one of all wakes who sweeps the run.
 local function open_task(P, task, horizon)
   if call('ZADD', K.open(P), 'NX', horizon, task) == 0 then return end
@@ -69,7 +80,7 @@ end
 -- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
 local function entomb(P, task, ttl_ms)
   call('HSET', K.task(P, task), 'state', 'done')
-  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid')
+  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid', 'copy')
   gather({ 'UNLINK' }, K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
   close_trace(P, task, ttl_ms)
@@ -95,10 +106,11 @@ end
 -- Ends a task whose members will not all come. Training tasks go on to settle; evaluation tasks end here.
 local function close_task(P, task, why, now, outcome)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'state', 'evaluation', 'lane', 'entry')
+  local f = call('HMGET', T, 'state', 'evaluation', 'lane', 'entry', 'copy')
   if not is_open(f[1]) then return false end
   move()
   end_lease(P, task, 'group_closed', '', outcome or why)
+  end_copy(P, task, f[5], 'group_closed', '', outcome or why)
   note(P, task, 'C', why)
   if f[2] ~= '' then
     leave_lane(P, task, f[3], f[4])
@@ -250,12 +262,23 @@ local function free_credit(P, policy, lag)
   return math.max(0, math.floor(room / survives - call('SCARD', K.outstanding(P, policy)) + 1e-9)), held
 end
 
+-- The members of a task that are still to come, by its size and how many are left.
+local function missing_members(P, task, size, left)
+  local names, missing = {}, {}
+  for i = 0, tonumber(size) - 1 do names[#names + 1] = 'm' .. i end
+  local filled = left == size and {} or call('HMGET', K.task(P, task), unpack(names))
+  for i = 1, #names do
+    if not filled[i] then missing[#missing + 1] = i - 1 end
+  end
+  return table.concat(missing, ',')
+end
+
 -- Leases a task; `without` are roles that this attempt leaves out, besides those that have no credit. `charged` is what `charge` says of a task that
 -- is leased for the first time.
 local function grant(P, node, task, ttl, horizon, now, without, charged)
   local T = K.task(P, task)
   local f = call('HMGET', T, 'size', 'left', 'spec', 'uncredited', 'attempt', 'tries')
-  local attempt, missing = tonumber(f[5]) + 1, {}
+  local attempt = tonumber(f[5]) + 1
   call('HSET', T, 'state', 'leased', 'node', node, 'attempt', attempt, 'tries', tonumber(f[6]) + 1, 'leased_ms', now, unpack(charged or {}))
   call('ZADD', K.leases(P), now + ttl, task)
   call('SADD', K.node_leases(P, node), task)
@@ -264,18 +287,9 @@ local function grant(P, node, task, ttl, horizon, now, without, charged)
     open_trace(P, task)
     note(P, task, 'L', attempt, node)
   end
-  if f[1] == f[2] then
-    for i = 0, tonumber(f[1]) - 1 do missing[#missing + 1] = i end
-  else
-    local names = {}
-    for i = 0, tonumber(f[1]) - 1 do names[#names + 1] = 'm' .. i end
-    for i, filled in ipairs(call('HMGET', T, unpack(names))) do
-      if not filled then missing[#missing + 1] = i - 1 end
-    end
-  end
   local uncredited = split(charged and charged[4] or f[4])
   for _, role in ipairs(without or {}) do uncredited[#uncredited + 1] = role end
-  return { task, attempt, f[3], table.concat(missing, ','), lines(uncredited) }
+  return { task, attempt, f[3], missing_members(P, task, f[1], f[2]), lines(uncredited) }
 end
 
 local function is_avoided(names, node)
@@ -478,6 +492,28 @@ local function lease_training(P, node, serving, want, fresh, ttl, horizon, now, 
   return nil
 end
 
+-- The oldest open tasks that one call looks through for some that wait for a straggler.
+local MOST_LOOKED_AT = 64
+
+-- Leases second copies of training tasks whose lease is older than `after` ms to a node that finds nothing else to do, while copies are at most
+-- `share` of the leases, or one. Whichever copy of a member comes first is taken.
+local function lease_copies(P, node, serving, want, after, share, ttl, now, out)
+  if next(unplayed(P, serving)) then return end
+  local room = math.max(1, math.floor(share * call('ZCARD', K.leases(P)))) - call('ZCARD', K.copies(P))
+  for _, task in ipairs(room > 0 and call('ZRANGE', K.open(P), 0, MOST_LOOKED_AT - 1) or {}) do
+    if room <= 0 or #out >= want then return end
+    local f = call('HMGET', K.task(P, task), 'state', 'evaluation', 'node', 'leased_ms', 'copy', 'avoid', 'attempt', 'spec', 'size', 'left', 'uncredited')
+    local waits = f[1] == 'leased' and f[2] == '' and not f[5] and now - tonumber(f[4]) > after
+    if waits and f[3] ~= node and not is_avoided(f[6], node) then
+      call('HSET', K.task(P, task), 'copy', f[7] .. ' ' .. node)
+      call('ZADD', K.copies(P), now + ttl, task)
+      note(P, task, 'H', f[7], node)
+      out[#out + 1] = { task, tonumber(f[7]), f[8], missing_members(P, task, f[9], f[10]), f[11] or '', '1' }
+      room = room - 1
+    end
+  end
+end
+
 -- Whether another node might get something that this one did not ask for or may not have.
 local function is_more(P, serving, reason)
   if reason == 'lease_quota' then return false end
@@ -490,10 +526,10 @@ local function is_more(P, serving, reason)
   return false
 end
 
--- lease: node, want, ttl, horizon, most leases the node may hold, most with which it gets fresh training tasks, share of evaluations on request in percent, session or '', then policy,
--- version served.
--- Returns { reason, leases, '1' when another node might get something }; reason is '' when all that was wanted was leased.
-SIGNATURE.lease = { 'node', 'want', 'ttl', 'horizon', 'max_held', 'fresh', 'share', 'session', each = { 'policy', 'version' } }
+-- lease: node, want, ttl, horizon, most leases the node may hold, most with which it gets fresh training tasks, share of evaluations on request in percent, session or '', age of a
+-- lease in ms after which another node gets a copy of its task or '0', share of copies, then policy, version served.
+-- Returns { reason, leases, of which copies have a sixth field, '1' when another node might get something }; reason is '' when all that was wanted was leased.
+SIGNATURE.lease = { 'node', 'want', 'ttl', 'horizon', 'max_held', 'fresh', 'share', 'session', 'copy_after', 'copy_share', each = { 'policy', 'version' } }
 function F.lease(keys, a)
   local P, node, want, ttl, horizon = keys[1], a.node, tonumber(a.want), tonumber(a.ttl), tonumber(a.horizon)
   local now, out, serving = now_ms(), {}, {}
@@ -512,6 +548,10 @@ function F.lease(keys, a)
   lease_evaluations(P, node, serving, want, ttl, horizon, now, out, tonumber(a.share))
   local lacks = #out < want and lease_training(P, node, serving, want, tonumber(a.fresh) - held, ttl, horizon, now, out)
   if lacks then lease_evaluations(P, node, serving, want, ttl, horizon, now, out) end
+  local after = tonumber(a.copy_after)
+  if lacks and lacks ~= 'run_finished' and lacks ~= 'slow_node' and after > 0 then
+    lease_copies(P, node, serving, want, after, tonumber(a.copy_share), ttl, now, out)
+  end
   if #out < want then reason = lacks end
   if #out > 0 then call('HSET', K.node(P, node), 'leased_ms', now) end
   return { reason or '', out, is_more(P, serving, reason) and '1' or '0' }
@@ -523,6 +563,26 @@ local function holds(P, node, lease_id)
   local f = call('HMGET', K.task(P, task), 'state', 'attempt', 'node')
   if f[1] == 'leased' and f[2] == attempt and f[3] == node then return task end
   return nil
+end
+
+-- The task of which a node holds a copy under this lease id, or nil.
+local function copied(P, node, lease_id)
+  local task, attempt = string.match(lease_id, '^(.*)#(%d+)%-h$')
+  if task and call('HGET', K.task(P, task), 'copy') == attempt .. ' ' .. node then return task end
+  return nil
+end
+
+local function drop_copy(P, task, quiet_node, outcome)
+  end_copy(P, task, call('HGET', K.task(P, task), 'copy'), 'lease_lost', quiet_node, outcome)
+end
+
+-- Extends a lease, or a copy, that is the node's; returns false when it is not.
+local function extend(P, node, lease_id, until_ms)
+  local task = holds(P, node, lease_id)
+  local copy = not task and copied(P, node, lease_id)
+  if not (task or copy) then return false end
+  call('ZADD', task and K.leases(P) or K.copies(P), until_ms, task or copy)
+  return true
 end
 
 -- Training tasks that a node without lag may be given now, whether or not they are there.
@@ -539,6 +599,8 @@ end
 -- A node that has finished nothing for longer is as good as any: it may have been slow for a while only.
 local PACE_LIFE_MS = 600000
 
+local MAX_DURATIONS = 256
+
 -- Of the time that whole tasks take on a node the mean, for which the newest counts a fifth.
 local function note_pace(P, task, node)
   local f = call('HMGET', K.task(P, task), 'node', 'attempt', 'leased_ms')
@@ -546,6 +608,9 @@ local function note_pace(P, task, node)
   local took, N = now_ms() - tonumber(f[3]), K.node(P, node)
   local mean = tonumber(call('HGET', N, 'task_ms') or took)
   call('HSET', N, 'task_ms', precise(mean + (took - mean) / 5), 'done_ms', now_ms())
+  if run_of(P).copies ~= '1' then return end
+  call('LPUSH', K.durations(P), took)
+  call('LTRIM', K.durations(P), 0, MAX_DURATIONS - 1)
 end
 
 -- paces. Returns { training tasks that are leased, or could be }, then node, slots, ms of a task for each connected node that lately finished some.
@@ -569,8 +634,7 @@ SIGNATURE.renew = { 'node', 'ttl', rest = true }
 function F.renew(keys, a)
   local P, lost, now = keys[1], {}, now_ms()
   for _, id in ipairs(a.rest) do
-    local task = holds(P, a.node, id)
-    if task then call('ZADD', K.leases(P), now + tonumber(a.ttl), task) else lost[#lost + 1] = id end
+    if not extend(P, a.node, id, now + tonumber(a.ttl)) then lost[#lost + 1] = id end
   end
   return lost
 end
@@ -594,7 +658,9 @@ function F.reconcile(keys, a)
       given = given + 1
     end
   end
-  for id in pairs(held) do lost[#lost + 1] = id end
+  for id in pairs(held) do
+    if not extend(P, node, id, now + tonumber(a.ttl)) then lost[#lost + 1] = id end
+  end
   return { lost, given }
 end
 
@@ -607,10 +673,9 @@ function F.leave(keys, a)
   end
   for _, id in ipairs(a.rest) do
     local task = holds(P, node, id)
-    if task then
-      give_back_undelivered(P, task, now)
-      given = given + 1
-    end
+    local copy = not task and copied(P, node, id)
+    if task then give_back_undelivered(P, task, now) elseif copy then drop_copy(P, copy, node, 'undelivered') end
+    if task or copy then given = given + 1 end
   end
   return given
 end
@@ -645,6 +710,8 @@ SIGNATURE.fail = { 'node', 'lease', 'reason', 'detail', 'retryable', 'free', 'ba
 function F.fail(keys, a)
   local P, node, now = keys[1], a.node, now_ms()
   local task = holds(P, node, a.lease)
+  local copy = not task and copied(P, node, a.lease)
+  if copy then drop_copy(P, copy, node, a.reason) end
   if not task then return 0 end
   local T = K.task(P, task)
   if a.free ~= '1' then note_failure(P, task, node, a.kind, a.reason, a.detail, now) end
@@ -670,6 +737,7 @@ function F.sweep(keys, a)
   local P, now, limit = keys[1], now_ms(), tonumber(a.limit)
   local expired = call('ZRANGEBYSCORE', K.leases(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(expired) do give_again(P, task, 'lease_expired', 'not renewed in time', now, now, '') end
+  for _, task in ipairs(call('ZRANGEBYSCORE', K.copies(P), '-inf', now, 'LIMIT', 0, limit)) do drop_copy(P, task, '', 'lease_expired') end
   local late = call('ZRANGEBYSCORE', K.open(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(late) do close_task(P, task, 'expired', now) end
   if call('ZCOUNT', K.retry(P, TRAIN), '-inf', now) > 0 then emit(P, 'work') end

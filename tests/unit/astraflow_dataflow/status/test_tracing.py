@@ -36,6 +36,13 @@ def test_a_running_lease_has_a_deadline_and_one_that_ended_an_outcome() -> None:
     assert not ended.HasField("deadline_time")
 
 
+def test_a_second_copy_has_a_lease_of_its_own() -> None:
+    entries = ["Q\t1000\ttrain", "L\t1500\t3\tn1", "H\t1600\t3\tn2", "h\t1700\t3\tcompleted"]
+    first, copy = task_trace(stored(*entries)).leases
+    assert (first.lease_id, first.node_id, first.outcome) == ("t1#3", "n1", "")
+    assert (copy.lease_id, copy.attempt, copy.node_id, copy.outcome) == ("t1#3-h", 3, "n2", "completed")
+
+
 def test_the_groups_of_two_policies_go_their_own_ways() -> None:
     entries = ["Q\t1\ttrain", episode("e", policies="p q"), "G\t3\tt1/p\tready", "G\t3\tt1/q\tno_credit"]
     assert places(task_trace(stored(*entries))) == [("READY", ""), ("DROPPED", "no_credit")]

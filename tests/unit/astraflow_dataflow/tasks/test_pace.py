@@ -5,7 +5,7 @@ import heapq
 import pytest
 
 from astraflow_dataflow.records import Pace
-from astraflow_dataflow.tasks.pace import most_held
+from astraflow_dataflow.tasks.pace import most_held, straggles_after_s
 
 FAST = Pace(node_id="fast", slots=8, task_s=10)
 SLOW = Pace(node_id="slow", slots=8, task_s=40)
@@ -56,3 +56,14 @@ def makespan(work: int, *, bounds: dict[str, int]) -> float:
 def test_a_step_of_sixteen_ends_in_half_the_time() -> None:
     assert makespan(16, bounds={}) == 40
     assert makespan(16, bounds=most_held([FAST, SLOW], work=16)) == 20
+
+
+def test_a_straggler_takes_longer_than_that_quantile_of_the_tasks_before_it() -> None:
+    took_s = [float(second) for second in range(100, 0, -1)]
+    assert straggles_after_s(took_s, quantile=0.95) == 95.0
+    assert straggles_after_s(took_s, quantile=0.5) == 50.0
+    assert straggles_after_s([3.0] * 20, quantile=0.99) == 3.0
+
+
+def test_of_few_tasks_nobody_knows_which_straggles() -> None:
+    assert straggles_after_s([1.0] * 19, quantile=0.5) == 0.0

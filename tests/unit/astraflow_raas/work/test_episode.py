@@ -101,6 +101,11 @@ def test_a_finished_episode_carries_its_ids_header_and_exact_columns() -> None:
     assert decode_columns(body).version_spans == ((2, 4, 9),)
 
 
+def test_episodes_of_a_second_copy_say_so() -> None:
+    assert build(GOOD, hedge=True).hedge
+    assert not build(GOOD).hedge
+
+
 def test_versions_in_the_header_come_from_spans_that_hold_a_trainable_token() -> None:
     spans = (VersionSpan(0, 2, 1), VersionSpan(2, 3, 4), VersionSpan(3, 4, 5))
     header = build(replace(GOOD, version_spans=spans)).trajectories[0].header

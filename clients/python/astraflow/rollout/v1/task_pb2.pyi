@@ -259,6 +259,7 @@ class Lease(_message.Message):
     REQUIRED_VERSIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     UNCREDITED_ROLES_FIELD_NUMBER: _builtins.int
+    HEDGE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Opaque; unique per (task, attempt)."""
     run_id: _builtins.str
@@ -267,6 +268,10 @@ class Lease(_message.Message):
     """Fencing number: 1 for the first lease of the task, +1 each time it is leased again."""
     seed: _builtins.int
     """Seed from which the node derives each episode's sampling seed."""
+    hedge: _builtins.bool
+    """A second copy of a task that another node has had for long: the node marks its episodes with `hedge`, and of each
+    member the copy that comes first is taken.
+    """
     @_builtins.property
     def task(self) -> Global___Task:
         """What to run."""
@@ -311,10 +316,11 @@ class Lease(_message.Message):
         required_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         seed: _builtins.int = ...,
         uncredited_roles: _abc.Iterable[_builtins.str] | None = ...,
+        hedge: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task", "ttl_duration", b"ttl_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "lease_id", b"lease_id", "members", b"members", "required_versions", b"required_versions", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "task", b"task", "ttl_duration", b"ttl_duration", "uncredited_roles", b"uncredited_roles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "hedge", b"hedge", "lease_id", b"lease_id", "members", b"members", "required_versions", b"required_versions", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "task", b"task", "ttl_duration", b"ttl_duration", "uncredited_roles", b"uncredited_roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
