@@ -36,6 +36,13 @@ def after(*commands: tuple[str | int, ...]) -> Spoil:
     return spoil
 
 
+@asynccontextmanager
+async def cluster_node(server: ValkeyServer) -> AsyncIterator[str]:
+    """A server in cluster mode."""
+    with ValkeyServer(server.folder / "cluster", options=["--cluster-enabled", "yes"]) as node:
+        yield node.url
+
+
 OLD = {"redis_version": "6.2.14", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
 NOWHERE = "redis://user:secret@127.0.0.1:1/0"
 
@@ -57,6 +64,11 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
     "too old": (
         lambda _: fake_redis(OLD),
         ("Redis 6.2.14 at redis://127.0.0.1:", "is too old; install 7.0 or newer"),
+        ExitCode.SUPERSEDED,
+    ),
+    "is a node of a cluster": (
+        cluster_node,
+        ("is a node of a cluster", "give one without cluster mode", "each with a Redis"),
         ExitCode.SUPERSEDED,
     ),
     "written by a later release": (

@@ -344,6 +344,11 @@ class Connection:
         server, memory = await self._info("server"), await self._info("memory")
         is_kept = (await self._info("persistence")).get("aof_enabled") == "1"
         _require_usable(self._shown, server, memory, keeps=is_kept or self._allow_volatile)
+        if (await self._info("cluster")).get("cluster_enabled") == "1":
+            raise errors.IncompatibleError(
+                f"Redis at {self._shown} is a node of a cluster, and all runs of a server live in one Redis; give one "
+                "without cluster mode, with replicas if it must not fail; for more runs more servers, each with a Redis"
+            )
 
     async def _info(self, section: str) -> dict[str, str]:
         lines = as_text(await self.raw("INFO", section)).splitlines()
