@@ -28,7 +28,7 @@ from astraflow_kit.metrics import Metrics
 log = get_logger(__name__)
 
 SWEEP_S = 0.5
-IDLE_S = 30.0
+IDLE_S = 60.0
 """Between looks at a run in which nothing is leased, evaluated or late; whatever begins there is an event."""
 _SWEEP_LIMIT = 64
 _MIN_GAP_S = 0.01

@@ -18,7 +18,7 @@ from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
-_PERIOD_S, _TIMEOUT_S = 0.4, 0.8
+_PERIOD_S, _TIMEOUT_S = 0.5, 0.8
 _SILENT_S = 2.0
 _HOLDS_BACK = (
     "it answers reads and holds back writes, as in a failover or after CLIENT PAUSE (CLIENT UNPAUSE ends it)"

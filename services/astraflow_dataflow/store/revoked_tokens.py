@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import AstraflowError, ResourceExhaustedError
 from astraflow_dataflow.store.keys import REVOKED_TOKENS_KEY
-from astraflow_dataflow.store.replies import as_int, as_list, as_text
+from astraflow_dataflow.store.replies import as_int, as_list, as_text, as_texts
 from astraflow_kit.identity.tokens import LEEWAY_S
 from astraflow_kit.log import get_logger
 
@@ -58,8 +58,8 @@ class RevokedTokens:
         return sorted(await self._read(), key=lambda token: token.token_id)
 
     async def look(self) -> None:
-        """See what Redis has now."""
-        self._seen = frozenset(token.token_id for token in await self._read())
+        """See what Redis has now, those too that expired meanwhile: they are refused as expired."""
+        self._seen = frozenset(as_texts(await self._connection.raw("ZRANGE", REVOKED_TOKENS_KEY, 0, -1)))
 
     async def follow(self) -> None:
         """Look again and again, until cancelled."""
