@@ -30,7 +30,7 @@ def dataflow(
     batches: Annotated[int, typer.Option(min=1, help="Batches of 2k tokens that are pushed.")] = 8,
     leases: Annotated[int, typer.Option(min=1, help="Tasks that are leased, and again.")] = 64_000,
     streams: Annotated[_Series | None, typer.Option(min=1, help="Idle streams; repeat it.")] = None,
-    idle_seconds: Annotated[float, typer.Option(min=0.1, help="How long something idle is watched.")] = 5.0,
+    idle_seconds: Annotated[float, typer.Option(min=0.1, help="How long something idle is watched.")] = 20.0,
     backlog: Annotated[_Series | None, typer.Option(min=1, help="Waiting tasks; repeat it.")] = None,
     open_groups: Annotated[_Series | None, typer.Option(min=1, help="Open groups; repeat it.")] = None,
     ready: Annotated[int, typer.Option(min=8, help="Ready trajectories.")] = 100_000,

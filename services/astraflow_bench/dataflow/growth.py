@@ -43,7 +43,7 @@ async def measure_streams(sizes: PlaneSizes, folder: Path) -> list[Figure]:
                     await asyncio.gather(*(driver.join(name) for name in names))
                     for name in names:
                         await stack.enter_async_context(_stream(driver, name))
-                await asyncio.sleep(sizes.idle_s)
+                await asyncio.sleep(1.0)
                 grown = bed.resident_bytes(bed.servers[0]) - before
                 figures += await _idle(bed, sizes, subject=f"{count:,} streams")
             row = partial(Figure, what="memory of a stream", unit="kB")
@@ -156,7 +156,7 @@ async def measure_runs(sizes: PlaneSizes, folder: Path) -> list[Figure]:
 
 
 async def _idle(bed: Bed, sizes: PlaneSizes, *, subject: str, is_target: bool = False) -> list[Figure]:
-    await asyncio.sleep(1.0)  # what was just made settles
+    await asyncio.sleep(1.0 + sizes.idle_s)  # what was just made settles
     with bed.spending() as spent:
         await asyncio.sleep(sizes.idle_s)
     core = partial(Figure, subject=subject, unit="% of a core")
