@@ -341,14 +341,9 @@ class Connection:
         return True
 
     async def _check_server(self) -> None:
-        server, memory = await self._info("server"), await self._info("memory")
+        server, figures = await self._info("server"), await self._info("memory") | await self._info("cluster")
         is_kept = (await self._info("persistence")).get("aof_enabled") == "1"
-        _require_usable(self._shown, server, memory, keeps=is_kept or self._allow_volatile)
-        if (await self._info("cluster")).get("cluster_enabled") == "1":
-            raise errors.IncompatibleError(
-                f"Redis at {self._shown} is a node of a cluster, and all runs of a server live in one Redis; give one "
-                "without cluster mode, with replicas if it must not fail; for more runs more servers, each with a Redis"
-            )
+        _require_usable(self._shown, server, figures, keeps=is_kept or self._allow_volatile)
 
     async def _info(self, section: str) -> dict[str, str]:
         lines = as_text(await self.raw("INFO", section)).splitlines()
@@ -392,18 +387,25 @@ def _packing(connection: type[AbstractConnection]) -> type[AbstractConnection]:
     return Packing
 
 
-def _require_usable(shown: str, server: Mapping[str, str], memory: Mapping[str, str], *, keeps: bool) -> None:
+def _require_usable(
+    shown: str, server: Mapping[str, str], figures: Mapping[str, str], *, keeps: bool
+) -> None:
     """Raise IncompatibleError, with the remedy, for a Redis that is too old or would lose acknowledged data."""
     version = server["redis_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS_VERSION:
         raise errors.IncompatibleError(
             f"Redis {version} at {shown} is too old; install 7.0 or newer, or Valkey (functions)"
         )
-    policy = memory.get("maxmemory_policy", "noeviction")
+    policy = figures.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise errors.IncompatibleError(
             f"Redis at {shown} evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; set "
             "maxmemory-policy noeviction"
+        )
+    if figures.get("cluster_enabled") == "1":
+        raise errors.IncompatibleError(
+            f"Redis at {shown} is a node of a cluster, and all runs of a server live in one Redis; give one without "
+            "cluster mode, with replicas if it must not fail; for more runs more servers, each with a Redis"
         )
     if not keeps:
         raise errors.IncompatibleError(
