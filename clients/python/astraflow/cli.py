@@ -46,7 +46,7 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow_launcher.commands.doctor", "Check this machine and suggest fixes.", "dev", _START
     ),
     "recipe": Subcommand(
-        "astraflow.recipe.command", "Make a recipe, check it, print the schema.", "", _START
+        "astraflow.recipe.command", "Make a recipe, check it, show or compare it.", "", _START
     ),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
     "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),

@@ -18,7 +18,7 @@ from astraflow.errors import ConflictError
 if TYPE_CHECKING:
     from astraflow.recipe.settings import Recipe
 
-__all__ = ["plugin_changes", "trainer_changes"]
+__all__ = ["differences", "plugin_changes", "settings_of", "trainer_changes"]
 
 _MAY_CHANGE = re.compile(
     r"(policies\.[^.]+\.)?trainer\.(tokens_per_microbatch|gradient_sync|checkpoint_every_steps|checkpoint_every_s"
@@ -34,7 +34,7 @@ def trainer_changes(old: Recipe, new: Recipe) -> list[str]:
 
     Raises ConflictError naming those that may not.
     """
-    changes = _differences(old, new)
+    changes = differences(old, new)
     # 0 steps are another kind of run: one without a window for training.
     changed = {key: values for key, values in changes.items() if not _STEPS.fullmatch(key) or "0" in values}
     return _allowed(changed, _MAY_CHANGE, "what only its trainer reads")
@@ -42,12 +42,18 @@ def trainer_changes(old: Recipe, new: Recipe) -> list[str]:
 
 def plugin_changes(old: Recipe, new: Recipe) -> list[str]:
     """Return the keys that differ, as `trainer_changes` does, where only plug-ins of the data path and routes may."""
-    return _allowed(_differences(old, new), _PLUGINS, "curators, filters, selector, routes and batch_needs")
+    return _allowed(differences(old, new), _PLUGINS, "curators, filters, selector, routes and batch_needs")
 
 
-def _differences(old: Recipe, new: Recipe) -> dict[str, tuple[str, str]]:
-    before, after = (dict(_leaves(recipe.model_dump(mode="json"), "")) for recipe in (old, new))
-    values = {key: (before.get(key, _UNSET), after.get(key, _UNSET)) for key in before | after}
+def settings_of(recipe: Recipe) -> dict[tuple[str, ...], str]:
+    """Return every value of a resolved recipe that is set and no section, as JSON, by its keys."""
+    return dict(_leaves(recipe.model_dump(mode="json"), ()))
+
+
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[str, str]]:
+    """Return the keys in which two recipes differ, with both values as JSON, or `unset`."""
+    before, after = settings_of(old), settings_of(new)
+    values = {".".join(keys): (before.get(keys, _UNSET), after.get(keys, _UNSET)) for keys in before | after}
     return {key: (was, now) for key, (was, now) in values.items() if was != now}
 
 
@@ -61,10 +67,9 @@ def _allowed(changed: Mapping[str, tuple[str, str]], may: re.Pattern[str], what:
     return list(shown.values())
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - JSON has no static type
-    """Every value that is set and no section, as JSON."""
+def _leaves(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:  # noqa: ANN401 - JSON
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
+            yield from _leaves(inner, (*keys, name))
     elif value is not None:
-        yield key, json.dumps(value)
+        yield keys, json.dumps(value)

@@ -49,14 +49,15 @@ _COMPLETION = "The answer is 42."
 _STOP_S = 10.0
 
 
-def try_recipe(loaded: LoadedRecipe, *, text: str, source: str) -> Iterator[str]:
-    """Yield a line for each thing that was tried; `text` and `source` are the recipe's file, which errors name.
+def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
+    """Yield a line for each thing that was tried.
 
     Raises PluginError and RecipeError for what a run would fail on.
     """
     # What fails is raised with its place; logs of parts of daemons would only hide it.
     configure("recipe", log_format="json", stream=StringIO())
     recipe = loaded.recipe
+    text, source = loaded.own_text
     with TemporaryDirectory(prefix="astraflow-check-") as folder:
         run = run_of(loaded, run_id=recipe.run.name, store_uri="", recipe_yaml=text)
         workflow = load_workflow(

@@ -1,4 +1,4 @@
-"""`astraflow recipe`: make a recipe folder, check one and show it resolved, or print the JSON schema for editors."""
+"""`astraflow recipe`: make a recipe folder, check one, show what it says and where, compare two, print the schema."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import typer
 from astraflow.recipe import json_schema
 from astraflow.recipe.file import LoadedRecipe, load_recipe
 from astraflow.recipe.template import write_recipe
+from astraflow.recipe_changes import differences, settings_of
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Make a recipe, check it, or print the schema."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Make a recipe, check, show or compare it, or print the schema.",
 )
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe folder, or a YAML file.", metavar="RECIPE")]
@@ -74,6 +77,55 @@ def check(
 
 
 @app.command()
+def show(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="One line a key, with what gave its value.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the recipe, and the origins.")] = False,
+) -> None:
+    """Print RECIPE as it is with every default, extended file and override; nothing of it is run.
+
+    With --origin, a line KEY=VALUE for each key, with the file and line or the option that its value is from, or
+    `default`.
+
+    Example: astraflow recipe show recipes/quickstart --origin | grep optimizer
+    """
+    loaded = load_recipe(recipe, overrides=overrides or ())
+    settings = settings_of(loaded.recipe)
+    origins = {".".join(keys): loaded.document.origin(keys) or "default" for keys in settings}
+    if as_json:
+        typer.echo(json.dumps({"recipe": loaded.recipe.model_dump(mode="json"), "origins": origins}))
+    elif origin:
+        for (key, place), value in zip(origins.items(), settings.values(), strict=True):
+            typer.echo(f"{key}={value}  # {place}")
+    else:
+        typer.echo(loaded.yaml_text)
+
+
+@app.command()
+def diff(
+    recipe: RecipeArgument,
+    other: Annotated[Path, typer.Argument(help="The one to compare with.", metavar="OTHER")],
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: both values of each key.")] = False,
+) -> None:
+    """Print the keys in which OTHER differs from RECIPE, once both are resolved. --set holds for both.
+
+    Example: astraflow recipe diff recipes/math recipes/math/small.yaml
+    """
+    before, after = (load_recipe(path, overrides=overrides or ()) for path in (recipe, other))
+    differing = differences(before.recipe, after.recipe)
+    if as_json:
+        typer.echo(json.dumps({key: {"before": was, "after": now} for key, (was, now) in differing.items()}))
+        return
+    for key, (was, now) in differing.items():
+        typer.echo(f"{key}: {was} → {now}")
+    typer.echo(f"{len(differing)} keys differ", err=True)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of recipe.yaml; docs/recipe.schema.json holds the same text."""
     typer.echo(json.dumps(json_schema(), indent=2))
@@ -89,6 +141,4 @@ def _try(loaded: LoadedRecipe) -> Iterator[str]:
             "pip install 'astraflow[dev]'"
         )
         return
-    path = loaded.file
-    assert path is not None, "it was read from a file"
-    yield from trial.try_recipe(loaded, text=path.read_text(encoding="utf-8"), source=str(path))
+    yield from trial.try_recipe(loaded)

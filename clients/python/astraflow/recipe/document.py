@@ -1,6 +1,7 @@
 """Recipe text as a YAML document with line numbers, within bounds of size, depth and time: it may be anybody's text.
 
-Invariant: nothing is built of a text that is too deep, and no alias makes a small text a large document. Called by
+Invariants: nothing is built of a text that is too deep, and no alias makes a small text a large document; every value
+of a `Document` has one place, whichever of the files and options that were laid over each other it is from. Called by
 `file`.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
@@ -27,6 +29,114 @@ MAX_VALUES = 20_000
 """Keys and values; what an alias stands for counts each time."""
 MAX_CPU_S = 10.0
 """Of the thread that reads; the largest text takes about two."""
+
+Keys: TypeAlias = tuple[str, ...]
+
+
+@dataclass
+class Document:
+    """Values laid over each other, and the place of each: `file:line`, or the option that set it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Keys, str] = field(default_factory=dict)
+    """By keys; the positions of list items are keys too."""
+    options: dict[Keys, str] = field(default_factory=dict)
+    """Of `places`, what options set."""
+    num_texts: int = 0
+
+    def lay(self, given: Mapping[str, Any], *, source: str) -> None:
+        """Lay a text over what is there: mappings key by key, what has a `kind` or a `use` and all else as a whole.
+
+        A key that is null takes out what is below it.
+        """
+        self.num_texts += 1
+        self.places[()] = f"{source}:1"
+        self._lay(self.values, given, (), source=source)
+
+    def set(self, keys: Sequence[str], value: Any, *, option: str) -> None:  # noqa: ANN401 - YAML has no static type
+        """Set one value for an option. Raises RecipeError where a key before the last is no mapping."""
+        *parents, last = keys
+        node, new = self.values, None
+        for number, key in enumerate(parents, start=1):
+            new = new or (number if key not in node else None)
+            node = node.setdefault(key, {})
+            if not isinstance(node, Mapping):
+                raise RecipeError(f"{option}: {'.'.join(parents[:number])} is a value, not a section")
+        node[last] = value
+        brought = tuple(keys[: new or None])
+        self._forget(tuple(keys))
+        self.options[brought] = option
+        for number in range(len(brought), len(keys) + 1):
+            self.places[tuple(keys[:number])] = option
+
+    def place(self, keys: Sequence[str | int]) -> str:
+        """Return the place of the value at `keys`, or of the innermost section that would hold it."""
+        given = tuple(map(str, keys))
+        return next(place for n in range(len(given), -1, -1) if (place := self.places.get(given[:n])))
+
+    def origin(self, keys: Sequence[str]) -> str | None:
+        """Return the place that gave the value of a setting; None for one that nothing here says."""
+        node: Any = self.values
+        for key in keys:
+            if isinstance(node, str) and key == "kind":
+                break  # `loss: gspo`
+            if not isinstance(node, Mapping) or key not in node:
+                return None
+            node = node[key]
+        return self.place(keys)
+
+    def _lay(self, node: dict[str, Any], given: Mapping[str, Any], above: Keys, *, source: str) -> None:
+        for key, value in given.items():
+            keys = (*above, str(key))
+            if value is None and node.pop(key, None) is not None:
+                self._forget(keys)
+                continue
+            own = node.get(key)
+            if isinstance(value, Mapping) and isinstance(own, dict) and not _is_whole(value):
+                self._lay(own, value, keys, source=source)
+            else:
+                if key in node:
+                    self._forget(keys)
+                node[key] = _plain(value)
+                self._note(value, keys, source=source)
+            self.places[keys] = f"{source}:{line_of(given, key)}"
+
+    def _note(self, value: Any, above: Keys, *, source: str) -> None:  # noqa: ANN401
+        for key, inner in value.items() if isinstance(value, Mapping) else _items(value):
+            keys = (*above, str(key))
+            self.places[keys] = f"{source}:{line_of(value, key)}"
+            self._note(inner, keys, source=source)
+
+    def _forget(self, keys: Keys) -> None:
+        for path in [path for path in self.places if path[: len(keys)] == keys]:
+            del self.places[path]
+
+
+def _is_whole(value: Mapping[str, Any]) -> bool:
+    """Whether it is one choice among several, of which a part means nothing to another: a loss, a plug-in."""
+    return any(isinstance(value.get(key), str) for key in ("kind", "use"))
+
+
+def _items(value: Any) -> Iterator[tuple[int, Any]]:  # noqa: ANN401
+    yield from enumerate(value) if isinstance(value, list) else ()
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """The value without line numbers, which keep the whole text in memory, and never shared with its text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def line_of(node: Any, key: Any) -> int:  # noqa: ANN401
+    """Line of a key or of an item, from 1; 1 for what is from no text."""
+    marks = getattr(node, "lc", None)
+    if marks is None:
+        return 1
+    try:
+        return int((marks.key(key) if isinstance(node, Mapping) else marks.item(key))[0]) + 1
+    except (KeyError, TypeError):  # brought by an alias
+        return int(marks.line) + 1
 
 
 def read_document(text: str, *, source: str) -> Any:  # noqa: ANN401 - a YAML document has no static type

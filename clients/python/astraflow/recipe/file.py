@@ -1,5 +1,5 @@
-"""Reading recipe folders: YAML with line numbers, `--set` overrides, prescriptive errors, and the code
-bundle.
+"""Reading recipe folders: YAML with line numbers, files that extend others, `--set` overrides, prescriptive errors, and
+the code bundle.
 
 The result is a frozen `LoadedRecipe` whose `yaml_text` reproduces the validated recipe with all overrides
 applied; that text is what the dataflow server stores and hands to nodes. Called by the launcher, by daemons
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -29,7 +29,7 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
 from astraflow.recipe import SCHEMA_VERSION, Recipe
 from astraflow.recipe.algorithm import REPLACED_KEYS
-from astraflow.recipe.document import read_document
+from astraflow.recipe.document import Document, line_of, read_document
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import kind_of
 from astraflow.recipe.shipped import find_shipped, shipped_recipes
@@ -51,9 +51,10 @@ MAX_CODE_BYTES = 1024 * 1024
 _MAX_ERRORS = 20
 """Of all files of a recipe's code together."""
 MAX_CODE_FILES = 500
+_EXTENDS = "extends"
+MAX_EXTENDED = 8
+"""Files that a recipe may extend, one through the other."""
 _SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
-_Given: TypeAlias = dict[tuple[str, ...], str]
-"""Options by the keys that they brought."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,17 @@ class LoadedRecipe:
     code: tuple[CodeFile, ...]
     file: Path | None
     """The YAML file; None for text."""
+    document: Document
+    """What the files and options say, and where."""
+
+    @property
+    def own_text(self) -> tuple[str, str]:
+        """The text that errors of plug-ins count lines in, and its name: the file, or where that extends another, what
+        `astraflow recipe show` prints.
+        """
+        if self.file is None or self.document.num_texts > 1:
+            return self.yaml_text, f"{self.file or 'recipe'}, resolved"
+        return self.file.read_text(encoding="utf-8"), str(self.file)
 
     @property
     def folder(self) -> Path | None:
@@ -96,9 +108,12 @@ def load_recipe(
     Raises RecipeError naming file and line, or option, nearest key and remedy.
     """
     path = _recipe_path(folder)
-    text = path.read_text(encoding="utf-8")
-    loaded = parse_recipe(text, source=str(path), overrides=overrides, options=options)
-    return LoadedRecipe(loaded.recipe, loaded.yaml_text, read_code(path.parent), path)
+    document = Document()
+    for layer, text in reversed(_extended(path)):
+        document.lay(text, source=str(layer))
+    document.values.pop(_EXTENDS, None)
+    recipe = _validated(document, overrides=overrides, options=options)
+    return LoadedRecipe(recipe, _dump(recipe), read_code(path.parent), path, document)
 
 
 def parse_recipe(
@@ -109,19 +124,15 @@ def parse_recipe(
     options: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedRecipe:
     """Validate recipe text (no code bundle). Raises RecipeError."""
-    document = _parse_yaml(text, source)
-    given: _Given = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        option = f"{options[key]} {value}" if key in options else f"--set {override}"
-        given[_apply_override(document, override, option=option)] = option
-    try:
-        recipe = Recipe.model_validate(document)
-    except ValidationError as error:
-        shown = [_describe(detail, document, source, given) for detail in error.errors()[:_MAX_ERRORS]]
-        more = [f"… and {left} more"] if (left := error.error_count() - len(shown)) else []
-        raise RecipeError("\n".join([*shown, *more])) from error
-    return LoadedRecipe(recipe, _dump(recipe), (), None)
+    document, given = Document(), _parse_yaml(text, source)
+    if _EXTENDS in given:
+        raise RecipeError(
+            f"{source}:{line_of(given, _EXTENDS)}: `{_EXTENDS}` names a file beside this one, and this text is in "
+            "none; resolve it first: astraflow recipe show FILE"
+        )
+    document.lay(given, source=source)
+    recipe = _validated(document, overrides=overrides, options=options)
+    return LoadedRecipe(recipe, _dump(recipe), (), None, document)
 
 
 def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[str | int] = ()) -> str:
@@ -129,11 +140,12 @@ def place_of(plugin: PluginSettings, text: str, *, source: str, keys: Sequence[s
 
     Two equal plug-ins have one place, the first. Without one in `text`, only `source` is known.
     """
-    document = read_document(text, source=source)
-    for path, node in _nodes(document, ()):
+    document, given = Document(), read_document(text, source=source)
+    document.lay(given if isinstance(given, Mapping) else {}, source=source)
+    for path, node in _nodes(document.values, ()):
         if _is_plugin(node, plugin):
             location = [*path, "with", *keys] if keys else path
-            return f"{source}:{_line_of(document, location)}: {'.'.join(map(str, location))}"
+            return f"{document.place(location)}: {'.'.join(map(str, location))}"
     return source
 
 
@@ -149,8 +161,8 @@ def _recipe_path(given: Path) -> Path:
     path = given if given.suffix in {".yaml", ".yml"} else given / "recipe.yaml"
     if path.is_file():
         return path
-    if given.name == str(given) and (shipped := find_shipped(given.name)):
-        return shipped / "recipe.yaml"
+    if len(path.parts) == 2 and (shipped := find_shipped(path.parts[0])) and (shipped / path.name).is_file():
+        return shipped / path.name
     raise RecipeError(
         f"no recipe at {path}: give a folder that holds recipe.yaml, the path of a YAML file, or the name of a recipe "
         f"of this release ({', '.join(shipped_recipes()) or 'none is installed'})"
@@ -207,43 +219,69 @@ def _parse_yaml(text: str, source: str) -> Any:  # noqa: ANN401 - a YAML documen
     return document
 
 
-def _apply_override(document: Any, override: str, *, option: str) -> tuple[str, ...]:  # noqa: ANN401 - YAML is dynamic
-    """Set the key; returns the first of the keys on its path that is not the file's, or all of them."""
+def _extended(path: Path) -> list[tuple[Path, Mapping[str, Any]]]:
+    """The file and those that it extends, each with its text, the file itself first."""
+    found: list[tuple[Path, Mapping[str, Any]]] = []
+    while True:
+        text = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        found.append((path, text))
+        if (base := text.get(_EXTENDS)) is None:
+            return found
+        place = f"{path}:{line_of(text, _EXTENDS)}: {_EXTENDS}"
+        if not isinstance(base, str):
+            raise RecipeError(f"{place}: {base!r} is not the path of one file; write for example recipe.yaml")
+        following = Path(os.path.normpath(path.parent / base))
+        if not following.is_file():
+            raise RecipeError(f"{place}: there is no file {following}; give its path from this file's folder")
+        circle = [layer for layer, _ in found if layer.samefile(following)]
+        if circle or len(found) > MAX_EXTENDED:
+            names = " → ".join(str(layer) for layer in (*(layer for layer, _ in found), following))
+            problem = "leads in a circle" if circle else f"goes through more than {MAX_EXTENDED} files"
+            raise RecipeError(f"{place} {problem}: {names}")
+        path = following
+
+
+def _validated(document: Document, *, overrides: Sequence[str], options: Mapping[str, str]) -> Recipe:
+    for override in overrides:
+        key, _, value = override.partition("=")
+        option = f"{options[key]} {value}" if key in options else f"--set {override}"
+        _override(document, override, option=option)
+    try:
+        return Recipe.model_validate(document.values)
+    except ValidationError as error:
+        shown = [_describe(detail, document) for detail in error.errors()[:_MAX_ERRORS]]
+        more = [f"… and {left} more"] if (left := error.error_count() - len(shown)) else []
+        raise RecipeError("\n".join([*shown, *more])) from error
+
+
+def _override(document: Document, override: str, *, option: str) -> None:
     path, separator, value = override.partition("=")
     if not separator or not path:
         raise RecipeError(f"{option}: not of the form key.path=value, for example run.steps=20")
-    *parents, last = path.split(".")
-    node, own = document, 0
-    for number, key in enumerate(parents, start=1):
-        own = own or (number if key not in node else 0)
-        node = node.setdefault(key, {})
-        if not isinstance(node, Mapping):
-            raise RecipeError(f"{option}: {'.'.join(parents[:number])} is a value, not a section")
     try:
-        node[last] = YAML(typ="safe").load(value)
+        parsed = YAML(typ="safe").load(value)
     except YAMLError as error:
         raise RecipeError(f"{option}: not valid YAML; quote text that YAML would read otherwise") from error
-    return (*parents, last)[: own or None]
+    document.set(path.split("."), parsed, option=option)
 
 
-def _where(location: Sequence[str | int], document: Any, source: str, given: _Given) -> str:  # noqa: ANN401
+def _where(location: Sequence[str | int], document: Document) -> str:
     """The option that brought the key, or file and line; with the options that changed what lies below it."""
     keys = tuple(map(str, location))
-    name = ".".join(keys) or "recipe"
-    for path, option in given.items():
-        if keys[: len(path)] == path:
-            return f"{option}: {name}"
-    below = [option for path, option in given.items() if path[: len(keys)] == keys]
+    name, place = ".".join(keys) or "recipe", document.place(keys)
+    if place in document.options.values():
+        return f"{place}: {name}"
+    below = [option for path, option in document.options.items() if path[: len(keys)] == keys]
     with_options = f" (with {' '.join(below)})" if below else ""
-    return f"{source}:{_line_of(document, location)}: {name}{with_options}"
+    return f"{place}: {name}{with_options}"
 
 
-def _describe(detail: ErrorDetails, document: Any, source: str, given: _Given) -> str:  # noqa: ANN401
-    location, tagged = _location(detail, document)
+def _describe(detail: ErrorDetails, document: Document) -> str:
+    location, tagged = _location(detail, document.values)
     message = detail["msg"].removeprefix("Value error, ")
     if not location:
         location, message = _named_place(message)
-    where = _where(location, document, source, given)
+    where = _where(location, document)
     if detail["type"] == "extra_forbidden":
         return f"{where}: unknown key; {_about_unknown(location, tagged)}"
     if detail["type"] == "missing":
@@ -334,20 +372,6 @@ def _is_plugin(node: Any, plugin: PluginSettings) -> bool:  # noqa: ANN401
     if isinstance(node, Mapping):
         return node.get("use") == plugin.use and (node.get("with") or {}) == plugin.settings
     return not plugin.settings and bool(node == plugin.use)
-
-
-def _line_of(document: Any, location: Sequence[str | int]) -> int:  # noqa: ANN401
-    line, node = 1, document
-    for part in location:
-        marks = getattr(node, "lc", None)
-        if marks is None or not isinstance(node, Mapping | list):
-            break
-        try:
-            line = (marks.key(part) if isinstance(node, Mapping) else marks.item(part))[0] + 1
-            node = node[part]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            break
-    return int(line)
 
 
 def _dump(recipe: Recipe) -> str:

@@ -479,5 +479,12 @@ def _check_snapshot(name: str, snapshot: SnapshotSettings, *, policies: Mapping[
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of recipe.yaml for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    """Return the JSON schema of recipe.yaml, and of files that extend it, for editors."""
+    schema = Recipe.model_json_schema()
+    extends = {
+        "description": "The recipe file that this one is laid over, from this file's folder.",
+        "type": "string",
+    }
+    schema["properties"] = {"extends": extends, **schema["properties"]}
+    schema["anyOf"] = [{"required": ["extends"]}, {"required": schema.pop("required")}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

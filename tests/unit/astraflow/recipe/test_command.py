@@ -50,6 +50,45 @@ def test_check_accepts_every_shipped_recipe(recipe: Path) -> None:
     assert Recipe.model_validate(YAML(typ="safe").load(finished.stdout)).run.name == recipe.name
 
 
+def test_show_tells_what_gave_each_value(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        f"extends: {QUICKSTART}/recipe.yaml\nrun: {{steps: 5}}\ntrainer: {{algorithm: {{loss: gspo}}}}\n"
+    )
+    arguments = ["show", str(small), "--set", "run.seed=3"]
+    lines = CliRunner().invoke(app, [*arguments, "--origin"]).stdout.splitlines()
+    for line in (
+        f'run.name="quickstart"  # {QUICKSTART}/recipe.yaml:4',
+        f"run.steps=5  # {small}:2",
+        "run.seed=3  # --set run.seed=3",
+        f'trainer.algorithm.loss.kind="gspo"  # {small}:3',
+        "trainer.algorithm.loss.low=0.0003  # default",
+    ):
+        assert line in lines
+    printed = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert printed["origins"]["run.steps"] == f"{small}:2"
+    shown = CliRunner().invoke(app, arguments).stdout
+    assert Recipe.model_validate(YAML(typ="safe").load(shown)) == Recipe.model_validate(printed["recipe"])
+
+
+def test_diff_prints_the_keys_that_differ_once_both_are_resolved(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        f"extends: {QUICKSTART}/recipe.yaml\nrun: {{steps: 5}}\n"
+        "trainer: {algorithm: {kl: {coefficient: 0.1}}}\n"
+    )
+    finished = CliRunner().invoke(app, ["diff", str(QUICKSTART), str(small)])
+    assert finished.stdout.splitlines() == [
+        "run.steps: 50 → 5",
+        "trainer.algorithm.kl.coefficient: unset → 0.1",
+        'trainer.algorithm.kl.estimator: unset → "k3"',
+        'trainer.algorithm.kl.reference: unset → "behavior"',
+    ]
+    assert finished.stderr == "4 keys differ\n"
+    printed = json.loads(CliRunner().invoke(app, ["diff", str(QUICKSTART), str(small), "--json"]).stdout)
+    assert printed["run.steps"] == {"before": "50", "after": "5"}
+
+
 def test_without_code_nothing_of_the_recipe_is_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text((QUICKSTART / "recipe.yaml").read_text())
     (tmp_path / "recipe.py").write_text("raise RuntimeError('it was run')")

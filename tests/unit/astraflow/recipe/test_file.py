@@ -351,3 +351,93 @@ def test_of_many_errors_the_first_are_told() -> None:
         parse_recipe(text)
     *_, last = lines = refused.value.message.splitlines()
     assert (len(lines), last) == (21, "… and 30 more")
+
+
+LARGE = GOOD.replace("  solver:\n", "  solver:\n    sampling: {max_new_tokens: 7}\n")
+SMALL = """\
+extends: recipe.yaml
+run:
+  steps: 5
+policies:
+  solver:
+    sampling: {max_new_tokens: null}
+    model: {architecture: {hidden_size: 32}}
+trainer:
+  algorithm: {loss: {kind: gspo, low: 1.0e-4}}
+"""
+
+
+def write_files(folder: Path, **texts: str) -> Path:
+    """Write NAME.yaml for each text; returns the last."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{name}.yaml"
+
+
+def test_a_file_that_extends_another_says_only_what_differs(tmp_path: Path) -> None:
+    base = LARGE + "trainer:\n  algorithm: {loss: {kind: ppo_clip, high: 0.5}, aggregation: token_mean}\n"
+    loaded = load_recipe(write_files(tmp_path, recipe=base, small=SMALL))
+    solver = loaded.recipe.policy("solver")
+    assert (loaded.recipe.run.name, solver.steps) == ("tiny", 5), (
+        "mappings are laid over each other key by key"
+    )
+    assert solver.model.architecture
+    assert (solver.model.architecture.hidden_size, solver.model.architecture.head_dim) == (32, 16)
+    assert solver.sampling.max_new_tokens == 256, "null takes a key out"
+    assert solver.trainer.algorithm.loss == Gspo(low=1e-4), "a choice replaces the other one as a whole"
+    assert parse_recipe(loaded.yaml_text).recipe == loaded.recipe
+    assert load_recipe(tmp_path).recipe.run.steps == 100, "the other file stays as it is"
+
+
+def test_files_may_extend_one_another_and_options_win(tmp_path: Path) -> None:
+    (tmp_path / "variants").mkdir()
+    last = "extends: ../small.yaml\nrun: {name: tiny-2, steps: 6}\n"
+    write_files(tmp_path, recipe=LARGE, small=SMALL, **{"variants/last": last})
+    loaded = load_recipe(tmp_path / "variants" / "last.yaml", overrides=["run.seed=3"])
+    run = loaded.recipe.run
+    assert (run.name, run.steps, run.seed) == ("tiny-2", 6, 3)
+    origins = [loaded.document.origin(("run", key)) for key in ("dataset", "name", "steps", "seed", "none")]
+    names = [place and place.removeprefix(f"{tmp_path}/") for place in origins]
+    assert names == [
+        "recipe.yaml:3",
+        "variants/last.yaml:2",
+        "variants/last.yaml:2",
+        "--set run.seed=3",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("small", "words"),
+    [
+        (SMALL.replace("steps: 5", "stesp: 5"), "small.yaml:3: run.stesp: unknown key; did you mean `steps`"),
+        (
+            SMALL.replace("hidden_size: 32", "head_dim: 15"),
+            "small.yaml:7: policies.solver.model.architecture: ",
+        ),
+        ("extends: recipe.yaml\nraas: {reward: null, workflow: 7}", "small.yaml:2: raas.workflow: "),
+        ("extends: none.yaml\n", r"small.yaml:1: extends: there is no file \S*none.yaml"),
+        ("extends: [recipe.yaml]\n", "small.yaml:1: extends: .* is not the path of one file"),
+        ("run: {}\nextends: small.yaml\n", r"small.yaml:2: extends leads in a circle: \S*small.yaml → "),
+        ("extends: recipe.yaml\ntrainer: {algorithm: 7}\n", "small.yaml:2: trainer.algorithm: "),
+    ],
+)
+def test_mistakes_are_named_in_the_file_that_has_them(tmp_path: Path, small: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(write_files(tmp_path, recipe=LARGE, small=small))
+
+
+def test_a_mistake_in_what_is_extended_is_named_there(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"recipe.yaml:2: run.nmae: unknown key"):
+        load_recipe(write_files(tmp_path, recipe=GOOD.replace("name:", "nmae:"), small=SMALL))
+
+
+def test_a_chain_of_files_has_a_bound(tmp_path: Path) -> None:
+    texts = {f"r{number}": f"extends: r{number - 1}.yaml\n" for number in range(1, 11)}
+    with pytest.raises(RecipeError, match="goes through more than 8 files"):
+        load_recipe(write_files(tmp_path, r0=GOOD, **texts))
+
+
+def test_text_in_no_file_extends_nothing() -> None:
+    with pytest.raises(RecipeError, match=r"r\.yaml:2: `extends` names a file beside this one"):
+        parse_recipe("run: {}\nextends: recipe.yaml\n", source="r.yaml")

@@ -33,9 +33,7 @@ def tried(folder: Path, *overrides: str, old: str = "", new: str = "") -> list[s
     code = (QUICKSTART / "recipe.py").read_text()
     assert old in code
     folder.joinpath("recipe.py").write_text(code.replace(old, new) if old else code + new)
-    file = folder / "recipe.yaml"
-    loaded = load_recipe(folder, overrides=overrides)
-    return list(recipe_trial.try_recipe(loaded, text=file.read_text(), source=str(file)))
+    return list(recipe_trial.try_recipe(load_recipe(folder, overrides=overrides)))
 
 
 @pytest.mark.parametrize("overrides", [(), (PROCESSES,)])
