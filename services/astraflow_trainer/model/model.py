@@ -59,7 +59,7 @@ class TokenScores:
     logprob_N: torch.Tensor
     """float32, natural log, at the row's temperature; differentiable."""
     entropy_N: torch.Tensor
-    """float32, nats; not differentiable."""
+    """float32, nats; differentiable."""
 
 
 class PolicyModel(nn.Module):

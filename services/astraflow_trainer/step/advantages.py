@@ -41,12 +41,14 @@ def compute_advantages(
     *,
     origins: Sequence[RowOrigin],
     settings: AdvantageSettings,
+    lengths: Sequence[int] | None = None,
     baselines: Mapping[str, float] | None = None,
 ) -> Advantages:
     """Advantages of all rows with these settings. Raises ValueError when origins and rewards differ in number or a
     reward is not finite.
 
-    `baselines` are the running baselines before this batch, by name; one that is not there is 0.
+    `lengths` are the trained tokens of each row, for baselines that weigh by them. `baselines` are the running
+    baselines before this batch, by name; one that is not there is 0.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) != len(origins):
@@ -54,7 +56,8 @@ def compute_advantages(
     if not np.isfinite(values).all():
         raise ValueError(f"{np.count_nonzero(~np.isfinite(values))} of {len(values)} rewards are not finite")
     samples = samples_of(values, origins=origins, settings=settings)
-    subtracted, changed = _baselines(samples, settings=settings), dict[str, float]()
+    lengths_M = np.ones(len(values)) if lengths is None else np.asarray(lengths, dtype=np.float64)
+    subtracted, changed = _baselines(samples, lengths=lengths_M, settings=settings), dict[str, float]()
     if settings.baseline is Baseline.RUNNING:
         names = baseline_names([origins[row] for row in samples.first_row], settings=settings)
         subtracted, changed = _running(samples, names=names, before=baselines or {}, decay=settings.decay)
@@ -83,18 +86,18 @@ def _all_equal(rewards: FloatArray) -> bool:
     return bool(np.ptp(rewards) <= _EQUAL_RTOL * np.abs(rewards).max())
 
 
-def _baselines(samples: Samples, *, settings: AdvantageSettings) -> FloatArray:
+def _baselines(samples: Samples, *, lengths: FloatArray, settings: AdvantageSettings) -> FloatArray:
     values, baseline = samples.values, settings.baseline
     result = np.zeros_like(values)
     if baseline is Baseline.BATCH and len(values):
         return values if _all_equal(values) else np.full_like(values, mean(values))
-    if baseline in (Baseline.GROUP, Baseline.LEAVE_ONE_OUT):
+    if baseline in (Baseline.GROUP, Baseline.LEAVE_ONE_OUT, Baseline.LENGTH_WEIGHTED):
         for members in samples.groups:
-            result[members] = _of_group(values[members], settings=settings)
+            result[members] = _of_group(values[members], lengths=lengths[members], settings=settings)
     return result
 
 
-def _of_group(rewards: FloatArray, *, settings: AdvantageSettings) -> FloatArray:
+def _of_group(rewards: FloatArray, *, lengths: FloatArray, settings: AdvantageSettings) -> FloatArray:
     if len(rewards) == 1 and settings.singleton is Singleton.REWARD:
         return np.zeros(1)
     # The mean of equal numbers can differ from them in the last bit; their advantage must be exactly 0.
@@ -103,6 +106,8 @@ def _of_group(rewards: FloatArray, *, settings: AdvantageSettings) -> FloatArray
     if settings.baseline is Baseline.LEAVE_ONE_OUT:
         others: FloatArray = (math.fsum(rewards) - rewards) / (len(rewards) - 1)
         return others
+    if settings.baseline is Baseline.LENGTH_WEIGHTED:
+        return np.full_like(rewards, math.fsum(rewards * lengths) / math.fsum(lengths))
     return np.full_like(rewards, mean(rewards))
 
 
@@ -124,7 +129,7 @@ def _scales(samples: Samples, *, settings: AdvantageSettings) -> FloatArray:
     result = np.ones_like(values)
     if settings.scale is Scale.BATCH and len(values):
         result[:] = _scale(values, settings=settings)
-    elif settings.scale is Scale.GROUP:
+    elif settings.scale in (Scale.GROUP, Scale.GROUP_MEAN):
         for members in samples.groups:
             result[members] = _scale(values[members], settings=settings)
     return result
@@ -133,5 +138,8 @@ def _scales(samples: Samples, *, settings: AdvantageSettings) -> FloatArray:
 def _scale(rewards: FloatArray, *, settings: AdvantageSettings) -> float:
     if _all_equal(rewards):
         return 1.0
+    if settings.scale is Scale.GROUP_MEAN:
+        # Rewards below 0 may sum to about 0, which must not make an advantage infinite.
+        return max(abs(mean(rewards)), _EQUAL_RTOL) + settings.eps
     squares = math.fsum((rewards - mean(rewards)) ** 2)
     return math.sqrt(squares / (len(rewards) - settings.unbiased)) + settings.eps

@@ -135,7 +135,13 @@ def _parts(
 
 def _estimated(rows: RankedRows, *, estimator: Estimator, baselines: Mapping[str, float]) -> Advantages:
     if isinstance(estimator, AdvantageSettings):
-        return compute_advantages(rows.rewards, origins=rows.origins, settings=estimator, baselines=baselines)
+        return compute_advantages(
+            rows.rewards,
+            origins=rows.origins,
+            settings=estimator,
+            lengths=rows.lengths,
+            baselines=baselines,
+        )
     samples = samples_of(rows.rewards, origins=rows.origins, settings=_BY_TASK_AND_ROLE)
     groups = np.zeros(len(rows.origins), dtype=np.int64)
     for number, members in enumerate(samples.groups):

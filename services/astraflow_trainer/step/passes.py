@@ -117,7 +117,9 @@ class Passes:
             statistics += policy_loss(known.logprob_N, inputs=inputs, region=region, settings=self.settings)[
                 1
             ]
-            if not cuts_alike(taken_as, region, logprob_N=known.logprob_N, inputs=inputs):
+            if not cuts_alike(
+                taken_as, region, logprob_N=known.logprob_N, inputs=inputs, settings=self.settings
+            ):
                 differing.append(batch)
         most = int(self.ranks.max(torch.tensor(len(differing))))
         again = differing + [filler()] * (most - len(differing))
@@ -157,7 +159,7 @@ class Passes:
         nothing = torch.zeros(0)
         return resolve_region(
             torch.cat([nothing, *(known.logprob_N for known in scores)]),
-            behavior_N=torch.cat([nothing, *(batch.behavior_logprob_N for batch in seen)]),
+            anchor_N=torch.cat([nothing, *(batch.behavior_logprob_N for batch in seen)]),
             advantage_N=torch.cat([nothing, *(self.advantage_R[batch.row_N] for batch in seen)]),
             settings=self.settings,
             ranks=self.ranks,
@@ -194,4 +196,4 @@ class Passes:
 
 def _kept(scores: TokenScores) -> TokenScores:
     """The numbers without what their gradient needs."""
-    return TokenScores(logprob_N=scores.logprob_N.detach(), entropy_N=scores.entropy_N)
+    return TokenScores(logprob_N=scores.logprob_N.detach(), entropy_N=scores.entropy_N.detach())

@@ -236,7 +236,7 @@ def _kept(
     advantages: torch.Tensor, *, rows: Sequence[TrainingRow], settings: AlgorithmSettings
 ) -> torch.Tensor:
     kept = torch.ones_like(advantages, dtype=torch.bool)
-    if settings.drop_zero_advantage and settings.kl is None:
+    if settings.drop_zero_advantage and not settings.trains_without_advantage:
         kept = advantages != 0
     if settings.truncated == "mask":
         kept &= ~torch.tensor([row.truncated for row in rows], dtype=torch.bool)

@@ -40,6 +40,8 @@ class Baseline(StrEnum):
     """The mean of the batch's rewards, those of all roles with the same settings."""
     LEAVE_ONE_OUT = "leave_one_out"
     """The mean of the group's other members."""
+    LENGTH_WEIGHTED = "length_weighted"
+    """The group's mean, each reward weighted by the row's trained tokens."""
     RUNNING = "running"
     """A moving average of the rewards of the group in earlier steps, kept in checkpoints; 0 at first."""
 
@@ -50,6 +52,8 @@ class Scale(StrEnum):
     NONE = "none"
     GROUP = "group"
     """The group's standard deviation; 1 where it is 0 or the group has one member."""
+    GROUP_MEAN = "group_mean"
+    """The size of the group's mean reward; 1 where its rewards are all equal."""
     BATCH = "batch"
     """The standard deviation of the batch's rewards, those of all roles with the same settings; 1 where it is 0."""
 
@@ -119,6 +123,11 @@ class AdvantageSettings(Kind):
                 "per_episode compares episodes, and groups by episode hold one each; take `episode` from group_by "
                 f"{names}, or set per_episode to false"
             )
+        if self.per_episode and self.baseline is Baseline.LENGTH_WEIGHTED:
+            raise ValueError(
+                "per_episode compares episodes, and baseline length_weighted weighs rows by their lengths; set "
+                "per_episode to false, or take another baseline"
+            )
         if self.shaping is not Shaping.NONE and GroupBy.TURN in self.group_by:
             raise ValueError(
                 f"shaping {self.shaping.value} compares turns, and group_by {names} keeps them apart; take `turn` from "
@@ -184,6 +193,28 @@ class Reinforce(AdvantageSettings):
 
     kind: Literal["reinforce"] = "reinforce"
     baseline: Baseline = Baseline.NONE
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class MaxRl(AdvantageSettings):
+    """A = (r − mean_g) / mean_g, for rewards of at least 0. Maximum-likelihood RL, arXiv 2602.02710."""
+
+    kind: Literal["maxrl"] = "maxrl"
+    scale: Scale = Scale.GROUP_MEAN
+    """What the difference is divided by."""
+    eps: float = Field(default=0.0, ge=0, le=1)
+    """Added to the mean."""
+
+
+class Opo(AdvantageSettings):
+    """A = r − Σ T·r / Σ T over the group, T trained tokens of a row: the baseline of least variance. OPO, arXiv
+    2505.23585.
+    """
+
+    kind: Literal["opo"] = "opo"
+    baseline: Baseline = Baseline.LENGTH_WEIGHTED
     """What is subtracted."""
     scale: Scale = Scale.NONE
     """What the difference is divided by."""
@@ -289,6 +320,8 @@ AnyAdvantage: TypeAlias = (
     | DrGrpo
     | Rloo
     | Reinforce
+    | MaxRl
+    | Opo
     | DrMas
     | Joint
     | AtGrpo

@@ -1,16 +1,19 @@
-"""What a step optimises: advantage × loss × ratio anchor × aggregation × optional KL term.
+"""What a step optimises: advantage × loss × ratio anchor × mismatch correction × aggregation, and terms beside it.
 
 Each part is a frozen class whose docstring gives its formula and source and whose defaults are the published ones;
 any combination that makes sense can be built, and one that does not is refused here, before training starts. The
 recipe's `trainer.algorithm`, the trainer's kernel and docs/trainer.md all use these classes. No torch in here.
 Symbols, per trained token: l the log-prob under the weights being trained, l_a under the anchor, r = exp(l − l_a)
-(log-ratio clamped to ±20), A the advantage, sg[·] a value without gradient.
+(log-ratio clamped to ±20), l_mu what the sampler reported, l_s under the weights at the start of the step (where
+nothing recomputes them, sg[l]), A the advantage, sg[·] a value without gradient.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -19,11 +22,13 @@ from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import BY_KIND, Kind, Section
 
 REPLACED_KEYS = {
-    key: f"a loss has its own settings now; write for example `loss: {{kind: {example}}}`"
+    key: f"this moved; write for example `{example}`"
     for key, example in {
-        "m2_budget": "m2po, budget: 0.04",
-        "clip_low": "ppo_clip, low: 0.2",
-        "clip_high": "ppo_clip, high: 0.28",
+        "m2_budget": "loss: {kind: m2po, budget: 0.04}",
+        "clip_low": "loss: {kind: ppo_clip, low: 0.2}",
+        "clip_high": "loss: {kind: ppo_clip, high: 0.28}",
+        "weight_cap": "mismatch: {weight: {kind: tis, cap: 2.0}}",
+        "agreement": "mismatch: {reject: {kind: kl, max: 0.1}}",
     }.items()
 }
 """Keys of `algorithm` that earlier releases had, and what to write instead."""
@@ -139,23 +144,161 @@ class Cispo(Kind):
     """Largest weight."""
 
 
+class Gmpo(Kind):
+    """−s·A with s = exp(mean over the row of l − l_a), each difference cut before where it moves away: at most `high`
+    for A > 0, at least −`low` for A < 0. GMPO, arXiv 2507.20673. Use with seq_mean_token_mean.
+    """
+
+    kind: Literal["gmpo"] = "gmpo"
+    low: float = Field(default=0.4, ge=0)
+    """Bound of the log-ratio of a token with A < 0."""
+    high: float = Field(default=0.4, ge=0)
+    """Bound of the log-ratio of a token with A > 0."""
+
+
+class Sapo(Kind):
+    """−(4 / τ)·sigmoid(τ·(r − 1))·A: a gate that closes softly. τ differs by the sign of A. SAPO, arXiv 2511.20347."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """τ where A > 0."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """τ elsewhere; larger closes sooner."""
+
+
+class Dppo(Kind):
+    """−r·A without the tokens whose probability moved too far: A > 0 and e^l − e^l_mu > high, or A < 0 and
+    e^l_mu − e^l > low. DPPO, binary total variation, in the form of prime-rl; the denominator keeps counting them.
+    """
+
+    kind: Literal["dppo"] = "dppo"
+    low: float = Field(default=0.2, ge=0, le=1)
+    """Probability that may be lost."""
+    high: float = Field(default=0.2, ge=0, le=1)
+    """Probability that may be gained."""
+
+
+class Sft(Kind):
+    """−l: cross-entropy on completions, whoever wrote them; advantages and what the sampler reported count nothing."""
+
+    kind: Literal["sft"] = "sft"
+
+
 class BehaviorAnchor(Kind):
-    """l_a = l_mu: the ratio is taken to what the sampler reported. One pass, no recomputation."""
+    """l_a = l_mu: the ratio is taken to what the sampler reported. One pass, no recomputation (verl's `bypass_mode`
+    with its PPO loss).
+    """
 
     kind: Literal["behavior"] = "behavior"
 
 
 class ProximalAnchor(Kind):
-    """l_a = l_prox, recomputed at the start of the step; each token weighted by sg[min(exp(l_prox − l_mu),
-    weight_cap)].
+    """l_a = l_s, recomputed at the start of the step. Decoupled PPO, arXiv 2110.00641 and AReaL arXiv 2505.24298.
 
-    Decoupled PPO, arXiv 2110.00641 and AReaL arXiv 2505.24298; the bounded weight is truncated importance
-    sampling (TIS, token level). Costs one more forward pass when a step has several micro-batches.
+    Costs one more forward pass when a step has several micro-batches. With one update per step r is 1.
     """
 
     kind: Literal["proximal"] = "proximal"
-    weight_cap: float = Field(default=2.0, gt=0)
+
+
+class BypassAnchor(Kind):
+    """l_a = sg[l]: r is 1, and the mismatch weight, exp(sg[l] − l_mu) corrected, is all that weighs a token. No
+    recomputation (verl's `bypass_mode` with its REINFORCE loss).
+    """
+
+    kind: Literal["bypass"] = "bypass"
+
+
+class NoWeight(Kind):
+    """w = 1."""
+
+    kind: Literal["none"] = "none"
+
+
+class Tis(Kind):
+    """w = min(ρ, cap): truncated importance sampling. Not with the behaviour anchor, where w would be 1."""
+
+    kind: Literal["tis"] = "tis"
+    level: Literal["token", "sequence"] = "token"
+    """Whose ratio ρ is: the token's, or the product over its row."""
+    cap: float = Field(default=2.0, gt=0)
     """Largest weight."""
+
+
+class Mis(Kind):
+    """w = ρ where low ≤ ρ ≤ cap, else 0: masked importance sampling, TRL's `sequence_mask`."""
+
+    kind: Literal["mis"] = "mis"
+    level: Literal["token", "sequence"] = "sequence"
+    """Whose ratio ρ is: the token's, or the product over its row."""
+    low: float = Field(default=0.0, ge=0)
+    """Smallest ratio that counts."""
+    cap: float = Field(default=3.0, gt=0)
+    """Largest ratio that counts."""
+
+
+class IcePop(Kind):
+    """w = ρ of the token where low ≤ ρ ≤ high, else 0. Ling 2.0, arXiv 2510.18855."""
+
+    kind: Literal["icepop"] = "icepop"
+    low: float = Field(default=0.5, ge=0)
+    """Smallest ratio that counts."""
+    high: float = Field(default=5.0, gt=0)
+    """Largest ratio that counts."""
+
+
+class GeometricReject(Kind):
+    """Rows whose exp(mean of l_s − l_mu) is outside [low, high]."""
+
+    kind: Literal["geometric"] = "geometric"
+    low: float = Field(default=0.99, ge=0)
+    """Smallest geometric mean."""
+    high: float = Field(default=1.01, gt=0)
+    """Largest geometric mean."""
+
+
+class KlReject(Kind):
+    """Rows, or tokens, whose |estimate of KL(sampler ‖ l_s)| exceeds a bound; verl's `token_k1`, `seq_mean_k3`, ….
+
+    With d = l_s − l_mu: k1 = −d, k2 = d² / 2, k3 = e^d − 1 − d.
+    """
+
+    kind: Literal["kl"] = "kl"
+    over: Literal["token", "mean", "max", "sum"] = "mean"
+    """What is held against the bound: each token for itself, or a number of its row."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """As above."""
+    max: float = Field(default=0.1, gt=0)
+    """The bound."""
+
+
+class VetoSettings(Section):
+    """Rows are left out when the ratio exp(l_s − l_mu) of one of their tokens is outside [low, high]."""
+
+    low: float = Field(default=1e-4, ge=0)
+    """Smallest ratio."""
+    high: float = Field(default=100.0, gt=0)
+    """Largest ratio."""
+
+
+AnyWeight: TypeAlias = NoWeight | Tis | Mis | IcePop
+AnyReject: TypeAlias = GeometricReject | KlReject
+
+
+class MismatchSettings(Section):
+    """What corrects for the sampler not having been the policy at the start of the step: another engine's arithmetic,
+    older weights. It goes with any anchor and loss; what it leaves out still counts in the denominators.
+    """
+
+    weight: Annotated[AnyWeight, BY_KIND] | None = None
+    """Factor of a token's loss, without gradient. `mis` and `icepop` judge ρ = exp(l_s − l_mu); what they let through
+    has the weight exp(l_a − l_mu), which is 1 for the behaviour anchor: its r holds it already. Unset: `tis` for the
+    other anchors, `none` for that one.
+    """
+    reject: Annotated[AnyReject, BY_KIND] | None = None
+    """Leave whole rows, or tokens, out."""
+    veto: VetoSettings | None = None
+    """Leave out rows with a single token that is far off."""
 
 
 class TokenMean(Kind):
@@ -174,6 +317,12 @@ class SeqMeanTokenSum(Kind):
     """Mean over rows of the row's token sum."""
 
     kind: Literal["seq_mean_token_sum"] = "seq_mean_token_sum"
+
+
+class TokenSum(Kind):
+    """Σ: a larger batch is a larger gradient."""
+
+    kind: Literal["token_sum"] = "token_sum"
 
 
 class Constant(Kind):
@@ -197,6 +346,8 @@ class KlEstimator(StrEnum):
     """x² / 2."""
     K3 = "k3"
     """e^x − 1 − x."""
+    K3_K2 = "k3_k2"
+    """The value of k3 with the gradient of k2, straight through: sg[k3 − k2] + k2."""
 
 
 class KlReference(StrEnum):
@@ -219,13 +370,11 @@ class KlSettings(Section):
     """`behavior`, the sampler, or `model`, the policy's initial model."""
 
 
-class AgreementSettings(Section):
-    """Rows on which trainer and engine disagree are left out: those whose mean of r − 1 − log r over their trained
-    tokens, r to the engine's log-probs, exceeds a bound. It is what staleness and engine add up to, as `mismatch_kl`.
-    """
+class EntropySettings(Section):
+    """A bonus for uncertainty: − coefficient · entropy of the next token, aggregated as the policy loss is."""
 
-    max_kl: float = Field(default=0.1, gt=0, le=10)
-    """Largest mean of a row. The denominators keep counting its tokens."""
+    coefficient: float = Field(gt=0, le=100)
+    """Weight of the term; leave `entropy` unset for none."""
 
 
 class OverlongSettings(Section):
@@ -251,11 +400,14 @@ class OverlongSettings(Section):
         return self
 
 
-LossSettings: TypeAlias = NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Cispo
-Anchor: TypeAlias = BehaviorAnchor | ProximalAnchor
-Aggregation: TypeAlias = TokenMean | SeqMeanTokenMean | SeqMeanTokenSum | Constant
+LossSettings: TypeAlias = (
+    NoTrustRegion | PpoClip | DualClip | M2po | M2poClip | M2poMask | Gspo | Gmpo | Cispo | Sapo | Dppo | Sft
+)
+Anchor: TypeAlias = BehaviorAnchor | ProximalAnchor | BypassAnchor
+Aggregation: TypeAlias = TokenMean | TokenSum | SeqMeanTokenMean | SeqMeanTokenSum | Constant
 
 _STEP_WIDE = (M2po, M2poClip, M2poMask)
+_UNBOUND = NoTrustRegion | Dppo
 
 
 class StaleTokenSettings(Section):
@@ -272,9 +424,46 @@ class StaleTokenSettings(Section):
     """Of `reweight`, in versions."""
 
 
+_PPO = {"kind": "ppo_clip", "low": 0.2, "high": 0.2}
+_ROW_MEANS = "seq_mean_token_mean"
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "advantage": "grpo",
+        "loss": _PPO,
+        "aggregation": _ROW_MEANS,
+        "kl": {"coefficient": 0.04, "estimator": "k3", "reference": "model"},
+    },
+    "dr_grpo": {"advantage": "dr_grpo", "loss": _PPO, "aggregation": "constant"},
+    "dapo": {
+        "advantage": "grpo",
+        "loss": "ppo_clip",
+        "aggregation": "token_mean",
+        "overlong": {"max_tokens": 20_480, "buffer_tokens": 4096},
+        "drop_zero_advantage": True,
+    },
+    "rloo": {"advantage": "rloo", "loss": "none", "aggregation": "seq_mean_token_sum"},
+    "maxrl": {"advantage": "maxrl", "loss": "none"},
+    "opo": {"advantage": "opo", "loss": "none"},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "aggregation": _ROW_MEANS},
+    "gmpo": {"advantage": "grpo", "loss": "gmpo", "aggregation": _ROW_MEANS},
+    "cispo": {"advantage": "grpo", "loss": "cispo"},
+    "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": _ROW_MEANS},
+    "dppo": {
+        "advantage": "dr_grpo",
+        "loss": "dppo",
+        "kl": {"coefficient": 2e-3, "estimator": "k2", "reference": "behavior"},
+    },
+    "m2po": {"advantage": "grpo", "loss": "m2po"},
+    "sft": {"advantage": "reinforce", "loss": "sft"},
+}
+"""Published settings by name. A key that stands beside `preset` replaces the one here."""
+
+
 class AlgorithmSettings(Section):
     """Advantage and loss. The default is M2PO against the behaviour log-probs, averaged over tokens."""
 
+    preset: str | None = Field(default=None, json_schema_extra={"enum": [*PRESETS, None]})
+    """Published settings by name, for the keys that are not given here; `astraflow recipe show` prints them."""
     advantage: Annotated[AnyAdvantage | PluginSettings, BY_KIND] = Grpo()
     """Groups, baseline and scale, or an `Advantage` plug-in; `roles.NAME.advantage` replaces it for one role."""
     loss: Annotated[LossSettings | PluginSettings, BY_KIND] = M2po()
@@ -287,8 +476,10 @@ class AlgorithmSettings(Section):
     """How token losses become one number: a sum of weight · loss."""
     kl: KlSettings | None = None
     """A KL term in the loss."""
-    agreement: AgreementSettings | None = None
-    """Leave out rows on which trainer and engine disagree; unset: none."""
+    mismatch: MismatchSettings = MismatchSettings()
+    """Correction for the sampler not having been the policy at the start of the step."""
+    entropy: EntropySettings | None = None
+    """An entropy bonus in the loss."""
     truncated: Literal["train", "mask"] = "train"
     """Rows whose last answer a limit of tokens cut off. `mask` leaves them out of the step and of its denominators
     (DAPO's overlong filtering); their rewards still count in the baselines of their groups.
@@ -297,18 +488,62 @@ class AlgorithmSettings(Section):
     """A penalty for long answers, in the reward; unset: none."""
     drop_zero_advantage: bool = True
     """Leave rows whose advantage is exactly 0 out of the step and of its denominators, as dynamic sampling does. They
-    are kept when a KL term gives them a gradient.
+    are kept when another term gives them a gradient.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:  # noqa: ANN401 - what a YAML document holds
+        """The keys of the preset, under those that are given."""
+        name = given.get("preset") if isinstance(given, Mapping) else None
+        if name is None:
+            return given
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(PRESETS)}"
+            raise ValueError(f"unknown preset {name!r}; {hint}")
+        expanded = PRESETS[name] | dict(given)
+        if expanded.get("aggregation") == "constant":
+            raise ValueError(
+                f"preset {name!r} divides by the longest completion, which is yours to say: add "
+                "`aggregation: {kind: constant, length: N}`, N as sampling.max_new_tokens"
+            )
+        return expanded
 
     @property
     def needs_step_bounds(self) -> bool:
         """Whether the trust region depends on the log-probs of all tokens of the step."""
         return isinstance(self.loss, _STEP_WIDE)
 
+    @property
+    def mismatch_weight(self) -> AnyWeight:
+        """What corrects a token's loss for its sampler, with the anchor's default."""
+        default = NoWeight() if isinstance(self.anchor, BehaviorAnchor) else Tis()
+        return self.mismatch.weight or default
+
+    @property
+    def trains_without_advantage(self) -> bool:
+        """Whether rows whose advantage is 0 have a gradient."""
+        return self.kl is not None or self.entropy is not None or isinstance(self.loss, Sft)
+
     def require_consistent(self) -> None:
         """Raise ValueError for parts that do not go together. Not a validator: a policy's own settings are partial."""
-        if isinstance(self.anchor, ProximalAnchor) and isinstance(self.loss, _STEP_WIDE):
+        anchor, loss, weight = self.anchor, self.loss, self.mismatch_weight
+        if isinstance(anchor, ProximalAnchor) and isinstance(loss, _STEP_WIDE):
             raise ValueError(
-                f"{self.loss.kind} bounds the distance to the behaviour policy; with one optimizer step per batch the "
+                f"{loss.kind} bounds the distance to the behaviour policy; with one optimizer step per batch the "
                 "ratio to a proximal anchor is 1 and it would never bind. Use the behaviour anchor, or another loss"
+            )
+        if isinstance(anchor, BypassAnchor) and not isinstance(loss, _UNBOUND | PluginSettings):
+            raise ValueError(
+                f"the ratio to a bypass anchor is 1, and {loss.kind} would never bind; use `none` or `dppo`, or the "
+                "behaviour anchor"
+            )
+        if isinstance(loss, Sft) and not isinstance(anchor, BehaviorAnchor):
+            raise ValueError(f"sft takes no ratio, and anchor {anchor.kind} is for one; leave the anchor out")
+        if isinstance(anchor, BehaviorAnchor) and isinstance(weight, Tis):
+            raise ValueError(
+                "mismatch.weight tis corrects for an anchor that is not the sampler, and the behaviour anchor is: its "
+                "ratio holds that weight already. Use the anchor `proximal` or `bypass`, or `mis` or `icepop`, which "
+                "also leave tokens out"
             )

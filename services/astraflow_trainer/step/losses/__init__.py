@@ -3,12 +3,12 @@
 from astraflow_trainer.step.losses.aggregation import StepCounts, token_weights
 from astraflow_trainer.step.losses.kernel import (
     LossInputs,
-    StepRegion,
     cuts_alike,
     policy_loss,
     resolve_region,
 )
 from astraflow_trainer.step.losses.statistics import LossMetrics, LossStatistics
+from astraflow_trainer.step.losses.trust_regions import StepRegion
 
 __all__ = [
     "LossInputs",

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from astraflow.recipe.algorithm import Aggregation, Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from astraflow.recipe.algorithm import (
+    Aggregation,
+    Constant,
+    SeqMeanTokenMean,
+    SeqMeanTokenSum,
+    TokenMean,
+    TokenSum,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +34,8 @@ def token_weights(
     match aggregation:
         case TokenMean():
             return torch.full_like(lengths, 1.0 / counts.num_tokens)
+        case TokenSum():
+            return torch.ones_like(lengths)
         case SeqMeanTokenMean():
             return 1.0 / (lengths * counts.num_rows)
         case SeqMeanTokenSum():

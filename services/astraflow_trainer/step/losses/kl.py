@@ -1,6 +1,6 @@
 """KL estimators between the trained policy and a reference, per token.
 
-Owns the three estimators and their clamps. Values are differentiable in the policy's log-probs; which
+Owns the estimators and their clamps. Values are differentiable in the policy's log-probs; which
 gradient each has is said at `KlEstimator`. Called by the loss kernel, and by its metrics without gradient.
 """
 
@@ -24,3 +24,9 @@ def kl_estimate(
             return 0.5 * x * x
         case KlEstimator.K3:
             return (torch.expm1(x) - x).clamp(max=_MAX_K3)
+        case KlEstimator.K3_K2:
+            k2, k3 = (
+                kl_estimate(logprob_N, reference_N=reference_N, estimator=estimator)
+                for estimator in (KlEstimator.K2, KlEstimator.K3)
+            )
+            return k2 + (k3 - k2).detach()

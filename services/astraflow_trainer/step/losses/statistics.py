@@ -15,7 +15,7 @@ from astraflow_trainer.ranks.reductions import Ranks
 _SUMS = (
     "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "mismatch_kl",
     "in_place", "mismatch_kl_in_place", "entropy", "kl",
-    "clipped_up", "clipped_down", "masked", "disagreeing", "num_away", "squared_log_ratio_away",
+    "clipped_up", "clipped_down", "masked", "rejected", "num_away", "squared_log_ratio_away",
 )  # fmt: skip
 _MAXIMA = ("ratio", "negative_ratio", "abs_log_ratio")
 
@@ -32,15 +32,15 @@ class LossMetrics:
     ratio_min: float
     ratio_mean: float
     ratio_max: float
-    """The ratio to the anchor; the sequence ratio for GSPO."""
+    """The ratio to the anchor; that of the row for GSPO and GMPO."""
     clip_fraction_up: float
     """Share of tokens whose ratio is cut from above."""
     clip_fraction_down: float
     """Share of tokens whose ratio is cut from below."""
     masked_fraction: float
-    """Share of tokens left out by m2po_mask."""
-    disagreeing_fraction: float
-    """Share of tokens left out because trainer and engine disagree on their rows; 0 without `agreement`."""
+    """Share of tokens left out by m2po_mask or dppo."""
+    rejected_fraction: float
+    """Share of tokens left out by `mismatch`: of weight 0, rejected, or vetoed."""
     effective_sample_size: float
     """(Σr)² / (n·Σr²), within 0 and 1."""
     mismatch_kl: float
@@ -111,7 +111,7 @@ class LossStatistics:
             clip_fraction_up=sums["clipped_up"] / num_tokens,
             clip_fraction_down=sums["clipped_down"] / num_tokens,
             masked_fraction=sums["masked"] / num_tokens,
-            disagreeing_fraction=sums["disagreeing"] / num_tokens,
+            rejected_fraction=sums["rejected"] / num_tokens,
             effective_sample_size=_ratio(sums["ratio"] ** 2, num_tokens * sums["squared_ratio"]),
             mismatch_kl=sums["mismatch_kl"] / num_tokens,
             in_place_fraction=sums["in_place"] / num_tokens,

@@ -18,7 +18,11 @@ PUBLISHED = {
     "m2po_clip": {"budget": 0.01, "cap_low": 0.95, "cap_high": 20.0},
     "m2po_mask": {"budget": 0.04},
     "gspo": {"low": 3e-4, "high": 4e-4},
+    "gmpo": {"low": 0.4, "high": 0.4},
     "cispo": {"min_ratio": 0.0, "max_ratio": 5.0},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "dppo": {"low": 0.2, "high": 0.2},
+    "sft": {},
 }
 
 
@@ -56,7 +60,10 @@ def test_a_mapping_changes_single_values_of_a_loss() -> None:
         ({"loss": {"kind": "dual_clip", "cap": 1.0}}, "greater than 1"),
         ({"loss": {"kind": "m2po", "budget": 0.0}}, "greater than 0"),
         ({"loss": {"kind": "cispo", "min_ratio": 2.0}}, "less than or equal to 1"),
-        ({"anchor": {"kind": "proximal", "weight_cap": 0.0}}, "greater than 0"),
+        ({"mismatch": {"weight": {"kind": "tis", "cap": 0.0}}}, "greater than 0"),
+        ({"mismatch": {"weight": "tiss"}}, "did you mean `tis`"),
+        ({"preset": "dapoo"}, "unknown preset 'dapoo'; did you mean `dapo`"),
+        ({"preset": "dr_grpo"}, "add `aggregation: {kind: constant, length: N}`"),
         ({"aggregation": "constant"}, "Field required"),
         ({"aggregation": {"kind": "constant", "length": 0}}, "greater than or equal to 1"),
         ({"kl": {"coefficient": 0.0}}, "greater than 0"),
@@ -68,9 +75,40 @@ def test_bounds_are_checked(given: dict[str, object], words: str) -> None:
         AlgorithmSettings.model_validate(given)
 
 
-def test_second_moment_forms_refuse_a_proximal_anchor() -> None:
-    with pytest.raises(ValueError, match="Use the behaviour anchor"):
-        AlgorithmSettings(anchor=algorithm.ProximalAnchor(), loss=M2po()).require_consistent()
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"anchor": "proximal"}, "Use the behaviour anchor"),
+        ({"anchor": "bypass", "loss": "ppo_clip"}, "ppo_clip would never bind"),
+        ({"anchor": "proximal", "loss": "sft"}, "leave the anchor out"),
+        ({"mismatch": {"weight": "tis"}}, "its ratio holds that weight already"),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        AlgorithmSettings.model_validate(given).require_consistent()
+
+
+@pytest.mark.parametrize("name", algorithm.PRESETS)
+def test_a_preset_is_its_settings_and_what_stands_beside_it_wins(name: str) -> None:
+    length = {"aggregation": {"kind": "constant", "length": 7}} if name == "dr_grpo" else {}
+    settings = AlgorithmSettings.model_validate({"preset": name, **length})
+    settings.require_consistent()
+    assert settings == AlgorithmSettings.model_validate(algorithm.PRESETS[name] | {"preset": name} | length)
+    # What is written out is read again as the same.
+    assert AlgorithmSettings.model_validate(settings.model_dump(mode="json")) == settings
+    own = AlgorithmSettings.model_validate({"preset": name, "loss": "cispo", **length})
+    assert (own.loss, own.advantage) == (algorithm.Cispo(), settings.advantage)
+
+
+def test_weights_follow_the_anchor_where_none_is_given() -> None:
+    kinds = {
+        anchor: AlgorithmSettings.model_validate({"anchor": anchor}) for anchor in ("behavior", "bypass")
+    }
+    assert {name: settings.mismatch_weight.kind for name, settings in kinds.items()} == {
+        "behavior": "none",
+        "bypass": "tis",
+    }
 
 
 def test_the_docs_table_has_every_loss_with_its_defaults() -> None:

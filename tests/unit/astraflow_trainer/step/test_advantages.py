@@ -18,6 +18,8 @@ from astraflow.recipe.advantage import (
     Hierarchical,
     Joint,
     Margin,
+    MaxRl,
+    Opo,
     Quality,
     Rae,
     Reinforce,
@@ -62,6 +64,8 @@ BY_HAND = {
     "leaving one out of one, by the other rule": (LEFT_OUT, [4.0], ["a"], [0.0]),
     "dr mas gives a group of one its reward": (DrMas(), REWARDS, KEYS, [MAS, -MAS, -MAS, MAS, 3, 3]),
     "reinforce takes rewards as they are": (Reinforce(), REWARDS, KEYS, REWARDS),
+    "maxrl divides by the mean": (MaxRl(), REWARDS, KEYS, [1, -1, -1, 1, 0, 0]),
+    "maxrl of a mean below 0 keeps the sign": (MaxRl(), [-3.0, -1.0], ["a"] * 2, [-0.5, 0.5]),
     "a flat group without baseline": (UNCENTRED, [2.0, 2.0], ["a", "a"], [2.0, 2.0]),
 }
 
@@ -71,6 +75,14 @@ def test_advantages_by_hand(
     settings: AdvantageSettings, rewards: list[float], keys: list[str], expected: list[float]
 ) -> None:
     assert _advantages(settings, rewards, keys) == pytest.approx(expected, rel=1e-12)
+
+
+def test_opo_weighs_the_baseline_by_trained_tokens() -> None:
+    origins = [RowOrigin(key) for key in "aaabb"]
+    lengths = [10, 20, 70, 5, 9]
+    found = compute_advantages([1, 0, 2, 4, 4], origins=origins, settings=Opo(), lengths=lengths)
+    # (10 · 1 + 20 · 0 + 70 · 2) / 100 = 1.5; equal rewards get exactly 0.
+    assert found.values.tolist() == [-0.5, -1.5, 0.5, 0.0, 0.0]
 
 
 def test_groups_without_variance_are_flagged_and_get_exactly_zero() -> None:

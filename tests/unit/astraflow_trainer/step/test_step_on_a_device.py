@@ -21,7 +21,11 @@ from support.tiny_training import MakePolicy, make_rows
 
 KL = {"coefficient": 0.1, "reference": "model"}
 ALGORITHMS: list[dict[str, Any]] = [
-    {"loss": {"kind": "m2po", "budget": 0.1}, "anchor": "proximal", "agreement": {"max_kl": 10.0}},
+    {
+        "loss": {"kind": "m2po", "budget": 0.1},
+        "anchor": "proximal",
+        "mismatch": {"reject": {"kind": "kl", "max": 10.0}},
+    },
     {"loss": "gspo", "aggregation": "seq_mean_token_mean", "kl": KL},
 ]
 
