@@ -152,8 +152,9 @@ class PolicyLearner:
         """Return a copy of this rank's weights as they are published, and what they answer; it does not change until
         released.
         """
-        copied = self._copies.take()
-        return copied if self._prober is None else replace(copied, probe=self._prober.answers())
+        with self._optimizer.as_published():
+            copied = self._copies.take()
+            return copied if self._prober is None else replace(copied, probe=self._prober.answers())
 
     @property
     def held(self) -> HeldPart:

@@ -280,7 +280,7 @@ def _check_layout(tensors: dict[str, torch.Tensor], path: Path) -> None:
         name = min(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
         raise CheckpointError(
             f"{path} holds {name} as {saved.get(name)}, this model needs {mine.get(name)}; "
-            f"resume with the model that wrote it, or start in another data directory"
+            f"resume with the model and the optimizer that wrote it, or start in another data directory"
         )
 
 

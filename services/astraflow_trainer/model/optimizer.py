@@ -1,13 +1,16 @@
-"""AdamW on fp32 masters, and the rounding that keeps the model equal to what is published.
+"""The fp32 masters, and the rounding that keeps the model equal to what is published.
 
-Owns the masters, their moments and the learning-rate schedule. Invariant: after construction, a step or a
-restore, each model parameter equals its master rounded to bf16 (nearest, ties to even), or is the master, of a model
-that rounds when it gathers; a discarded step changes nothing at all. Called by the training step and the checkpoint.
+Owns the masters, their average and the learning-rate schedule; `updates` has the rules. Invariant: after construction,
+a step or a restore, each model parameter equals its master rounded to bf16 (nearest, ties to even), or is the master,
+of a model that rounds when it gathers; a discarded step changes nothing at all. Called by the training step and the
+checkpoint.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,23 +18,28 @@ from torch.distributed.tensor import DTensor
 
 from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.updates import updates_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """Linear warm-up, then constant, or linear decay to `final_fraction` at `decay_steps`, where it stays."""
+    """Linear warm-up, and beside or after it what is left of the learning rate."""
 
     warmup_steps: int = 5
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    """A line or half a cosine from 1 at `decay_from` to `final_fraction` at `decay_steps`, where it stays."""
+    decay_from: int = 0
     decay_steps: int = 0
-    """Steps of the whole schedule; 0 is constant."""
     final_fraction: float = 0.1
 
     def factor(self, step: int) -> float:
         """Fraction of the peak learning rate at `step`, from 0; the warm-up never yields 0."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        if not self.decay_steps:
+        if self.shape == "constant":
             return warmup
-        left = 1.0 - min(1.0, step / self.decay_steps)
+        gone = (step - self.decay_from) / (self.decay_steps - self.decay_from)
+        gone = min(1.0, max(0.0, gone))
+        left = 1.0 - gone if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * gone))
         return warmup * (self.final_fraction + (1.0 - self.final_fraction) * left)
 
 
@@ -44,7 +52,13 @@ class MasterOptimizer:
     def __init__(self, policy: PolicyModel, *, settings: OptimizerSettings) -> None:
         self._policy = policy
         self._settings = settings
-        self._schedule = ScheduleSettings(warmup_steps=settings.warmup_steps)
+        self._schedule = ScheduleSettings(
+            warmup_steps=settings.warmup_steps,
+            shape=settings.schedule,
+            decay_from=settings.warmup_steps,
+            decay_steps=settings.decay_steps,
+            final_fraction=settings.final_fraction,
+        )
         self.num_steps = 0
         """Steps taken; discarded ones do not count."""
         self.changed_learning_rate: float | None = None
@@ -57,13 +71,12 @@ class MasterOptimizer:
                 name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
                 for name, parameter in self._parameters.items()
             }
-        self._adam = torch.optim.AdamW(
-            _groups(self.masters, weight_decay=settings.weight_decay),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        self._updates = updates_for(self.masters, settings, embeddings=_embeddings(policy))
+        self._average = {
+            name: master.detach().to(torch.float32, copy=True)
+            for name, master in self.masters.items()
+            if settings.average is not None
+        }
         self._write_rounded()
 
     @property
@@ -92,11 +105,12 @@ class MasterOptimizer:
     def step(self, *, gradient_norm: float) -> None:
         """Clip by `gradient_norm` (from that method), update masters, write them rounded to the model."""
         self._take_gradients(scale=min(1.0, self._settings.grad_clip / (gradient_norm + 1e-6)))
-        for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
+        for update in self._updates:
+            update.step(learning_rate=self.learning_rate)
+        for master in self.masters.values():
+            master.grad = None
         self.num_steps += 1
+        self._follow()
         self._write_rounded()
 
     def discard(self) -> None:
@@ -105,18 +119,14 @@ class MasterOptimizer:
             parameter.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Masters and moments by flat name, for a checkpoint; the tensors themselves, not copies.
+        """Masters, their average and moments by flat name, for a checkpoint; the tensors themselves, not copies.
 
-        Moments that do not exist yet (before the first step) are created as zeros, so that the names never
-        change.
+        Its names never change.
         """
-        self._create_moments()
-        state: dict[str, torch.Tensor] = {}
-        for name, master in self.masters.items():
-            moments = self._adam.state[master]
-            state[f"master.{name}"] = master
-            state[f"exp_avg.{name}"] = moments["exp_avg"]
-            state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        state = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        state |= {f"average.{name}": average for name, average in self._average.items()}
+        for update in self._updates:
+            state |= update.state()
         return state
 
     def restored(self, *, num_steps: int, learning_rate: float | None = None) -> None:
@@ -126,21 +136,37 @@ class MasterOptimizer:
         self.num_steps = num_steps
         if learning_rate is not None:
             self.set_learning_rate(learning_rate)
-        for master in self.masters.values():
-            self._adam.state[master]["step"].fill_(num_steps)
+        for update in self._updates:
+            update.restored(num_steps=num_steps)
         self._write_rounded()
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Set the weights of this rank to these, flat bfloat16 by parameter, bit for bit (a NaN stays some NaN).
 
-        A master that rounds to its weight already keeps what it has beyond bf16.
+        A master that rounds to its weight already keeps what it has beyond bf16. An average begins anew with them.
         """
         for name, wanted in weights.items():
             master = local_part(self.masters[name]).view(-1)
             differ = master.to(torch.bfloat16).view(torch.int16) != wanted.view(torch.int16)
             master[differ] = wanted[differ].to(torch.float32)
+            if name in self._average:
+                local_part(self._average[name]).view(-1).copy_(master)
         self._write_rounded()
+
+    @contextmanager
+    def as_published(self) -> Iterator[None]:
+        """While it lasts the model is what is published: the average where `average.publish` says so, rounded."""
+        average = self._settings.average
+        if average is None or not average.publish:
+            yield
+            return
+        kept = {name: local_part(parameter).detach().clone() for name, parameter in self._parameters.items()}
+        self._write_rounded(self._average)
+        try:
+            yield
+        finally:
+            self._write(kept)
 
     def _take_gradients(self, *, scale: float) -> None:
         for name, parameter in self._parameters.items():
@@ -150,27 +176,33 @@ class MasterOptimizer:
             self.masters[name].grad = gradient
 
     @torch.no_grad()
-    def _write_rounded(self) -> None:
-        if not self._policy.holds_masters:
-            for name, parameter in self._parameters.items():
-                local_part(parameter).copy_(local_part(self.masters[name]).to(torch.bfloat16))
+    def _follow(self) -> None:
+        """Move the average: a share of 1 - decay of each master, or what makes it the mean of the first few."""
+        if self._settings.average is None:
+            return
+        share = 1.0 - min(self._settings.average.decay, self.num_steps / (self.num_steps + 1.0))
+        for name, average in self._average.items():
+            local_part(average).lerp_(local_part(self.masters[name]).detach(), share)
+
+    @torch.no_grad()
+    def _write_rounded(self, source: Mapping[str, torch.Tensor] | None = None) -> None:
+        if source is None and self._policy.holds_masters:
+            self._policy.gathered_no_more()
+            return
+        source = self.masters if source is None else source
+        self._write({name: local_part(values).to(torch.bfloat16) for name, values in source.items()})
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            local_part(parameter).copy_(values[name])
         # A forward pass without backward leaves the outermost group gathered; it would go on serving old
         # weights.
         self._policy.gathered_no_more()
 
-    def _create_moments(self) -> None:
-        for master in self.masters.values():
-            moments = self._adam.state[master]
-            if not moments:
-                moments["step"] = torch.tensor(float(self.num_steps), device=local_part(master).device)
-                moments["exp_avg"] = torch.zeros_like(master, memory_format=torch.preserve_format)
-                moments["exp_avg_sq"] = torch.zeros_like(master, memory_format=torch.preserve_format)
 
-
-def _groups(masters: Mapping[str, nn.Parameter], *, weight_decay: float) -> list[dict[str, object]]:
-    matrices = [master for master in masters.values() if master.ndim >= 2]
-    vectors = [master for master in masters.values() if master.ndim < 2]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+def _embeddings(policy: PolicyModel) -> set[str]:
+    """Names of the trained input embedding and output head, which may be one."""
+    lm = policy.causal_lm
+    ends = {id(lm.get_input_embeddings().weight), id(lm.get_output_embeddings().weight)}
+    return {name for name, parameter in policy.hf_parameters() if id(parameter) in ends}

@@ -163,6 +163,7 @@ class _Learner:
         self._parameters = list(policy.parameters())
         self._schedule = ScheduleSettings(
             warmup_steps=settings.warmup_steps,
+            shape="linear",
             decay_steps=settings.steps,
             final_fraction=settings.final_fraction,
         )

@@ -40,6 +40,8 @@ def test_what_only_the_trainer_reads_may_change(override: str) -> None:
         "policies.solver.sampling.temperature=0.5",
         "trainer.publish.max_behind=3",
         "trainer.algorithm.advantage=rloo",
+        "trainer.optimizer.kind=muon",
+        "trainer.optimizer.average={decay: 0.9}",
     ],
 )
 def test_what_others_read_too_is_refused_by_name(override: str) -> None:

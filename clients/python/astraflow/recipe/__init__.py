@@ -19,6 +19,7 @@ from astraflow.recipe.model import (
 from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, workflow_roles
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
+    AverageSettings,
     OptimizerSettings,
     PolicySettings,
     PublishSettings,
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_EVALUATION_SAMPLES",
     "SCHEMA_VERSION",
     "ArchitectureSettings",
+    "AverageSettings",
     "BatchSettings",
     "DataflowSettings",
     "EvaluationSettings",

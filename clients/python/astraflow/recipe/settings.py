@@ -97,9 +97,26 @@ class RaasSettings(Section):
         return self
 
 
-class OptimizerSettings(Section):
-    """AdamW on fp32 masters, arXiv 1711.05101."""
+class AverageSettings(Section):
+    """An exponential average of the fp32 masters, kept in checkpoints: 4 bytes per weight."""
 
+    decay: float = Field(default=0.999, gt=0, lt=1)
+    """Share of the average that a step keeps; it is the plain mean of the masters until that would be less."""
+    publish: bool = False
+    """Whether versions are the average, which is what nodes sample from then; training goes on from the masters."""
+
+
+Untouched = Literal["norms", "biases", "embeddings"]
+
+
+class OptimizerSettings(Section):
+    """What becomes of gradients, on fp32 masters."""
+
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """AdamW (arXiv 1711.05101); the same with moments of 8 bits (arXiv 2110.02861) for all but norms and biases; or
+    Muon (arXiv 2502.16982) for matrices, AdamW for embeddings, output head, norms and biases, by the same learning
+    rate.
+    """
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """Peak learning rate; 0 is a control that must not learn."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -109,12 +126,38 @@ class OptimizerSettings(Section):
     eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the denominator; a large value makes updates proportional to the gradient and deltas sparser.
     """
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """Decoupled weight decay of matrices, not of norm weights."""
+    """Decoupled weight decay."""
+    no_decay: list[Untouched] = Field(default=["norms", "biases"], max_length=3)
+    """What weight decay leaves alone; `embeddings` are the input embedding and the output head."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after its warm-up: as it is, or along a line or half a cosine to `final_fraction`."""
     warmup_steps: int = Field(default=5, ge=0)
     """Linear warm-up steps."""
+    decay_steps: int = Field(default=0, ge=0)
+    """The step, the warm-up included, at which `final_fraction` is reached, and stays; not with `constant`."""
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Of the peak learning rate, where a schedule ends."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Bound of the global gradient norm."""
+    average: AverageSettings | None = None
+    """An exponential average of the weights; none by default."""
+
+    @model_validator(mode="after")
+    def _schedule_ends(self) -> OptimizerSettings:
+        if self.schedule == "constant" and self.decay_steps:
+            raise ValueError(
+                f"decay_steps {self.decay_steps} does nothing with schedule constant; write schedule: linear or "
+                "cosine, or leave it out"
+            )
+        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule} decays from step {self.warmup_steps} (warmup_steps) to step "
+                f"{self.decay_steps} (decay_steps), which must be later; run.steps is the usual choice"
+            )
+        return self
 
 
 class PublishSettings(Section):
@@ -162,7 +205,7 @@ class TrainerSettings(Section):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """Advantage and loss."""
     optimizer: OptimizerSettings = OptimizerSettings()
-    """AdamW."""
+    """AdamW, its kin, and their schedule."""
     publish: PublishSettings = PublishSettings()
     """How steps become weight versions."""
     trackers: list[AnyTracker] = Field(default=[], max_length=3)

@@ -176,7 +176,10 @@ def test_a_policy_overrides_single_keys_at_any_depth_and_a_loss_as_a_whole() -> 
     [
         ("dataflow: {max_stalenes: 1}", "dataflow.max_stalenes: unknown key; did you mean `max_staleness`"),
         ("dataflow: {group_size: 4}", "it holds for all policies; set it in `dataflow`"),
-        ("trainer: {optimizer: {lr: 1}}", "trainer.optimizer.lr: unknown key; known keys: learning_rate"),
+        (
+            "trainer: {optimizer: {lr: 1}}",
+            "trainer.optimizer.lr: unknown key; known keys: kind, learning_rate",
+        ),
         ("stpes: 4", "critic.stpes: unknown key; did you mean `steps`"),
         ("steps: 0", "critic.steps: Input should be greater than or equal to 1"),
     ],

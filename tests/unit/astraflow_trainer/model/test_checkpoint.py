@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from astraflow.recipe import OptimizerSettings
+from astraflow.recipe import AverageSettings, OptimizerSettings
 from astraflow_trainer.model import model, optimizer
 from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position, set_aside_damaged
 from astraflow_trainer.model.integrity import sealed, unsealed
@@ -21,9 +21,16 @@ SETTINGS = OptimizerSettings(learning_rate=1e-2)
 class Trainee:
     """A policy, its optimizer and its checkpoints."""
 
-    def __init__(self, policy: model.PolicyModel, folder: Path, *, keep: int = 2) -> None:
+    def __init__(
+        self,
+        policy: model.PolicyModel,
+        folder: Path,
+        *,
+        keep: int = 2,
+        settings: OptimizerSettings = SETTINGS,
+    ) -> None:
         self.policy, self.folder = policy, folder
-        self.optimizer = optimizer.MasterOptimizer(policy, settings=SETTINGS)
+        self.optimizer = optimizer.MasterOptimizer(policy, settings=settings)
         self.store = CheckpointStore(folder, keep=keep)
 
     def train(self, *seeds: int) -> list[float]:
@@ -58,7 +65,7 @@ MakeTrainee = Callable[..., Trainee]
 @pytest.fixture
 def make_trainee(make_policy: MakePolicy, tmp_path: Path) -> MakeTrainee:
     """Builds trainees that share one folder; equal seeds give equal weights."""
-    return lambda *, seed=0, keep=2: Trainee(make_policy(seed=seed), tmp_path, keep=keep)
+    return lambda *, seed=0, **settings: Trainee(make_policy(seed=seed), tmp_path, **settings)
 
 
 @pytest.fixture
@@ -66,17 +73,35 @@ def trainee(make_trainee: MakeTrainee) -> Trainee:
     return make_trainee()
 
 
-def test_resuming_continues_bit_for_bit(trainee: Trainee, make_trainee: MakeTrainee) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kind": "adamw_8bit", "schedule": "cosine", "decay_steps": 9},
+        {"kind": "muon", "weight_decay": 0.1, "average": AverageSettings(decay=0.5)},
+    ],
+    ids=["adamw", "adamw_8bit", "muon"],
+)
+def test_resuming_continues_bit_for_bit(make_trainee: MakeTrainee, changes: dict[str, object]) -> None:
+    settings = SETTINGS.model_copy(update=changes)
+    trainee = make_trainee(settings=settings)
     trainee.train(0, 1, 2)
     trainee.save(3)
     torch.manual_seed(7)
     straight = trainee.train(3, 4, 5)
 
-    resumed = make_trainee(seed=9)
+    resumed = make_trainee(seed=9, settings=settings)
     position = resumed.restore()
     assert (position.step, position.version, position.optimizer_steps) == (3, 3, 3)
     assert resumed.train(3, 4, 5) == straight
     assert same_bits(resumed.state(), trainee.state())
+
+
+def test_the_state_of_another_rule_is_refused(trainee: Trainee, make_trainee: MakeTrainee) -> None:
+    trainee.save(1)
+    other = make_trainee(settings=SETTINGS.model_copy(update={"kind": "muon"}))
+    with pytest.raises(CheckpointError, match=r"exp_avg\.\S+ as .*None; resume with the model and the opt"):
+        other.restore()
 
 
 def test_staging_is_a_copy_that_later_steps_leave_alone(trainee: Trainee, make_trainee: MakeTrainee) -> None:

@@ -1,6 +1,7 @@
 """Masters, rounding, schedule, clipping and discarding."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from astraflow.recipe import OptimizerSettings
 from astraflow_trainer.batches.packing import pack
 from astraflow_trainer.model.model import PolicyModel, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer, ScheduleSettings
+from astraflow_trainer.model.sharding import Compute, Placement
 from support.tiny_training import MakePolicy, copies, make_rows, same_bits
 
 
-def _optimizer(policy: PolicyModel, **settings: float) -> MasterOptimizer:
+def _optimizer(policy: PolicyModel, **settings: Any) -> MasterOptimizer:
     return MasterOptimizer(policy, settings=OptimizerSettings.model_validate(settings))
 
 
@@ -106,22 +108,77 @@ SCHEDULES = [
     pytest.param({"warmup_steps": 4}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 5: 1}, id="linear warm-up"),
     pytest.param({"warmup_steps": 0}, {0: 1}, id="no warm-up"),
     pytest.param(
-        {"warmup_steps": 0, "decay_steps": 10, "final_fraction": 0.2},
+        {"shape": "linear", "warmup_steps": 0, "decay_steps": 10, "final_fraction": 0.2},
         {0: 1, 1: 0.92, 5: 0.6, 10: 0.2, 99: 0.2},
         id="a line to its fraction, where it stays",
     ),
     pytest.param(
-        {"warmup_steps": 4, "decay_steps": 10, "final_fraction": 0.0},
+        {"shape": "linear", "warmup_steps": 4, "decay_steps": 10, "final_fraction": 0.0},
         {0: 0.25, 1: 0.5 * 0.9, 2: 0.75 * 0.8, 3: 0.7, 4: 0.6},
         id="decay during the warm-up, too",
     ),
-]
+    pytest.param(
+        {"shape": "linear", "warmup_steps": 2, "decay_from": 2, "decay_steps": 12, "final_fraction": 0.0},
+        {0: 0.5, 1: 1, 2: 1, 3: 0.9, 7: 0.5, 12: 0, 13: 0},
+        id="a line that begins after the warm-up",
+    ),
+    pytest.param(
+        {"shape": "cosine", "warmup_steps": 2, "decay_from": 2, "decay_steps": 10, "final_fraction": 0.1},
+        {1: 1, 2: 1, 4: 0.1 + 0.9 * (0.5 + math.sqrt(0.125)), 6: 0.55, 8: 0.1 + 0.9 * (0.5 - math.sqrt(0.125)),
+         10: 0.1, 50: 0.1},
+        id="half a cosine",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schedule", "factors"), SCHEDULES)
 def test_factors_of_a_schedule(schedule: dict[str, float], factors: dict[int, float]) -> None:
     settings = ScheduleSettings(**schedule)  # type: ignore[arg-type]
     assert {step: settings.factor(step) for step in factors} == pytest.approx(factors)
+
+
+def test_a_schedule_of_the_recipe_is_that_of_the_steps(policy: PolicyModel) -> None:
+    optimizer = _optimizer(policy, learning_rate=1.0, schedule="linear", warmup_steps=1, decay_steps=3)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.learning_rate)
+        _backward(policy)
+        _step(optimizer)
+    assert rates == pytest.approx([1, 1, 0.55, 0.1])
+
+
+def test_an_average_is_the_mean_first_and_follows_then(policy: PolicyModel) -> None:
+    optimizer = _optimizer(policy, learning_rate=0.1, warmup_steps=0, average={"decay": 0.6})
+    name = "model.norm.weight"
+    seen, average = [local_part(optimizer.masters[name]).detach().double()], torch.zeros(0)
+    for step in range(1, 4):
+        _backward(policy)
+        _step(optimizer)
+        seen.append(local_part(optimizer.masters[name]).detach().double().clone())
+        # 1/2 of the first two, then 0.6 is less than 2/3.
+        average = (seen[0] + seen[1]) / 2 if step == 1 else 0.6 * average + 0.4 * seen[-1]
+    held = local_part(optimizer.state()[f"average.{name}"])
+    torch.testing.assert_close(held.double(), average, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(held, seen[-1].float())
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_an_average_is_published_where_asked_for_and_training_goes_on_from_the_masters(
+    make_policy: MakePolicy, compute: Compute
+) -> None:
+    for publish in (False, True):
+        policy = make_policy(placement=Placement(compute=compute))
+        optimizer = _optimizer(policy, learning_rate=0.1, average={"decay": 0.9, "publish": publish})
+        _backward(policy)
+        _step(optimizer)
+        before = copies(policy.hf_parameters())
+        with optimizer.as_published():
+            shown = _rounded(copies(policy.hf_parameters()))
+        kind = "average" if publish else "master"
+        expected = {name: optimizer.state()[f"{kind}.{name}"] for name in shown}
+        assert same_bits(shown, _rounded(copies(expected.items())))
+        assert same_bits(copies(policy.hf_parameters()), before)
+    assert not same_bits(shown, _rounded(before))
 
 
 def test_learning_rate_can_be_changed_and_is_checked(policy: PolicyModel) -> None:

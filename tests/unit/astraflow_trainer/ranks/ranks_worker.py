@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from astraflow import recipe
 from astraflow.recipe.advantage import Rae
@@ -50,6 +51,13 @@ RUNNING_STEPS = (2, NUM_STEPS + 1)
 RUNNING = OURS.model_copy(update={"advantage": Rae()})
 """With a running baseline, before the checkpoint and after it."""
 SIZES = (1, 2)
+RULES = {
+    "adamw_8bit": recipe.OptimizerSettings(
+        kind="adamw_8bit", learning_rate=1e-2, average=recipe.AverageSettings()
+    ),
+    "muon": recipe.OptimizerSettings(kind="muon", learning_rate=1e-2, weight_decay=0.1),
+}
+"""What takes steps on gradients that do not depend on the number of ranks."""
 
 
 def make_rows(seed: int) -> list[TrainingRow]:
@@ -146,8 +154,34 @@ def train(settings: RankSettings, folder: Path) -> None:
     (folder / f"held-{group.size}-{group.index}.json").write_text(json.dumps(held))
     np.save(folder / f"metrics-{group.size}-{group.index}.npy", np.asarray(lines))
     np.savez(folder / f"state-{group.size}-{group.index}.npz", **rank.state())
+    known_steps(group, folder, take_up=False)
     group.farewell(None)
     dist.destroy_process_group()
+
+
+def known_steps(group: RankGroup, folder: Path, *, take_up: bool) -> None:
+    """Two steps of every rule with random gradients, from the start or from the other run's checkpoint of them."""
+    for kind, settings in RULES.items():
+        policy = PolicyModel(load_causal_lm(folder / "model"))
+        shard(policy, mesh=(mesh := init_device_mesh("cpu", (group.size,))))
+        optimizer = MasterOptimizer(policy, settings=settings)
+        size = SIZES[1 - SIZES.index(group.size)] if take_up else group.size
+        checkpoints = CheckpointStore(
+            folder / f"{kind}-{size}", keep=9, ranks=group.saving, group=group.saving_group
+        )
+        if take_up:
+            checkpoints.restore(optimizer)
+        generator = torch.Generator().manual_seed(int(take_up))
+        for _ in range(2):
+            for _, parameter in policy.hf_parameters():
+                whole = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+            optimizer.step(gradient_norm=1.0)
+        parts = {name: part.numpy() for name, part in tiny_training.copies(optimizer.state().items()).items()}
+        kept = "resumed" if take_up else "state"
+        np.savez(folder / f"{kind}-{kept}-{group.size}-{group.index}.npz", **parts)
+        if not take_up:
+            checkpoints.write(checkpoints.stage(optimizer, step=2, version=2))
 
 
 def resume(settings: RankSettings, folder: Path) -> None:
@@ -170,6 +204,7 @@ def resume(settings: RankSettings, folder: Path) -> None:
     means = [fmean(row.reward for row in make_rows(step)) for step in RUNNING_STEPS]
     moved = [*position.baselines.items(), *rank.baselines.items(), means]
     (folder / f"baselines-{group.size}-{group.index}.json").write_text(json.dumps(moved))
+    known_steps(group, folder, take_up=True)
     group.farewell(None)
     dist.destroy_process_group()
 
