@@ -161,11 +161,11 @@ class RunLoop:
         except PluginError as error:
             self._report_plugin(error)
             return False
-        self.context.plugins.faults.clear("dataset", self.context.recipe.run.dataset.use)
+        self.context.plugins.faults.clear("dataset", self.context.recipe.run.data_name)
         return not self.context.skipped
 
     def _report_plugin(self, error: PluginError) -> None:
-        name = self.context.recipe.run.dataset.use
+        name = self.context.recipe.run.data_name
         if self.context.plugins.faults.note("dataset", name, error):
             log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
 

@@ -8,12 +8,13 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from astraflow.agents import AgentEndpoint
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RecipeError
-from astraflow.plugins import Reward, Workflow
-from astraflow.recipe import Recipe, ResolvedRole, declared_roles, workflow_roles
+from astraflow.plugins import Episode, Policy, Reward, TaskSpec, Workflow
+from astraflow.recipe import Grading, Recipe, ResolvedRole, declared_roles, workflow_roles
 from astraflow.recipe.file import place_of
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource, load, make
@@ -28,10 +29,31 @@ class RecipeWorkflow:
     """A run's workflow, made."""
 
     workflow: Workflow
-    scorer: RewardScorer | None
-    """The reward, which the workflow holds as well; its worker processes live as long as the node."""
+    scorers: Mapping[str, RewardScorer]
+    """The rewards by source, which the workflows hold as well; their worker processes live as long as the node."""
     roles: Mapping[str, ResolvedRole]
     """The run's roles by the names that the workflow uses."""
+
+    @property
+    def own_scorers(self) -> list[RewardScorer]:
+        """Each reward once; sources with the same workflow and reward share them."""
+        return list({id(scorer): scorer for scorer in self.scorers.values()}.values())
+
+
+class BySource:
+    """Runs each task by the workflow of its source."""
+
+    def __init__(self, workflows: Mapping[str, Workflow]) -> None:
+        self._workflows = workflows
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """Run the task. Raises ValueError for one of a source that the recipe does not have."""
+        name = task.source.partition("/")[0]
+        if name not in self._workflows:
+            raise ValueError(
+                f"task {task.task_id} has source {name!r}, which is none of run.sources: {', '.join(self._workflows)}"
+            )
+        return await self._workflows[name].run(task, policies)
 
 
 def load_workflow(
@@ -53,30 +75,55 @@ def load_workflow(
     """
     folder = install_code(run.code, into=into, allowed=allowed)
     source = RecipeSource(name=f"recipe of run {run.run_id}", text=run.recipe_yaml, folder=folder)
-    settings = recipe.raas
     offered: dict[str, object] = {
         "endpoint": endpoint,
         "environments": RecipeEnvironments(source, served=served),
         "recipe_dir": (folder or into) if allowed else None,
         "scratch_dir": scratch,
     }
-    reward = scorer = None
-    if settings.reward is not None:
-        reward = make(settings.reward, protocol=Reward, source=source)
-        scorer = make_scorer(reward, settings.reward, source=source, given=settings.reward_limits)
-        offered["reward"] = scorer
-    elif _requires_reward(settings.workflow, source=source):
-        raise RecipeError(
-            f"raas.reward is missing, and {settings.workflow.use} cannot do without; name a reward"
-        )
-    workflow = make(settings.workflow, protocol=Workflow, source=source, **offered)
+    made: dict[str, _Made] = {}
+    for name, grading in recipe.grading.items():
+        same = next((known for known in made.values() if known.grading == grading), None)
+        made[name] = same or _make(grading, recipe, source=source, offered=offered)
+    declared = [one.declared_roles for one in made.values()]
+    unclear = [one for one in declared if one is None or isinstance(one, str)]
+    roles = unclear[0] if unclear else [role for one in declared for role in one]
+    first = next(iter(made.values())).grading.workflow
     try:
-        declared = declared_roles(workflow, reward)
-        roles = workflow_roles(declared, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
+        played = workflow_roles(roles, roles=recipe.resolved_roles, are_given=bool(recipe.roles))
     except (TypeError, ValueError) as error:
-        place = place_of(settings.workflow, source.text, source=source.name)
-        raise RecipeError(f"{place}: {settings.workflow.use}: {error}") from error
-    return RecipeWorkflow(workflow=workflow, scorer=scorer, roles=roles)
+        place = place_of(first, source.text, source=source.name)
+        raise RecipeError(f"{place}: {first.use}: {error}") from error
+    workflows = {name: one.workflow for name, one in made.items()}
+    return RecipeWorkflow(
+        workflow=BySource(workflows) if recipe.run.sources else workflows[""],
+        scorers={name: one.scorer for name, one in made.items() if one.scorer},
+        roles=played,
+    )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Workflow and reward of one or more sources."""
+
+    grading: Grading
+    workflow: Workflow
+    scorer: RewardScorer | None
+    declared_roles: Any
+
+
+def _make(grading: Grading, recipe: Recipe, *, source: RecipeSource, offered: Mapping[str, object]) -> _Made:
+    reward = scorer = None
+    if grading.reward is not None:
+        reward = make(grading.reward, protocol=Reward, source=source)
+        scorer = make_scorer(reward, grading.reward, source=source, given=recipe.raas.reward_limits)
+        offered = {**offered, "reward": scorer}
+    elif _requires_reward(grading.workflow, source=source):
+        raise RecipeError(
+            f"raas.reward is missing, and {grading.workflow.use} cannot do without; name a reward"
+        )
+    workflow = make(grading.workflow, protocol=Workflow, source=source, **offered)
+    return _Made(grading, workflow, scorer, declared_roles(workflow, reward))
 
 
 def _requires_reward(workflow: PluginSettings, *, source: RecipeSource) -> bool:

@@ -97,8 +97,10 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
     return {
         "run": found.run.run_id,
         "node": folder.node_id,
-        "workflow": found.recipe.raas.workflow.use,
-        "reward": found.recipe.raas.reward.use if found.recipe.raas.reward else "none",
+        "workflow": ", ".join(dict.fromkeys(way.workflow.use for way in found.recipe.grading.values())),
+        "reward": ", ".join(
+            dict.fromkeys(way.reward.use if way.reward else "none" for way in found.recipe.grading.values())
+        ),
         "policies": ", ".join(found.recipe.policies),
         "store": store.uri,
         "engine": settings.engine,

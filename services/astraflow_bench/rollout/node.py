@@ -22,12 +22,12 @@ from statistics import median
 import httpx
 import psutil
 
-from astraflow.plugins import Dataset
 from astraflow.recipe.file import load_recipe
 from astraflow_bench.figures import Figure
 from astraflow_bench.rollout.callbacks import CallbackWatch
 from astraflow_bench.rollout.models import Shape
-from astraflow_kit.plugins import RecipeSource, make
+from astraflow_dataflow.runs.mixed_dataset import make_dataset
+from astraflow_kit.plugins import RecipeSource
 from astraflow_raas.engine.base import GenerateCall
 from astraflow_raas.engine.http import HttpEngine
 from astraflow_raas.policies.tokenizer import load_tokenizer
@@ -234,7 +234,7 @@ def _prompts(recipe: Path, engine: psutil.Process) -> list[tuple[int, ...]]:
     """Tasks of the run as its engine gets them."""
     loaded = load_recipe(recipe)
     source = RecipeSource(folder=loaded.folder)
-    dataset = make(loaded.recipe.run.dataset, protocol=Dataset, source=source, seed=loaded.recipe.run.seed)
+    dataset = make_dataset(loaded.recipe, source)
     tokenizer = load_tokenizer(Path(_option(engine, "--model-path")))
     tasks = (dataset.train(index) for index in range(1024))
     return [tokenizer.encode(task.messages) for task in tasks if task is not None]

@@ -25,6 +25,7 @@ from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.shadows import Shadows
+from astraflow_dataflow.runs.mixed_dataset import make_dataset
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
 from astraflow_kit.plugins import RecipeSource, make
 
@@ -108,7 +109,7 @@ class DataPlugins:
             return tuple(made(kind, *named, protocol) for named in zip(names, wanted, strict=True))
 
         selectors = several("selector", _some(flow.selector), _some(first.selector), Selector)
-        kept = before or cls(dataset=make(recipe.run.dataset, protocol=Dataset, source=source, seed=seed))
+        kept = before or cls(dataset=make_dataset(recipe, source))
         return replace(
             kept,
             filters=several("filter", flow.filters, first.filters, Filter),

@@ -55,7 +55,7 @@ class Curation:
                 break
             # Each draw is larger than the one before, for curators may skip most of it.
             count = min(TASKS_PER_FEED, missing << draws)
-            with context.plugins.faults.running("dataset", context.recipe.run.dataset.use):
+            with context.plugins.faults.running("dataset", context.recipe.run.data_name):
                 drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
             specs = context.lengths.longest_first(await self._proposed(context, drawn))
             context.skipped = 0 if specs else context.skipped + len(drawn)

@@ -22,6 +22,7 @@ from astraflow.agents import AgentEndpoint
 from astraflow.commands.run_creation import run_of
 from astraflow.errors import PluginError, RecipeError
 from astraflow.plugins import (
+    Dataset,
     Demonstrations,
     Message,
     MissingCapability,
@@ -33,6 +34,7 @@ from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_dataflow.runs.mixed_dataset import MixedDataset
 from astraflow_dataflow.tasks.curation import draw, new_task
 from astraflow_kit.log import configure
 from astraflow_kit.plugins import RecipeSource, describe, make
@@ -78,10 +80,15 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
             StepPlugins.made(policy.trainer.algorithm, source=own, roles=policy.advantages)
             require_installed(policy.trainer.trackers)
         yield f"roles: {', '.join(workflow.roles)}"
-        task = _first_task(plugins, recipe)
-        yield f"data set: task {task.task_id}"
-        if workflow.scorer is not None:
-            yield f"reward: {asyncio.run(_graded(workflow.scorer, task))}"
+        for name in recipe.grading:
+            of = f" of {name}" if name else ""
+            dataset = (
+                plugins.dataset.of(name) if isinstance(plugins.dataset, MixedDataset) else plugins.dataset
+            )
+            task = _first_task(dataset, recipe)
+            yield f"data set{of}: task {task.task_id}"
+            if (scorer := workflow.scorers.get(name)) is not None:
+                yield f"reward{of}: {asyncio.run(_graded(scorer, task))}"
         asked = {role.policy_id for role in recipe.resolved_roles.values()}
         for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
@@ -97,22 +104,22 @@ def require_heldout(loaded: LoadedRecipe) -> None:
         specs, _ = draw(dataset.heldout, start=0, count=1)
     if not specs:
         raise RecipeError(
-            f"{loaded.recipe.run.dataset.use}: the data set has no held-out task, heldout(0) returns None; there is "
+            f"{loaded.recipe.run.data_name}: the data set has no held-out task, heldout(0) returns None; there is "
             "nothing to evaluate on"
         )
 
 
-def _first_task(plugins: DataPlugins, recipe: Recipe) -> TaskSpec:
+def _first_task(dataset: Dataset, recipe: Recipe) -> TaskSpec:
     """The first task for training, or held-out where there is none of those; both keep the contract's bounds."""
     found = []
-    for method in (plugins.dataset.train, plugins.dataset.heldout):
+    for method in (dataset.train, dataset.heldout):
         specs, _ = draw(method, start=0, count=1)
         for spec in specs:
             new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=recipe.dataflow.group_size)
         found += specs
     if not found:
         raise RecipeError(
-            f"{recipe.run.dataset.use}: the data set has no task; train(0) and heldout(0) return None"
+            f"{recipe.run.data_name}: the data set has no task; train(0) and heldout(0) return None"
         )
     return found[0]
 

@@ -122,7 +122,7 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
         policies=policies,
         endpoint=inputs.endpoint,
         served=inputs.served,
-        scorer=inputs.workflow.scorer,
+        scorers=inputs.workflow.own_scorers,
         session=session,
         pusher=pusher,
         load=load,

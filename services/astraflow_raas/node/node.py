@@ -110,7 +110,7 @@ class Node:
     policies: PolicyTable
     endpoint: Endpoint
     served: ServedEnvironments
-    scorer: RewardScorer | None
+    scorers: Sequence[RewardScorer]
     session: Session
     pusher: Pusher
     load: LoadWatch
@@ -122,8 +122,7 @@ class Node:
         engines: list[Service] = []
         for part in self.policies.parts.values():
             engines += [*part.hosts, part.weights]
-        scorers = [self.scorer] if self.scorer is not None else []
-        return [self.endpoint, self.served, *scorers, *engines, self.pusher, self.load, self.worker]
+        return [self.endpoint, self.served, *self.scorers, *engines, self.pusher, self.load, self.worker]
 
     @property
     def waiting_for(self) -> str:

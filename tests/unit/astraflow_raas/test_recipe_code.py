@@ -7,7 +7,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import PluginError, RecipeError
-from astraflow.plugins import Score, Workflow
+from astraflow.plugins import Score, TaskSpec, Workflow
 from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
@@ -36,6 +36,10 @@ class Scores:
     async def run(self, task, policies):
         return None
 
+class Earns(Scores):
+    async def run(self, task, policies):
+        return self.text, await self.score()
+
 class Plays(Scores):
     @property
     def roles(self):
@@ -49,9 +53,16 @@ class OddWorkflow:
 """
 
 
-def workflow_of(folder: Path, *, reward: str, workflow: str = SINGLE_TURN, allowed: bool = True) -> Workflow:
+def workflow_of(
+    folder: Path,
+    *,
+    reward: str,
+    workflow: str = SINGLE_TURN,
+    allowed: bool = True,
+    data: str = 'dataset: "recipe:D"',
+) -> Workflow:
     text = f"""
-run: {{name: r, dataset: "recipe:D"}}
+run: {{name: r, {data}}}
 policies: {{solver: {{model: {{path: x}}}}}}
 raas: {{reward: {reward}, workflow: {workflow}}}
 """
@@ -103,6 +114,29 @@ def test_installed_plug_ins_need_no_leave(tmp_path: Path) -> None:
 def test_an_unusable_plug_in_is_named(tmp_path: Path, plugins: dict[str, Any], complaint: str) -> None:
     with pytest.raises(PluginError, match=complaint):
         workflow_of(tmp_path, **plugins)
+
+
+EACH = """sources: {
+  a: {dataset: "recipe:D"},
+  b: {dataset: "recipe:D", workflow: {use: "recipe:Earns", with: {text: b}}, reward: "recipe:constant"},
+}"""
+
+
+async def test_a_task_is_run_and_graded_as_its_source_says(tmp_path: Path) -> None:
+    own = "{use: recipe:Earns, with: {text: a}}"
+    workflow = workflow_of(tmp_path, reward="recipe:Half", workflow=own, data=EACH)
+    earned = {
+        source: await workflow.run(TaskSpec("t", (), source=source), {}) for source in ("a", "a/hard", "b")
+    }
+    assert earned == {"a": ("a", Score(0.5)), "a/hard": ("a", Score(0.5)), "b": ("b", Score(1.0))}
+    with pytest.raises(ValueError, match=r"task t has source 'c', which is none of run.sources: a, b"):
+        await workflow.run(TaskSpec("t", (), source="c"), {})
+
+
+def test_sources_that_say_nothing_share_one_workflow_and_its_reward(tmp_path: Path) -> None:
+    data = 'sources: {a: {dataset: "recipe:D"}, b: {dataset: "recipe:D"}}'
+    workflow = cast("Any", workflow_of(tmp_path, reward="recipe:Half", data=data))
+    assert len({id(made) for made in workflow._workflows.values()}) == 1
 
 
 def test_a_workflow_that_declares_the_run_s_roles_is_made(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from astraflow.recipe.roles import ResolvedRole, RoleSettings, declared_roles, w
 from astraflow.recipe.settings import (
     SCHEMA_VERSION,
     AverageSettings,
+    Grading,
     OptimizerSettings,
     PolicySettings,
     PublishSettings,
@@ -28,6 +29,7 @@ from astraflow.recipe.settings import (
     ResolvedPolicy,
     RowLimits,
     RunSettings,
+    SourceSettings,
     TrainerSettings,
     json_schema,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "DataflowSettings",
     "EvaluationSettings",
     "ExternalSettings",
+    "Grading",
     "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
@@ -54,6 +57,7 @@ __all__ = [
     "RowLimits",
     "RunSettings",
     "SamplingSettings",
+    "SourceSettings",
     "StoredVersionSettings",
     "TokenizerSettings",
     "TrainerSettings",

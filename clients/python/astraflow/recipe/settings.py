@@ -40,19 +40,48 @@ from astraflow.recipe.trackers import AnyTracker
 SCHEMA_VERSION = 1
 
 
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
+
+
+class SourceSettings(Section):
+    """One of several data sets whose tasks are mixed."""
+
+    dataset: PluginSettings
+    """`Dataset` plug-in, as in run.dataset."""
+    weight: int = Field(default=1, ge=1, le=1000)
+    """How many of its tasks come in each turn, in which every source that has tasks comes."""
+    workflow: PluginSettings | None = None
+    """`Workflow` plug-in of its tasks instead of raas.workflow; both play the same roles, or fewer."""
+    reward: PluginSettings | None = None
+    """`Reward` plug-in of its tasks instead of raas.reward."""
+
+
 class RunSettings(Section):
     """What is trained and for how long."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
     """Name of the run, and its id: lower-case letters, digits and dashes."""
-    dataset: PluginSettings
-    """`Dataset` plug-in; its class may take `seed`, which is run.seed."""
+    dataset: PluginSettings | None = None
+    """`Dataset` plug-in; its class may take `seed`, which is run.seed. Or give `sources`."""
+    sources: dict[SourceName, SourceSettings] = Field(default={}, max_length=64)
+    """Several data sets instead of one, by the name that their tasks have as `source`."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data set, the initial weights, the warm start and the sampling."""
     steps: int = Field(default=100, ge=0, le=10_000_000)
     """Optimizer steps of each policy that does not say otherwise. 0: nothing is trained, whatever policies say; the
     weights to start from become version 0, which is evaluated, and the run ends.
     """
+
+    @model_validator(mode="after")
+    def _has_data(self) -> RunSettings:
+        if (self.dataset is None) == (not self.sources):
+            raise ValueError("give either `dataset`, or `sources` with one data set each")
+        return self
+
+    @property
+    def data_name(self) -> str:
+        """What errors call the data set."""
+        return self.dataset.use if self.dataset else f"run.sources ({', '.join(self.sources)})"
 
 
 class RewardLimitSettings(Section):
@@ -243,6 +272,13 @@ class PolicySettings(Section):
         return None if value is None else value.model_dump(mode="json", exclude_unset=True)
 
 
+class Grading(NamedTuple):
+    """How tasks of a source become episodes with rewards."""
+
+    workflow: PluginSettings
+    reward: PluginSettings | None
+
+
 class RowLimits(NamedTuple):
     """What a trainer can train on."""
 
@@ -382,6 +418,16 @@ class Recipe(Section):
         return resolve_roles(
             self.roles, trained=trained, unasked={lora.of for lora in self.adapters.values()}
         )
+
+    @cached_property
+    def grading(self) -> Mapping[str, Grading]:
+        """Workflow and reward of each source's tasks; without `run.sources`, one of the name ``."""
+        given = Grading(self.raas.workflow, self.raas.reward)
+        own = {
+            name: Grading(source.workflow or given.workflow, source.reward or given.reward)
+            for name, source in self.run.sources.items()
+        }
+        return own or {"": given}
 
     @property
     def trains(self) -> bool:

@@ -93,6 +93,17 @@ def test_what_a_run_would_fail_on_is_refused_with_its_place(
         tried(tmp_path, *overrides, old=old, new=new)
 
 
+def test_each_source_is_tried(tmp_path: Path) -> None:
+    sources = "{a: {dataset: recipe:AdditionProblems}, b: {dataset: recipe:AdditionProblems}}"
+    lines = tried(tmp_path, "run.dataset=null", f"run.sources={sources}")
+    assert [line.partition(", ")[0] for line in lines[1:5]] == [
+        "data set of a: task a:train-0",
+        "reward of a: 0 for task a:train-0 and the completion 'The answer is 42.'",
+        "data set of b: task b:train-0",
+        "reward of b: 0 for task b:train-0 and the completion 'The answer is 42.'",
+    ]
+
+
 def test_a_model_that_is_not_here_is_not_downloaded(tmp_path: Path) -> None:
     model = "policies.solver.model"
     sources = (f"{model}.path=nobody/nowhere", f"{model}.architecture=null", f"{model}.tokenizer=null")
