@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
 from astraflow_trainer.batches.rows import TrainingRow
@@ -22,19 +20,21 @@ from astraflow_trainer.model.checkpoint import CheckpointStore, Position, requir
 from astraflow_trainer.model.lora import adapted
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
-from astraflow_trainer.model.sharding import Compute, Placement, Recompute, shard
+from astraflow_trainer.model.sharding import Compute, Placement, shard
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_trainer.ranks.group import RankGroup
+from astraflow_trainer.ranks.mesh import from_first_replica, rank_mesh, replica_of
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PolicyLearner:
@@ -49,8 +49,8 @@ class PolicyLearner:
         checkpoint_dir: Path,
         group: RankGroup,
         snapshot: Where = "device",
-        recompute: Recompute = "none",
-        offload: bool = False,
+        num_replicas: int = 1,
+        placement: Placement | None = None,
         identity: str = "",
         seed: int = 0,
         moved: Callable[[], None] = lambda: None,
@@ -58,15 +58,14 @@ class PolicyLearner:
         """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
         an adapter begins with the numbers of `seed`. `moved` is called at each micro-batch.
 
-        `snapshot` says where the bits of the last version are kept when the model is on a GPU; `recompute` and
-        `offload` as `Placement` has them.
+        `snapshot` says where the bits of the last version are kept when the model is on a GPU; `placement` is
+        how it lies there, where `compute` is the recipe's. Of `num_replicas` of the model, each on as many ranks, the
+        first publishes.
         """
         self._group, self._ranks, self._moved = group, group.training, moved
         training = policy.trainer
-        placement = Placement(
-            compute=_compute(training.compute, group.device), recompute=recompute, offload=offload
-        )
-        mesh = init_device_mesh(group.device.type, (group.size,))
+        placement = replace(placement or Placement(), compute=_compute(training.compute, group.device))
+        mesh = self._mesh = rank_mesh(group.device, num_ranks=group.size, num_replicas=num_replicas)
         if policy.lora is None:
             self._policy = load_policy(model_dir, mesh=mesh, placement=placement).train()
         else:
@@ -74,7 +73,7 @@ class PolicyLearner:
             shard(self._policy.to(group.device), mesh=mesh, placement=placement)
         self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh, placement=placement)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
-        self._copies = _weight_source(self._policy, snapshot=snapshot)
+        self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
         self._settings = StepSettings(
             algorithm=training.algorithm,
@@ -120,7 +119,10 @@ class PolicyLearner:
         if checkpoint is not None:
             self._checkpoints.restore(self._optimizer, step=checkpoint)
         self._baselines = dict(baselines)
-        self._optimizer.adopt(self._copies.held.by_parameter(weights))
+        values = self._copies.held.by_parameter(weights)
+        for name in sorted(values):
+            from_first_replica(values[name], mesh=self._mesh)
+        self._optimizer.adopt(values)
         if learning_rate is not None:
             self._optimizer.set_learning_rate(learning_rate)
 
@@ -158,7 +160,7 @@ class PolicyLearner:
 
     @property
     def held(self) -> HeldPart:
-        """Which part of the published tensors this rank holds."""
+        """Which part of the published tensors this rank publishes."""
         return self._copies.held
 
     @property
@@ -180,10 +182,14 @@ class PolicyLearner:
         return partial(self._checkpoints.write, staged)
 
 
-def _weight_source(policy: PolicyModel, *, snapshot: Where) -> WeightCopies | DetectedChanges:
+def _weight_source(
+    policy: PolicyModel, *, publishes: bool, snapshot: Where
+) -> WeightCopies | DetectedChanges:
     """On a GPU only what changed is copied; on a CPU the publishing thread compares faster than this one."""
-    copies = WeightCopies(policy)
-    return copies if copies.held.device.type == "cpu" else DetectedChanges(policy, snapshot=snapshot)
+    copies = WeightCopies(policy, publishes=publishes)
+    if copies.held.device.type == "cpu":
+        return copies
+    return DetectedChanges(policy, publishes=publishes, snapshot=snapshot)
 
 
 def _compute(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Compute:

@@ -43,6 +43,7 @@ from astraflow_trainer.progress import Progress, StepRecord
 from astraflow_trainer.publish.publishing import STORE_RETRY_S
 from astraflow_trainer.ranks.device import training_device
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
+from astraflow_trainer.ranks.mesh import require_mesh
 from astraflow_trainer.servicer import TrainerServicer
 from astraflow_trainer.session import TrainingSession, own_folder
 from astraflow_trainer.settings import RankSettings, TrainerSettings
@@ -240,6 +241,7 @@ class _Training:
 
 
 def _meet(rank: RankSettings, settings: TrainerSettings) -> RankGroup:
+    require_mesh(num_ranks=rank.world_size, num_replicas=settings.replicas)
     device = training_device(settings.device, local_rank=rank.local_rank or 0)
     return join_rank_group(
         rank, timeout_s=settings.rank_timeout_s, silence_s=settings.rank_silence_s, device=device

@@ -39,6 +39,7 @@ from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
 from astraflow_trainer.model.lora import write_adapter_config
 from astraflow_trainer.model.resuming import Start, take_up
+from astraflow_trainer.model.sharding import Placement
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
 from astraflow_trainer.publish.publishing import PublishWorker
@@ -202,8 +203,8 @@ class TrainingSession:
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
-            recompute=self._settings.activation_checkpointing,
-            offload=self._settings.offload,
+            num_replicas=self._settings.replicas,
+            placement=placement_of(self._settings),
             identity=claim.identity,
             seed=self._joined.recipe.run.seed,
             moved=self._progress.moved,
@@ -387,6 +388,16 @@ def _must_publish(newest: int, start: int, *, lost: bool) -> bool:
     again, they are equal to the newest version, or get the next number.
     """
     return newest < start or (lost and newest == start)
+
+
+def placement_of(settings: TrainerSettings) -> Placement:
+    """What the settings say of how a model lies on the devices; the recipe says what it computes in."""
+    return Placement(
+        recompute=settings.activation_checkpointing,
+        offload=settings.offload,
+        attention=settings.attention,
+        compiled=settings.compile,
+    )
 
 
 def own_folder(settings: TrainerSettings, rank: int) -> Path:

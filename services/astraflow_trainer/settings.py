@@ -44,11 +44,20 @@ class TrainerSettings(JoinSettings, StoreAccess):
     """Import the Python files that come with the recipe. They may do anything this user may do."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What this rank computes on: `auto` is the GPU that LOCAL_RANK counts to where there is one, else the CPU."""
+    replicas: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Into how many copies of the model the ranks are cut, each spread over as many: HSDP, for ranks on machines that
+    are slow to reach. Ranks of one copy follow one another; the first copy publishes."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What of a decoder layer the backward pass computes again instead of keeping it: nothing, all but matrix products
     and attention, everything. Saves memory, costs time, changes no bit of a step."""
     offload: bool = False
     """Keep masters, moments and gradients in host memory, from where weights cross to the GPU layer by layer."""
+    attention: Literal["auto", "mask"] = "auto"
+    """How attention keeps the rows of a lane apart: `auto` takes flash-attn, or torch's own kernel for rows of many
+    lengths, on a GPU that computes in bf16; `mask` never does."""
+    compile: bool = False
+    """Let torch compile the decoder layers, which takes a minute at the first step; it needs a C++ compiler, and triton
+    on a GPU. Without them layers run as they are, and the log says so."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """torch threads of a training step."""
     warm_start_threads: Annotated[int, Field(ge=0, le=1024)] = 0

@@ -12,6 +12,7 @@ from astraflow.recipe import file
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.learner import PolicyLearner
 from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
+from astraflow_trainer.model.sharding import Placement
 from astraflow_trainer.ranks.device import DeviceChoice, training_device
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
@@ -40,7 +41,10 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def _learner(
-    model_dir: Path, *overrides: str, device: DeviceChoice = "cuda", offload: bool = False
+    model_dir: Path,
+    *overrides: str,
+    device: DeviceChoice = "cuda",
+    placement: Placement | None = None,
 ) -> PolicyLearner:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -52,7 +56,7 @@ def _learner(
         model_dir=model_dir,
         checkpoint_dir=model_dir.parent / "checkpoints",
         group=join_rank_group(RankSettings(), timeout_s=60.0, device=training_device(device, local_rank=0)),
-        offload=offload,
+        placement=placement,
     )
 
 
@@ -77,11 +81,22 @@ def test_a_step_equals_the_cpu_s(model_dir: Path) -> None:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_it_resumes_with_the_same_published_bits(model_dir: Path, compute: str, offload: bool) -> None:
-    first = _learner(model_dir, f"trainer.compute={compute}", offload=offload)
+    first = _learner(model_dir, f"trainer.compute={compute}", placement=Placement(offload=offload))
     initial = _bits(first)
     first.train(tiny_training.make_rows())
     first.stage(step=1, version=1)()
-    resumed = _learner(model_dir, f"trainer.compute={compute}", offload=offload)
+    resumed = _learner(model_dir, f"trainer.compute={compute}", placement=Placement(offload=offload))
     assert resumed.restore() is not None
     assert np.array_equal(_bits(first), _bits(resumed))
     assert not np.array_equal(initial, _bits(first))
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(compiled=True)], ids=["eager", "compiled"])
+def test_attention_to_pieces_is_attention_under_a_mask(model_dir: Path, placement: Placement) -> None:
+    rows = tiny_training.make_rows()
+    masked = _learner(model_dir, "trainer.compute=bf16", placement=Placement(attention="mask")).train(rows)
+    pieced = _learner(model_dir, "trainer.compute=bf16", placement=placement).train(rows)
+    assert masked.loss is not None
+    assert pieced.loss is not None
+    assert pieced.loss.loss == pytest.approx(masked.loss.loss, abs=1e-2)
+    assert pieced.gradient_norm == pytest.approx(masked.gradient_norm, rel=0.1)

@@ -10,11 +10,12 @@ publisher.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from astraflow_trainer.batches.packing import MicroBatch, attention_mask
+from astraflow_trainer.model.attention import Kernel, pieces, use_kernel
 from astraflow_trainer.model.logprobs import token_scores
 
 _PREFIX = "causal_lm."
@@ -66,7 +68,7 @@ class PolicyModel(nn.Module):
     """A causal language model that answers one question: how likely are the trained tokens of a micro-batch.
 
     Only these tokens reach the output head, in chunks, so logits are never held whole. With several rows in a
-    lane attention gets a block-diagonal causal mask, else none.
+    lane attention gets a block-diagonal causal mask, else none; a kernel for pieces gets the rows' borders instead.
     """
 
     def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
@@ -76,6 +78,12 @@ class PolicyModel(nn.Module):
         """Where the forward pass runs; sharded parameters may be kept elsewhere."""
         self.holds_masters = False
         """Whether the parameters are the fp32 masters, which are rounded when they are gathered."""
+        self._attends_to_pieces = False
+
+    def attend_by(self, name: str, kernel: Kernel) -> None:
+        """Attend within rows by `kernel` from now on, without masks."""
+        use_kernel(self.causal_lm, kernel, name=name)
+        self._attends_to_pieces = True
 
     def forward(
         self,
@@ -86,13 +94,17 @@ class PolicyModel(nn.Module):
         source_N: torch.Tensor,
         target_N: torch.Tensor,
         temperature_N: torch.Tensor,
+        **attention: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32[N] each. Arguments are the fields of `MicroBatch`; see `score`."""
+        """Log-probs and entropies, float32[N] each. Arguments are the fields of `MicroBatch` and, for a kernel,
+        `Pieces.arguments`; see `score`.
+        """
         output = self.causal_lm.get_decoder()(
             input_ids=token_ids_BL,
             position_ids=position_ids_BL,
             attention_mask=attention_mask_B1LL,
             use_cache=False,
+            **attention,
         )
         hidden_ND = output.last_hidden_state.flatten(0, 1)[source_N]
         head_VD = self.causal_lm.get_output_embeddings().weight
@@ -104,14 +116,17 @@ class PolicyModel(nn.Module):
         """
         # Without a mask the model derives positions itself; restarting ones would make it look for packed
         # rows.
-        packed = not batch.one_row_per_lane
+        by_pieces = self._attends_to_pieces
+        packed = by_pieces or not batch.one_row_per_lane
+        masked = packed and not by_pieces
         logprob_N, entropy_N = self(
             self._moved(batch.token_ids_BL),
             position_ids_BL=self._moved(batch.position_ids_BL) if packed else None,
-            attention_mask_B1LL=attention_mask(self._moved(batch.document_ids_BL)) if packed else None,
+            attention_mask_B1LL=attention_mask(self._moved(batch.document_ids_BL)) if masked else None,
             source_N=self._moved(batch.source_N),
             target_N=self._moved(batch.target_N),
             temperature_N=self._moved(batch.temperature_N),
+            **(pieces(batch.document_ids_BL).arguments(self._moved) if by_pieces else {}),
         )
         return TokenScores(logprob_N=logprob_N.cpu(), entropy_N=entropy_N.cpu())
 
@@ -139,8 +154,10 @@ class PolicyModel(nn.Module):
     @property
     def attention_tokens(self) -> float:
         """Length of a lane at which attention costs as much as everything else: 4·L·d of 24·d² multiplications a token
-        and layer, with d the width of the model.
+        and layer, with d the width of the model. Infinite where attention costs the same in any lane.
         """
+        if self._attends_to_pieces:
+            return math.inf
         return 6.0 * int(self.causal_lm.config.get_text_config().hidden_size)
 
     def gathered_no_more(self) -> None:

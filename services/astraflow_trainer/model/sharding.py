@@ -1,12 +1,15 @@
 """How a model lies on the devices of its ranks: FSDP2 groups, what is computed in bf16, what is recomputed, what is
-kept on the host.
+kept on the host, by what attention is computed, whether layers are compiled.
 
 Invariant: none of it changes what is published, and recomputing changes no bit of a gradient. With one rank, or on a
 CPU, the layout is the same. Called by the learner.
 """
 
+import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -25,10 +28,16 @@ from torch.utils.checkpoint import (
 )
 
 from astraflow.errors import InvalidArgumentError
+from astraflow_kit.log import get_logger
+from astraflow_trainer.model.attention import kernel_for
 from astraflow_trainer.model.model import PolicyModel
+
+log = get_logger(__name__)
 
 Compute = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+Attention = Literal["auto", "mask"]
+_BACKEND = "inductor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,10 @@ class Placement:
     """What of a decoder layer the backward pass computes again: nothing, all but products and attention, everything."""
     offload: bool = False
     """Whether masters, moments and gradients are on the host and cross to the device layer by layer."""
+    attention: Attention = "auto"
+    """How rows of a lane are kept apart: by a kernel for pieces where the device has one, or always by a mask."""
+    compiled: bool = False
+    """Whether decoder layers are compiled by torch, each as it is first computed."""
 
 
 def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None = None) -> None:
@@ -75,9 +88,15 @@ def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None 
         groups.append(embedding)
     for module in [*groups, policy]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    if placement.compiled:
+        _compile(decoder.layers, device_type=mesh.device_type)
     register_fsdp_forward_method(policy, "next_token_logprobs")
     policy.holds_masters = placement.compute == "bf16"
     policy.device = _device_of(mesh)
+    dtype = torch.bfloat16 if placement.compute == "bf16" else torch.float32
+    kernel = kernel_for(policy.device, dtype=dtype) if placement.attention == "auto" else None
+    if kernel is not None:
+        policy.attend_by(*kernel)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -90,6 +109,26 @@ def _narrow_frozen(policy: PolicyModel) -> None:
     for parameter in policy.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _compile(layers: torch.nn.ModuleList, *, device_type: str) -> None:
+    """Compile the forward pass of each layer with its recomputing, inside FSDP's hooks: one graph for all layers of a
+    kind and all sizes of micro-batches.
+    """
+    lacks = _lacks_to_compile(device_type)
+    if lacks:
+        log.warning("model.not_compiled", lacks=lacks, remedy="install it, or set ASTRAFLOW_COMPILE to false")
+        return
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=_BACKEND)
+
+
+def _lacks_to_compile(device_type: str) -> str:
+    """What torch's compiler needs and this machine does not have; empty where it has all."""
+    own = os.environ.get("CXX")
+    if not any(shutil.which(name) for name in ([own] if own else ["c++", "g++", "clang++"])):
+        return f"a C++ compiler ({own or 'c++, g++ or clang++'}) on the PATH"
+    return "the package triton" if device_type == "cuda" and find_spec("triton") is None else ""
 
 
 def _set_recompute(layer: torch.nn.Module, what: Recompute) -> None:

@@ -82,12 +82,17 @@ class DetectedChanges:
     """
 
     def __init__(
-        self, policy: PolicyModel, *, snapshot: Where = "device", bucket_tiles: int = _BUCKET_TILES
+        self,
+        policy: PolicyModel,
+        *,
+        publishes: bool = True,
+        snapshot: Where = "device",
+        bucket_tiles: int = _BUCKET_TILES,
     ) -> None:
         """`snapshot` says where the bits of the last copy are kept: on the device, or pinned on the host where
         it has no room for them; then they cross to the device at every step.
         """
-        self.held = HeldPart(policy)
+        self.held = HeldPart(policy, publishes=publishes)
         self._places = _Places(self.held, bucket_elements=bucket_tiles * MAX_TILE_ELEMENTS)
         device = self.held.device
         self._staging = _Staging(pinned=device.type == "cuda")

@@ -41,13 +41,16 @@ _EXPERTS = ".mlp.experts."
 class HeldPart:
     """What this rank holds of a policy's Hugging Face tensors, and where it lies in the parameters."""
 
-    def __init__(self, policy: PolicyModel) -> None:
-        """Raises ValueError for a model without a map, and for parameters that are not sharded by rows."""
+    def __init__(self, policy: PolicyModel, *, publishes: bool = True) -> None:
+        """Without `publishes`, as in all replicas but the first, `tensors` are none: others hold the same.
+
+        Raises ValueError for a model without a map, and for parameters that are not sharded by rows.
+        """
         layout = policy_layout(policy)
         self.specs = layout.specs
         self.parameters: Mapping[str, nn.Parameter] = dict(policy.hf_parameters())
         ranges = {name: _range(parameter) for name, parameter in self.parameters.items()}
-        self.tensors: Mapping[str, HeldTensor] = held_tensors(layout, ranges)
+        self.tensors: Mapping[str, HeldTensor] = held_tensors(layout, ranges) if publishes else {}
 
     @property
     def num_elements(self) -> int:
@@ -84,7 +87,9 @@ class HeldPart:
             at += count
 
     def by_parameter(self, model: ShardedModel) -> dict[str, torch.Tensor]:
-        """The values of shards that were published by as many ranks, flat bfloat16 by parameter."""
+        """The values of shards that were published by as many ranks, flat bfloat16 by parameter; zeros where this rank
+        publishes none.
+        """
         sizes = {name: local_part(parameter).numel() for name, parameter in self.parameters.items()}
         weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
         for name, held in self.tensors.items():
@@ -107,8 +112,8 @@ class HeldPart:
 class WeightCopies:
     """Copies of a rank's weights. `take` is for the training thread; what it gives is released by any thread."""
 
-    def __init__(self, policy: PolicyModel) -> None:
-        self.held = HeldPart(policy)
+    def __init__(self, policy: PolicyModel, *, publishes: bool = True) -> None:
+        self.held = HeldPart(policy, publishes=publishes)
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
 

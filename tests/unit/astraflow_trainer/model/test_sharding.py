@@ -1,15 +1,19 @@
 """How a model lies on its ranks' devices changes what it costs, not what it learns."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
+import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import LoraSettings, OptimizerSettings
 from astraflow_trainer.batches.packing import pack
+from astraflow_trainer.model import sharding
 from astraflow_trainer.model.lora import adapted
 from astraflow_trainer.model.model import PolicyModel, build_causal_lm, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer
@@ -180,3 +184,45 @@ def test_offload_without_a_gpu_is_refused(make_policy: MakePolicy) -> None:
         InvalidArgumentError, match="ASTRAFLOW_OFFLOAD is true, and this rank computes on the CPU"
     ):
         make_policy(placement=Placement(offload=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_compiled_layer_computes_the_same(
+    make_policy: MakePolicy, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph that a compiler is given, computed as it is; with what it is told to compute again."""
+    monkeypatch.setattr(sharding, "_BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = make_policy(placement=Placement(compiled=True, recompute=recompute)).train()
+    assert same_bits(_gradient(make_policy()), _gradient(compiled))
+    counted = torch._dynamo.utils.counters
+    assert counted["stats"]["unique_graphs"] <= 2, (
+        "one graph under a mask, one without, for all layers and sizes"
+    )
+    assert not counted["graph_break"]
+    if recompute == "full":
+        assert _kept_bytes(compiled) < 0.5 * _kept_bytes(make_policy().train())
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_code_computes_the_same_within_rounding(make_policy: MakePolicy) -> None:
+    torch._dynamo.reset()
+    expected, found = _gradient(make_policy()), _gradient(make_policy(placement=Placement(compiled=True)))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_layers_run_as_they_are_where_there_is_no_compiler(
+    make_policy: MakePolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with structlog.testing.capture_logs() as events:
+        policy = make_policy(placement=Placement(compiled=True))
+    assert same_bits(_gradient(make_policy()), _gradient(policy))
+    (said,) = [event for event in events if event["event"] == "model.not_compiled"]
+    assert said["lacks"] == "a C++ compiler (c++, g++ or clang++) on the PATH"

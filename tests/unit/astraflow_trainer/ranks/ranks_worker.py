@@ -1,7 +1,8 @@
-"""The ranks of `test_ranks.py`: a run of one and a run of two take the same steps on the same rows.
+"""The ranks of `test_reductions.py`: runs of one rank, of two, and of two replicas of two take the same steps on the
+same rows.
 
 Each rank is a process that meets the others as a trainer's ranks do, trains on its share of the rows,
-publishes its shards into a store, saves a checkpoint, and takes up the other run's. What every rank has in
+publishes its shards into a store, saves a checkpoint, and takes up another run's. What every rank has in
 the end is left in files. One process imports torch and forks all ranks: importing costs most of the test.
 """
 
@@ -15,8 +16,7 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from astraflow import recipe
 from astraflow.recipe.advantage import Rae
@@ -32,6 +32,7 @@ from astraflow_trainer.model.sharding import shard
 from astraflow_trainer.publish.change_detection import DetectedChanges
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
+from astraflow_trainer.ranks.mesh import from_first_replica, rank_mesh, replica_of
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
@@ -50,7 +51,10 @@ OWN = AlgorithmSettings.model_validate({"loss": "recipe:OffPolicyMask", "advanta
 RUNNING_STEPS = (2, NUM_STEPS + 1)
 RUNNING = OURS.model_copy(update={"advantage": Rae()})
 """With a running baseline, before the checkpoint and after it."""
-SIZES = (1, 2)
+REPLICAS = {1: 1, 2: 1, 4: 2}
+"""Of the runs, by their number of ranks."""
+TAKES_UP = {1: 4, 2: 1, 4: 2}
+"""Whose checkpoint a run goes on from."""
 RULES = {
     "adamw_8bit": recipe.OptimizerSettings(
         kind="adamw_8bit", learning_rate=1e-2, average=recipe.AverageSettings()
@@ -88,7 +92,9 @@ class Rank:
         code, pages = model.parent / f"code-{group.index}", ("plugins/loss.md", "plugins/advantage.md")
         self.source = RecipeSource(folder=docs_code.recipe_folder(code, *pages))
         self.policy = PolicyModel(load_causal_lm(model))
-        shard(self.policy, mesh=init_device_mesh("cpu", (group.size,)))
+        self.mesh = rank_mesh(group.device, num_ranks=group.size, num_replicas=REPLICAS[group.size])
+        self.publishes = replica_of(self.mesh) == 0
+        shard(self.policy, mesh=self.mesh)
         # A learning rate that moves every weight by many ulps, and an eps that keeps steps proportional to
         # gradients: Adam would turn a last bit of a tiny gradient into a whole step.
         settings = recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
@@ -134,7 +140,8 @@ def train(settings: RankSettings, folder: Path) -> None:
     torch.set_num_threads(1)
     group = join_rank_group(settings, timeout_s=60.0)
     rank, versions = Rank(group, folder / "model"), publisher(group, folder)
-    copies = DetectedChanges(rank.policy) if group.size == 2 else WeightCopies(rank.policy)
+    kind = WeightCopies if group.size == 1 else DetectedChanges
+    copies = kind(rank.policy, publishes=rank.publishes)
     taken = copies.take()
     root = versions.publish(taken.open(), step=0).model_root
     lines = []
@@ -150,6 +157,14 @@ def train(settings: RankSettings, folder: Path) -> None:
     checkpoints = rank.checkpoints(folder / f"checkpoints-{group.size}")
     staged = checkpoints.stage(rank.optimizer, step=NUM_STEPS, version=NUM_STEPS, baselines=rank.baselines)
     checkpoints.write(staged)
+    # As when an operator goes back to a version: all replicas take up what the first one has published.
+    weights = copies.held.by_parameter(shards)
+    for name in sorted(weights):
+        from_first_replica(weights[name], mesh=rank.mesh)
+    np.savez(
+        folder / f"adopted-{group.size}-{group.index}.npz",
+        **{name: part.view(torch.uint16).numpy() for name, part in weights.items()},
+    )
     held = {"shards": shards.num_bytes, "whole": sum(spec.size_bytes for spec in shards.specs)}
     (folder / f"held-{group.size}-{group.index}.json").write_text(json.dumps(held))
     np.save(folder / f"metrics-{group.size}-{group.index}.npy", np.asarray(lines))
@@ -161,11 +176,12 @@ def train(settings: RankSettings, folder: Path) -> None:
 
 def known_steps(group: RankGroup, folder: Path, *, take_up: bool) -> None:
     """Two steps of every rule with random gradients, from the start or from the other run's checkpoint of them."""
+    mesh = rank_mesh(group.device, num_ranks=group.size, num_replicas=REPLICAS[group.size])
     for kind, settings in RULES.items():
         policy = PolicyModel(load_causal_lm(folder / "model"))
-        shard(policy, mesh=(mesh := init_device_mesh("cpu", (group.size,))))
+        shard(policy, mesh=mesh)
         optimizer = MasterOptimizer(policy, settings=settings)
-        size = SIZES[1 - SIZES.index(group.size)] if take_up else group.size
+        size = TAKES_UP[group.size] if take_up else group.size
         checkpoints = CheckpointStore(
             folder / f"{kind}-{size}", keep=9, ranks=group.saving, group=group.saving_group
         )
@@ -175,7 +191,8 @@ def known_steps(group: RankGroup, folder: Path, *, take_up: bool) -> None:
         for _ in range(2):
             for _, parameter in policy.hf_parameters():
                 whole = torch.randn(parameter.shape, generator=generator)
-                parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+                assert isinstance(parameter, DTensor)
+                parameter.grad = distribute_tensor(whole, mesh, parameter.placements)
             optimizer.step(gradient_norm=1.0)
         parts = {name: part.numpy() for name, part in tiny_training.copies(optimizer.state().items()).items()}
         kept = "resumed" if take_up else "state"
@@ -185,12 +202,12 @@ def known_steps(group: RankGroup, folder: Path, *, take_up: bool) -> None:
 
 
 def resume(settings: RankSettings, folder: Path) -> None:
-    """Take up the checkpoint of the run with the other number of ranks, and go on for a step."""
+    """Take up the checkpoint of a run with another number of ranks, and go on for a step."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     group = join_rank_group(settings, timeout_s=60.0)
     rank = Rank(group, folder / "model")
-    other = SIZES[1 - SIZES.index(group.size)]
+    other = TAKES_UP[group.size]
     position = rank.checkpoints(folder / f"checkpoints-{other}").restore(rank.optimizer)
     assert position is not None
     assert (position.step, position.optimizer_steps) == (NUM_STEPS, NUM_STEPS)
@@ -225,7 +242,7 @@ def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path
 def main(folder: Path) -> int:
     """Run everything."""
     tiny_models.save_tiny_model(folder / "model", shape=tiny_models.TinyShape(vocab_size=VOCAB_SIZE))
-    runs = [(size, work) for work in (train, resume) for size in SIZES]
+    runs = [(size, work) for work in (train, resume) for size in REPLICAS]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 
 

@@ -16,6 +16,7 @@ from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.step import Outcome, StepMetrics, StepSettings, train_step
+from support.attention_kernel import piece_by_piece
 from support.fake_device import DEVICE, Elsewhere, FakeDevice
 from support.tiny_training import MakePolicy, make_rows
 
@@ -50,9 +51,9 @@ def _step(policy: PolicyModel, reference: PolicyModel, algorithm: dict[str, Any]
     return train_step(policy, optimizer=optimizer, rows=make_rows(), settings=settings, reference=reference)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "by_pieces"), [(ALGORITHMS[0], True), (ALGORITHMS[1], False)])
 def test_a_whole_step_is_taken_there(
-    make_policy: MakePolicy, algorithm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_policy: MakePolicy, algorithm: dict[str, Any], by_pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # AdamW asks whether torch has a fused kernel for a device of this name.
     monkeypatch.setattr(
@@ -60,6 +61,9 @@ def test_a_whole_step_is_taken_there(
     )
     here, frozen = make_policy(sharded=False), make_policy(sharded=False)
     there, frozen_there = (_put_there(make_policy(sharded=False)) for _ in range(2))
+    if by_pieces:
+        for policy in (here, there):
+            policy.attend_by("reference", piece_by_piece)
     expected = _step(here, frozen, algorithm)
     with FakeDevice() as device:
         found = _step(there, frozen_there, algorithm)
