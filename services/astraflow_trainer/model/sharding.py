@@ -5,7 +5,6 @@ Invariant: none of it changes what is published, and recomputing changes no bit 
 CPU, the layout is the same. Called by the learner.
 """
 
-import os
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -125,9 +124,8 @@ def _compile(layers: torch.nn.ModuleList, *, device_type: str) -> None:
 
 def _lacks_to_compile(device_type: str) -> str:
     """What torch's compiler needs and this machine does not have; empty where it has all."""
-    own = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([own] if own else ["c++", "g++", "clang++"])):
-        return f"a C++ compiler ({own or 'c++, g++ or clang++'}) on the PATH"
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return "a C++ compiler (c++, g++ or clang++) on the PATH"
     return "the package triton" if device_type == "cuda" and find_spec("triton") is None else ""
 
 
