@@ -174,7 +174,8 @@ class ArchiveEntry:
     batch_id: str
     """Empty when they were in none."""
     items: Sequence[BatchItem]
-    episode_ids: Sequence[str]
+    places: Sequence[str]
+    """Where their payloads are; each begins with the id of the episode."""
     """Of each item."""
 
 

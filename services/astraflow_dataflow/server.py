@@ -50,6 +50,8 @@ from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.reporting import Reporting
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
+from astraflow_dataflow.store.payloads.holders import holder_of
+from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
@@ -96,7 +98,8 @@ class Dataflow:
         """Wire the parts; nothing connects yet."""
         metrics = Metrics()
         connection = connection_of(settings)
-        store = Store.over(connection)
+        payloads = payloads_of(settings, connection)
+        store = Store.over(connection, payloads)
         versions, redis_watch = Versions(store), RedisWatch(connection)
         registry = RunRegistry(
             store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
@@ -118,7 +121,7 @@ class Dataflow:
             reporting=reporting,
             last_known=LastKnown(registry, reporting),
             settling=Settling(store, registry, metrics),
-            durability=Durability(connection, settings.durability),
+            durability=Durability(connection, settings.durability, payloads=payloads),
             grants=_grants(settings),
             revoked_tokens=RevokedTokens(connection),
             archives=Archives.over(settings.store, work_dir=settings.work_dir / "stores"),
@@ -254,18 +257,22 @@ class RunKeeper:
         """Connect, check Redis, load the functions and pick up the runs. Raises UnavailableError, IncompatibleError."""
         await self._dataflow.connection.open()
         try:
+            await self._dataflow.store.payloads.open()
             await self._dataflow.durability.start()
             await self._dataflow.revoked_tokens.look()
         except AstraflowError:
+            await self._dataflow.store.payloads.close()
             await self._dataflow.connection.close()
             raise
+        await (
+            self._look()
+        )  # first: a mark is of no use where what it covers was lost before this process began
         follow = self._dataflow.revoked_tokens.follow
         self._following = [
             background.start(self._dataflow.durability.run, name="durability", run_id=""),
             background.start(follow, name="revoked_tokens", run_id=""),
             background.start(self._dataflow.reporting.redis.run, name="redis_watch", run_id=""),
         ]
-        await self._look()
 
     async def run(self) -> None:
         """Pick up runs that other processes create and refresh the gauges, until `stop`."""
@@ -283,11 +290,14 @@ class RunKeeper:
         for following in self._following:
             following.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
+        await self._dataflow.store.payloads.close()
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
         try:
             run_ids = await self._dataflow.store.runs.ids()
+            if payloads := await self._dataflow.store.payloads.look(run_ids):
+                await self._dataflow.durability.see_payloads(payloads)
             for run_id in await self._dataflow.store.runs.deleting():
                 log.info("run.deletion_continued", run_id=run_id)
                 await self._dataflow.store.runs.delete_keys(run_id)
@@ -303,6 +313,7 @@ class RunKeeper:
             return
         self._looked_s[run_id] = now_s
         try:
+            await self._dataflow.store.payloads.remove_ended(run_id)
             await self._dataflow.last_known.status(run_id)
             await self._dataflow.reporting.recount_large(await self._dataflow.registry.get(run_id))
         except AstraflowError as error:
@@ -357,6 +368,17 @@ def connection_of(settings: DataflowServerSettings) -> Connection:
     )
 
 
+def payloads_of(settings: DataflowServerSettings, connection: Connection) -> Payloads:
+    """The payloads of runs, where the settings say that they are."""
+    holder = holder_of(
+        settings.payloads,
+        password_file=settings.payloads_password_file,
+        allow_volatile=settings.allow_volatile,
+        store=settings.store,
+    )
+    return Payloads(connection, holder)
+
+
 def _grants(settings: DataflowServerSettings) -> StoreGrants:
     life_s = settings.store_grant_life_s
     return (
@@ -374,12 +396,18 @@ async def check(settings: DataflowServerSettings) -> dict[str, str]:
     _grants(settings)
     connection = connection_of(settings)
     async with connection:
+        payloads = payloads_of(settings, connection)
+        await payloads.open()
         method = await choose_method(connection, settings.durability)
+        if payloads.redis is not None:
+            await choose_method(payloads.redis, settings.durability)
+        await payloads.close()
         runs = await Store.over(connection).runs.ids()
         incarnation = await connection.data_incarnation()
     return {
         "redis": "usable",
         "data": incarnation,
         "durability": method.value,
+        "payloads": f"usable, at {payloads.address}" if payloads.address else "in the same Redis",
         "runs": ", ".join(runs) or "none yet",
     }

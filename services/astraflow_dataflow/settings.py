@@ -27,6 +27,12 @@ class DataflowServerSettings(StoreAddress):
     """Redis 7.0 or newer, or Valkey, with an append-only file."""
     redis_password_file: FilePath | None = None
     """File holding its password; read again at every connection."""
+    payloads: Annotated[str | None, Field(pattern=r"^(redis|rediss|unix|s3|file)://")] = None
+    """Where payloads are kept instead: another Redis (redis://HOST:PORT/DB), or an object store (s3://BUCKET/PREFIX, or
+    file:///FOLDER that all servers share). Redis then holds what refers to them. The same for every server of a Redis.
+    """
+    payloads_password_file: FilePath | None = None
+    """File holding the password of that other Redis; read again at every connection."""
     allow_volatile: bool = False
     """Accept a Redis without an append-only file: what was acknowledged is lost when it restarts."""
     durability: Level = Level.MEMORY

@@ -17,6 +17,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
         "dataflow.deleted": "a run is marked as deleted, its keys are still there",
         "dataflow.archive_sealed": "trajectories are about to be written to the archive, nothing of them is there",
+        "dataflow.payloads_stored": "payloads are outside Redis, nothing refers to them yet",
         "dataflow.archive_stored": "trajectories are in the archive, Redis still holds them",
         "dataflow.published": "a version is announced, the trainer has no answer",
         # raas

@@ -122,7 +122,8 @@ async def test_an_episode_pushed_again_under_another_member_touches_nothing_it_h
         await node.outcome(node.episode(second, 0, episode_id="other"))
     again = node.episode(second, member, episode_id="e")
     assert await node.outcome(again) in ("POISON", "SUPERSEDED")
-    keys = await world.dataflow.store.batches.payload_keys("run", ["e.solver"])
-    names = await world.dataflow.store.batches.payloads(keys)
-    assert names == [episode.trajectories[0].body]
+    payloads = world.dataflow.store.payloads
+    assert await payloads.read("run", await payloads.places("run", ["e.solver"])) == [
+        episode.trajectories[0].body
+    ]
     await world.has_account()

@@ -25,6 +25,7 @@ from astraflow_dataflow.records import Candidates, Selection
 from astraflow_dataflow.rules.staleness import histogram
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.batches import BoundStep, stage_name
+from astraflow_dataflow.store.payloads.packs import Place
 from astraflow_dataflow.store.store import Store
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
@@ -148,15 +149,16 @@ class Batching:
                 f"trajectories {sorted(strangers)[:5]} are not in batch {batch.batch_id}; ask for ids of its items"
             )
         chosen = list(request.trajectory_ids) or members
-        keys = await self.store.batches.payload_keys(context.run_id, chosen)
-        async with aclosing(self._bodies(keys)) as bodies:
+        places = await self.store.payloads.places(context.run_id, chosen)
+        async with aclosing(self._bodies(context.run_id, places)) as bodies:
             for trajectory_id in chosen:
                 yield trajectory_id, await anext(bodies)
 
-    async def _bodies(self, keys: Sequence[str]) -> AsyncGenerator[bytes, None]:
+    async def _bodies(self, run_id: str, places: Sequence[Place]) -> AsyncGenerator[bytes, None]:
         """Yield what is stored there; the next ones are read while the trainer is sent these."""
-        starts = range(0, len(keys), PAYLOADS_PER_READ)
-        reads = (self.store.batches.payloads(keys[start : start + PAYLOADS_PER_READ]) for start in starts)
+        starts = range(0, len(places), PAYLOADS_PER_READ)
+        parts = (places[start : start + PAYLOADS_PER_READ] for start in starts)
+        reads = (self._read(run_id, part) for part in parts)
         ahead = [asyncio.create_task(read) for read in islice(reads, 2)]
         try:
             while ahead:
@@ -167,6 +169,14 @@ class Batching:
         finally:
             for read in ahead:
                 read.cancel()
+
+    async def _read(self, run_id: str, places: Sequence[Place]) -> list[bytes]:
+        """Read some payloads. Raises NotFoundError, or UnavailableError for what was lost outside, naming the first."""
+        bodies = await self.store.payloads.read(run_id, places)
+        for place, body in zip(places, bodies, strict=True):
+            if body is None:
+                raise self.store.payloads.lost(run_id, place)
+        return [body for body in bodies if body is not None]
 
     async def ack(self, context: RunContext, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
         """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""

@@ -195,14 +195,14 @@ def _add(archive: Archive, entries: Sequence[ArchiveEntry], bodies: Sequence[Seq
 
 def _samples(entry: ArchiveEntry) -> list[Sample]:
     samples = []
-    for item, episode_id in zip(entry.items, entry.episode_ids, strict=True):
+    for item, place in zip(entry.items, entry.places, strict=True):
         sample = Sample(
             policy_id=entry.policy_id,
             step=entry.step,
             reason=entry.reason,
             batch_id=entry.batch_id,
             item=item,
-            episode_id=episode_id,
+            episode_id=place.partition(" ")[0],
         )
         sample.end_time.FromMilliseconds(int(entry.entry_id.partition("-")[0]))
         samples.append(sample)

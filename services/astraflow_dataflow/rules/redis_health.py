@@ -29,6 +29,15 @@ _RELEASES = {
     "redis_slow": "look at its machine (memory that is swapped, a slow disk under appendfsync) and at SLOWLOG GET",
 }
 
+PAYLOAD_RELEASES = {
+    "payloads_away": "start it again, or bring the network to it back; the server goes on by itself, and meanwhile "
+    "nodes keep what they finish and trainers wait",
+    "payloads_lost": "restore it from its backup, or give the server the address of the one that holds them "
+    "(--payloads); what nodes still hold they push again by themselves; a batch that needs the rest is discarded by "
+    "VoidBatch",
+}
+"""Of where payloads are kept outside: what ends the wait of each reason."""
+
 
 @dataclass
 class RedisHealth:

@@ -224,13 +224,13 @@ class Reporting:
         return [*self.redis_waits(), *told]
 
     def redis_waits(self) -> list[admin_service_pb2.Wait]:
-        """What Redis lacks now, without asking it; empty when it lacks nothing."""
-        problem, now_ms = self.redis.problem, int(time.time() * 1000)
-        return (
-            [wait_message(problem, max(0, now_ms - (problem.since_ms or now_ms)), now_ms=now_ms)]
+        """What Redis, or the holder of payloads, lacks now, without asking it; empty when nothing."""
+        now_ms = int(time.time() * 1000)
+        return [
+            wait_message(problem, max(0, now_ms - (problem.since_ms or now_ms)), now_ms=now_ms)
+            for problem in (self.redis.problem, self.store.payloads.problem)
             if problem
-            else []
-        )
+        ]
 
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""

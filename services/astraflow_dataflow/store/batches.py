@@ -12,7 +12,6 @@ from typing import TypeAlias
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
-from astraflow.errors import NotFoundError
 from astraflow_dataflow.records import Candidates, Life, Pending, Selection, timestamp
 from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import Keys
@@ -202,25 +201,6 @@ class BatchStore:
             late_batches=frozenset(as_texts(late)),
             next_late_s=as_int(next_ms) / 1000 if next_ms != b"" else None,
         )
-
-    async def payload_keys(self, run_id: str, trajectory_ids: Sequence[str]) -> list[str]:
-        """Return where the bodies of trajectories are, in the order asked."""
-        if not trajectory_ids:
-            return []
-        keys = Keys(run_id)
-        owners = as_list(await self._connection.raw("HMGET", keys.of("owners"), *trajectory_ids))
-        return [
-            keys.of("payload", as_text(owner), item)
-            for owner, item in zip(owners, trajectory_ids, strict=True)
-        ]
-
-    async def payloads(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the bodies that are there. Raises NotFoundError naming the first that is gone."""
-        bodies = as_list(await self._connection.raw("MGET", *keys))
-        for key, body in zip(keys, bodies, strict=True):
-            if body is None:
-                raise NotFoundError(f"payload {key} is gone; give the batch back and acquire the step again")
-        return [as_bytes(body) for body in bodies]
 
 
 class VersionStore:

@@ -17,6 +17,7 @@ from astraflow.dataflow.v1 import durability_pb2
 from astraflow.errors import AstraflowError, IncompatibleError, UnavailableError
 from astraflow_dataflow.records import Beat, Level
 from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -73,10 +74,13 @@ async def choose_method(connection: Connection, level: Level) -> Method:
 class Durability:
     """Marks and barriers of one server process."""
 
-    def __init__(self, connection: Connection, level: Level) -> None:
+    def __init__(self, connection: Connection, level: Level, *, payloads: Payloads | None = None) -> None:
         self._connection = connection
+        self._payloads = payloads
+        """Where they are on another Redis, nothing is safe before it is safe there."""
+        self._payload_incarnation = ""
         self._level = level
-        self._method = Method.NONE
+        self._method = self._payload_method = Method.NONE
         self._marks: dict[str, Mark] = {}
         self._highest: dict[str, int] = {}
         self._incarnation = ""
@@ -90,6 +94,11 @@ class Durability:
     async def start(self) -> None:
         """Choose the method. Raises IncompatibleError when Redis cannot give the level."""
         self._method = await choose_method(self._connection, self._level)
+        if self._payload_redis is not None:
+            self._payload_method = await choose_method(self._payload_redis, self._level)
+            self._payload_incarnation = await self._payload_redis.data_incarnation()
+            if self._payload_method is Method.NONE:
+                self._method = Method.NONE
         if self._method is Method.NONE:
             log.info("durability.unmeasured", remedy="Redis 7.2, Valkey, or appendfsync always")
 
@@ -98,8 +107,19 @@ class Durability:
         """What an acknowledgement given now has reached."""
         if self._level is Level.REPLICATED:
             return durability_pb2.DURABILITY_REPLICATED
-        is_on_disk = self._level is Level.FSYNCED or self._method is Method.ALWAYS
+        is_on_disk = self._level is Level.FSYNCED or self._always
         return durability_pb2.DURABILITY_FSYNCED if is_on_disk else durability_pb2.DURABILITY_MEMORY
+
+    @property
+    def _always(self) -> bool:
+        """Whether nothing is answered before a disk has it."""
+        return self._method is Method.ALWAYS and (
+            self._payload_redis is None or self._payload_method is Method.ALWAYS
+        )
+
+    @property
+    def _payload_redis(self) -> Connection | None:
+        return self._payloads.redis if self._payloads else None
 
     def watermark(self, run_id: str) -> durability_pb2.Watermark | None:
         """Return what is safe of a run by now; None while this Redis, or nobody yet, can tell."""
@@ -129,7 +149,7 @@ class Durability:
 
     async def barrier(self) -> None:
         """Wait until everything written before this call has reached the level. Raises UnavailableError."""
-        if self._level is Level.MEMORY or self._method is Method.ALWAYS:
+        if self._level is Level.MEMORY or self._always:
             return
         safe: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(safe)
@@ -180,7 +200,7 @@ class Durability:
             return False
         for run_id, position in positions.items():
             self._highest[run_id] = max(position, self._highest.get(run_id, 0))
-        if self._method is Method.NONE or not beat.is_safe:
+        if self._method is Method.NONE or not (beat.is_safe and await self._payloads_are_safe()):
             return self._method is Method.NONE
         for run_id, position in positions.items():
             mark = Mark(position=position, incarnation=beat.incarnation)
@@ -188,6 +208,28 @@ class Durability:
                 self._marks[run_id] = mark
                 self.on_mark(run_id)
         return True
+
+    async def _payloads_are_safe(self) -> bool:
+        """Whether the payloads of all commits until now are as safe: each was stored before its commit."""
+        if self._payloads is None or self._payload_redis is None:
+            return True
+        beat = await self._payload_redis.beat([], wait=_WAITS[self._payload_method])
+        if beat.incarnation == self._payload_incarnation:
+            return beat.is_safe
+        self._payload_incarnation = beat.incarnation
+        self._marks.clear()
+        await self.see_payloads(beat.incarnation)
+        return False
+
+    async def see_payloads(self, incarnation: str) -> None:
+        """This is where payloads are now. If it is another place, or began again, what was stored there last may be
+        gone: the data set gets a new identity, so that nodes push again.
+        """
+        if self._payloads is not None and await self._payloads.is_another(incarnation):
+            log.error("payloads.began_again", remedy="nodes push again what was not durable")
+            self._marks.clear()
+            await self._connection.replace_incarnation(await self._connection.data_incarnation())
+            await self.on_loss()
 
     async def _writes_were_lost(self, lost: Sequence[str], beat: Beat) -> None:
         log.error("redis.lost_writes", runs=list(lost), remedy="nodes push again what was not durable")

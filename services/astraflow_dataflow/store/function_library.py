@@ -14,6 +14,7 @@ LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
 _ORDER = (
     "prelude",
+    "payloads",
     "trace",
     "archive",
     "replay",
@@ -74,8 +75,12 @@ _RELEASES = (
     "archive_pack",
     "archive_written",
     "archive_failed",
+    "end_packs",
+    "packs_removed",
 )
 _WRITES = (
+    "begin_pack",
+    "replace_payloads",
     "switch_plugins",
     "rate",
     "submit",

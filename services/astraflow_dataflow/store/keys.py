@@ -18,6 +18,8 @@ DELETING_KEY = "af:deleting"
 """Set of run ids whose keys are being removed."""
 BEAT_KEY = "af:beat"
 """A counter that is written to learn how far the disk, or a replica, has come."""
+PAYLOADS_KEY = "af:payloads"
+"""Incarnation of the store that holds payloads outside, as it was seen last."""
 REVOKED_TOKENS_KEY = "af:revoked_tokens"
 """Sorted set of ids of revoked tokens by the time they expire."""
 
@@ -51,6 +53,10 @@ _SUFFIXES = {
     "members": "trajectories:%s",
     "owners": "owners",
     "payload": "payload:%s:%s",
+    "pack": "pack:%s",
+    "packs": "packs",
+    "packs_ending": "packs_ending",
+    "packs_ended": "packs_ended",
     "group": "group:%s",
     "ready": "ready:%s",
     "recent": "recent:%s",

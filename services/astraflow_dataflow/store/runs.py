@@ -28,6 +28,7 @@ from astraflow_dataflow.records import (
 from astraflow_dataflow.rules.window import Admission
 from astraflow_dataflow.store.connection import Argument, Connection
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
+from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.replies import (
     Reply,
     as_bytes,
@@ -58,8 +59,9 @@ _GONE = ("", "deleting")
 class RunStore:
     """Runs: created once, moved forward in their life."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, payloads: Payloads) -> None:
         self._connection = connection
+        self._payloads = payloads
 
     async def create(
         self,
@@ -185,10 +187,11 @@ class RunStore:
     async def delete_keys(self, run_id: str) -> int:
         """Remove the keys of a run whose deletion began, until none is left. Returns how many were removed."""
         keys, removed = Keys(run_id), 0
-        last = {keys.of("run"), keys.of("counters")}
+        last = {keys.of(kind) for kind in ("run", "counters", "packs", "packs_ending", "packs_ended")}
+        await self._payloads.remove_all(run_id)
         while found := await self._delete_once(keys, last):
             removed += found
-        return removed + len(last) * as_int(await self._connection.call(keys, "end_delete", run_id))
+        return removed + 2 * as_int(await self._connection.call(keys, "end_delete", run_id))
 
     async def deleting(self) -> list[str]:
         """Return the runs whose deletion began and has not ended."""

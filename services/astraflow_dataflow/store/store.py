@@ -12,6 +12,7 @@ from astraflow_dataflow.store.admin import AdminStore
 from astraflow_dataflow.store.audit import AuditStore
 from astraflow_dataflow.store.batches import BatchStore, VersionStore
 from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.plugin_states import PluginStateStore
 from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
 from astraflow_dataflow.store.tasks import ArchiveStore, EpisodeStore, TaskStore
@@ -33,21 +34,24 @@ class Store:
     admin: AdminStore
     plugin_states: PluginStateStore
     archive: ArchiveStore
+    payloads: Payloads
 
     @classmethod
-    def over(cls, connection: Connection) -> Store:
-        """Return the stores over `connection`."""
+    def over(cls, connection: Connection, payloads: Payloads | None = None) -> Store:
+        """Return the stores over `connection`; without `payloads`, they are in the same Redis."""
+        payloads = payloads or Payloads(connection)
         return cls(
             connection=connection,
-            runs=RunStore(connection),
+            runs=RunStore(connection, payloads),
             nodes=NodeStore(connection),
             evaluations=EvaluationStore(connection),
             tasks=TaskStore(connection),
-            episodes=EpisodeStore(connection),
+            episodes=EpisodeStore(connection, payloads),
             batches=BatchStore(connection),
             versions=VersionStore(connection),
             audits=AuditStore(connection),
             admin=AdminStore(connection),
             plugin_states=PluginStateStore(connection),
-            archive=ArchiveStore(connection),
+            archive=ArchiveStore(connection, payloads),
+            payloads=payloads,
         )

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from astraflow.dataflow.v1.batch_pb2 import Batch, BatchItem
 from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
-from astraflow.errors import AstraflowError, InternalError, PayloadMissingError
+from astraflow.errors import AstraflowError, InternalError, NotFoundError, PayloadMissingError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.records import (
@@ -38,6 +38,7 @@ from astraflow_dataflow.rules.groups import (
 from astraflow_dataflow.rules.scores import result_lines
 from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.payloads.packs import UNCOMMITTED_S, Payloads, Place
 from astraflow_dataflow.store.replies import (
     Reply,
     as_bytes,
@@ -49,8 +50,6 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 
-PAYLOAD_TTL_S = 3600
-"""Life of a payload whose commit never came."""
 MAX_SAMPLE_BYTES = 64 * 1024
 """Of an episode that is kept in quarantine."""
 MAX_PACK_ENTRIES = 256
@@ -174,8 +173,9 @@ class TaskStore:
 class EpisodeStore:
     """Commits of episodes, and the groups they complete."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, payloads: Payloads) -> None:
         self._connection = connection
+        self._payloads = payloads
 
     async def commit(
         self, run_id: str, episodes: Sequence[trajectory_pb2.Episode], *, horizon_s: float
@@ -188,23 +188,27 @@ class EpisodeStore:
         Redis is away.
         """
         keys = Keys(run_id)
-        arguments: list[Argument] = [_ms(horizon_s)]
+        packed = await self._payloads.write(run_id, [body for _, _, body in _bodies(episodes)])
+        arguments: list[Argument] = [_ms(horizon_s), packed]
         for episode in episodes:
             arguments += _commit_arguments(episode)
         payloads = [
-            (keys.of("payload", episode.episode_id, item.header.trajectory_id), item.body, PAYLOAD_TTL_S)
-            for episode in episodes
-            if not is_evaluation_task(episode.task_id)
-            for item in episode.trajectories
+            (keys.of("payload", episode_id, trajectory_id), body, UNCOMMITTED_S)
+            for episode_id, trajectory_id, body in _bodies(episodes)
+            if not packed and body
         ]
         (reply,) = await self._connection.call_many(keys, [("commit", tuple(arguments))], payloads=payloads)
         if isinstance(reply, AstraflowError):
+            if isinstance(reply, NotFoundError):
+                await self._payloads.forgo(run_id, packed)
             raise reply
         position, outcomes, completed = as_list(reply)
         pushed = [
             _committed(episode, as_list(outcome), position=as_int(position))
             for episode, outcome in zip(episodes, as_list(outcomes), strict=True)
         ]
+        if packed:
+            await self._payloads.replace_lost(run_id, _repeated(episodes, pushed))
         return pushed, [_complete_task(as_list(task)) for task in as_list(completed)]
 
     async def quarantine(
@@ -263,6 +267,26 @@ class EpisodeStore:
         """Return complete tasks that nobody settled for `least_age_s`."""
         reply = await self._connection.call(Keys(run_id), "unsettled", _ms(least_age_s), limit)
         return as_texts(reply)
+
+
+def _bodies(episodes: Iterable[trajectory_pb2.Episode]) -> Iterable[tuple[str, str, bytes]]:
+    """Episode, trajectory and payload, in order; those of an evaluation are not kept, so theirs are empty."""
+    for episode in episodes:
+        is_kept = not is_evaluation_task(episode.task_id)
+        for item in episode.trajectories:
+            yield episode.episode_id, item.header.trajectory_id, item.body if is_kept else b""
+
+
+def _repeated(
+    episodes: Sequence[trajectory_pb2.Episode], pushed: Sequence[Pushed]
+) -> dict[str, tuple[str, bytes]]:
+    """Episode and payload of each trajectory that came again."""
+    again = [
+        episode
+        for episode, result in zip(episodes, pushed, strict=True)
+        if isinstance(result, PushResult) and result.outcome == Outcome.OUTCOME_DUPLICATE
+    ]
+    return {trajectory_id: (episode_id, body) for episode_id, trajectory_id, body in _bodies(again) if body}
 
 
 def _ms(seconds: float) -> int:
@@ -386,8 +410,9 @@ def _traced(header: trajectory_pb2.TrajectoryHeader) -> str:
 class ArchiveStore:
     """What waits to be archived."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, payloads: Payloads) -> None:
         self._connection = connection
+        self._payloads = payloads
 
     async def pack(
         self, run_id: str, *, server: str, lease_s: float, least_age_s: float, pack_bytes: int
@@ -401,14 +426,9 @@ class ArchiveStore:
         return [_archived(as_list(item)) for item in as_list(reply)]
 
     async def bodies(self, run_id: str, entry: ArchiveEntry) -> list[bytes | None]:
-        """Return the payload of each trajectory of an entry; None for one that Redis lost."""
-        keys = Keys(run_id)
-        names = [
-            keys.of("payload", episode_id, item.trajectory_id)
-            for episode_id, item in zip(entry.episode_ids, entry.items, strict=True)
-        ]
-        found = as_list(await self._connection.raw("MGET", *names))
-        return [as_bytes(body) if body is not None else None for body in found]
+        """Return the payload of each trajectory of an entry; None for one that was lost."""
+        items = zip(entry.places, entry.items, strict=True)
+        return await self._payloads.read(run_id, [Place(place, item.trajectory_id) for place, item in items])
 
     async def written(self, run_id: str, entries: Iterable[ArchiveEntry], *, num_bytes: int) -> int:
         """Forget a pack that is in the run's store. Returns its trajectories, 0 when another server was first."""
@@ -445,7 +465,7 @@ def _archived(reply: list[Reply]) -> ArchiveEntry:
         reason=as_text(fields["reason"]),
         batch_id=as_text(fields["batch"]),
         items=[items[trajectory_id] for trajectory_id in ids],
-        episode_ids=as_text(fields["episodes"]).split("\n"),
+        places=as_text(fields["episodes"]).split("\n"),
     )
 
 

@@ -21,6 +21,8 @@ _BLOCKING = {
     "redis_read_only": "the server's Redis may not be written",
     "redis_disk_full": "the server's Redis cannot write its files",
     "redis_full": "the server's Redis is full",
+    "payloads_away": "what holds the payloads does not answer",
+    "payloads_lost": "payloads that runs need are gone",
     "state_in_doubt": "the server lost what its trainer knows",
     "store_missing": "the weight store is not there",
     "store_read_only": "the weight store may not be written",

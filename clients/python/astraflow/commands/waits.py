@@ -40,7 +40,10 @@ class Rank(IntEnum):
 
 _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.SERVER: ("server_unreachable", "server_silent"),
-    Rank.DATA: ("redis_silent", "redis_read_only", "redis_disk_full", "redis_full", "redis_slow"),
+    Rank.DATA: (
+        *("redis_silent", "redis_read_only", "redis_disk_full", "redis_full"),
+        *("payloads_away", "payloads_lost", "redis_slow"),
+    ),
     Rank.DOUBT: ("state_in_doubt",),
     Rank.STORE: ("store_missing", "store_read_only", "store_full", "store_unreachable"),
     Rank.SILENT: ("engine_hung", "trainer_hung", "trainer_silent"),

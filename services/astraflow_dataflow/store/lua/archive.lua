@@ -15,12 +15,12 @@ local function archived(P, task, reason)
   return tonumber(most)
 end
 
--- Removes an entry and its payloads; returns its trajectories and bytes.
+-- Removes an entry and its payloads, whose places are its `episodes`; returns its trajectories and bytes.
 local function leave_archive(P, entry)
   local f = {}
   for i = 1, #entry[2], 2 do f[entry[2][i]] = entry[2][i + 1] end
   local episodes = split(f.episodes)
-  for i, id in ipairs(split(f.ids)) do call('UNLINK', K.payload(P, episodes[i], id)) end
+  for i, id in ipairs(split(f.ids)) do PACKS.discard(P, episodes[i], id) end
   call('XDEL', K.archive_entries(P), entry[1])
   call('HINCRBY', K.archive(P), 'bytes', -tonumber(f.bytes))
   call('HINCRBY', K.archive(P), 'waiting', -#episodes)
@@ -55,7 +55,7 @@ local function retire(P, gid, policy, reason, items, ids, step, batch)
     local episode = call('HGET', K.owners(P), id)
     if episode then
       held[#held + 1], episodes[#episodes + 1] = id, episode
-      bytes = bytes + call('STRLEN', K.payload(P, episode, id))
+      bytes = bytes + PACKS.size_of(P, episode, id)
       call('HDEL', K.owners(P), id)
     end
   end
@@ -75,14 +75,13 @@ local function retire_group(P, gid, reason, step, batch)
 end
 
 -- The same for one trajectory of an episode that was turned away: of it there is only its header.
-local function retire_refused(P, task, episode, policy, reason, header, id)
+local function retire_refused(P, task, policy, reason, header, id, place)
   local most = archived(P, task, reason)
-  local payload = K.payload(P, episode, id)
-  if not most then return call('UNLINK', payload) end
-  if call('PERSIST', payload) == 0 then return end
+  if not most then return PACKS.forgo(P, place, id) end
+  if not PACKS.keep(P, place, id) then return end
   local step = tonumber(call('HGET', K.policy(P, policy), 'finished') or 0) + 1
-  enter_archive(P, most, call('STRLEN', payload) + #header, 1, 'gid', task .. '/' .. policy, 'policy', policy, 'reason', reason, 'step', step,
-    'batch', '', 'header', header, 'ids', id, 'episodes', episode)
+  enter_archive(P, most, PACKS.size_of(P, place, id) + #header, 1, 'gid', task .. '/' .. policy, 'policy', policy, 'reason', reason, 'step', step,
+    'batch', '', 'header', header, 'ids', id, 'episodes', place)
 end
 
 -- archive_pack: server, lease ms, least age ms, bytes that are a pack at once, most entries. Returns the entries of the pack that is to be written:

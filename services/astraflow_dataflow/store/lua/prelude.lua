@@ -165,17 +165,6 @@ local function precise(number)
   return string.format('%.17g', number)
 end
 
--- Payload and ownership of trajectories that nothing will read again.
-local function forget(P, ids)
-  for _, id in ipairs(ids) do
-    local episode = call('HGET', K.owners(P), id)
-    if episode then
-      call('UNLINK', K.payload(P, episode, id))
-      call('HDEL', K.owners(P), id)
-    end
-  end
-end
-
 local function is_open(state)
   return state == 'queued' or state == 'leased' or state == 'retry'
 end

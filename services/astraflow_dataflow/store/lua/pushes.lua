@@ -37,9 +37,9 @@ local function turn_away(P, t, e, outcome, reason, detail)
     if not t.is_evaluation and CALL.owners[item.id] ~= e.episode then
       -- What belongs to no task is refused again each time, and poison is kept elsewhere: neither is archived.
       if known and outcome ~= 'POISON' then
-        retire_refused(P, t.id, e.episode, item.policy, reason, item.header, item.id)
+        retire_refused(P, t.id, item.policy, reason, item.header, item.id, item.place)
       else
-        call('UNLINK', K.payload(P, e.episode, item.id))
+        PACKS.forgo(P, item.place, item.id)
         CALL.has_all = false
       end
     end
@@ -92,8 +92,8 @@ end
 
 local function accept_training(P, t, e)
   for _, item in ipairs(e.each) do
-    call('PERSIST', K.payload(P, e.episode, item.id))
-    gather({ 'HSET', K.owners(P) }, item.id, e.episode)
+    PACKS.keep(P, item.place, item.id)
+    gather({ 'HSET', K.owners(P) }, item.id, item.place)
     CALL.owners[item.id] = e.episode
     t.headers[#t.headers + 1] = item.id
     t.headers[#t.headers + 1] = item.header
@@ -136,7 +136,7 @@ local function unusable(P, e)
     if CALL.owners[item.id] then return 'POISON' end
   end
   for _, item in ipairs(not CALL.has_all and e.each or {}) do
-    if call('EXISTS', K.payload(P, e.episode, item.id)) == 0 then return 'RETRY' end
+    if not PACKS.is_stored(P, item.place, item.id) then return 'RETRY' end
   end
   return nil
 end
@@ -208,22 +208,23 @@ local function read_stored(P, tasks)
     for _, e in ipairs(t.is_evaluation and {} or t.episodes) do
       for _, item in ipairs(e.each) do
         ids[#ids + 1] = item.id
-        payloads[#payloads + 1] = K.payload(P, e.episode, item.id)
+        payloads[#payloads + 1] = not CALL.pack and K.payload(P, e.episode, item.id) or nil
       end
     end
   end
-  for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do CALL.owners[ids[i]] = owner or nil end
+  for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do CALL.owners[ids[i]] = owner and PACKS.episode_of(owner) or nil end
   for _, n in ipairs(call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
-  CALL.has_all = num_stored == #payloads
+  CALL.has_all = num_stored == #payloads and CALL.has_pack ~= false
 end
 
--- commit: horizon ms, then task, member, attempt, episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines
+-- commit: horizon ms, pack and sizes of payloads that are outside or '', then task, member, attempt, episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines
 -- for its journal and n per episode, each with id, policy, reward, header, trace of its n trajectories. Returns the position, { outcome, detail } of
 -- each episode, and the tasks that it completed and that wait to be settled.
-SIGNATURE.commit = { 'horizon', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal', 'n',
+SIGNATURE.commit = { 'horizon', 'packed', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal', 'n',
   each = { 'id', 'policy', 'reward', 'header', 'trace' } } }
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
+  if a.packed ~= '' then return end
   for _, e in ipairs(a.each) do
     for _, item in ipairs(e.each) do call('UNLINK', K.payload(P, e.episode, item.id)) end
   end
@@ -231,6 +232,7 @@ end
 function F.commit(keys, a)
   local P, tasks, replies, completed = keys[1], {}, {}, {}
   CALL.poison_of = {}
+  PACKS.place_all(P, a.each, a.packed)
   for _, e in ipairs(a.each) do
     if not tasks[e.task] then
       tasks[e.task] = { id = e.task, episodes = {}, set = {}, headers = {}, notes = {} }
@@ -245,6 +247,7 @@ function F.commit(keys, a)
     if complete[1] then completed[#completed + 1] = complete end
   end)
   for i, e in ipairs(a.each) do replies[i] = tasks[e.task].problem or e.reply end
+  PACKS.hold_rest(P)
   local at = position(P, CALL.moved)
   -- To drain a node gives back its leases: not before what else is said of their tasks is written.
   write_gathered(P)
