@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import ResolvedPolicy
-from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
+from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.lora import adapted
@@ -46,6 +47,7 @@ class PolicyLearner:
         *,
         plugins: StepPlugins,
         model_dir: Path,
+        reference_dir: Path | None = None,
         checkpoint_dir: Path,
         group: RankGroup,
         snapshot: Where = "device",
@@ -55,7 +57,8 @@ class PolicyLearner:
         seed: int = 0,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load this rank's part of the model; `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
+        """Load this rank's part of the model, and of the one in `reference_dir` where a KL term needs it (None: the
+        same); `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
         an adapter begins with the numbers of `seed`. `moved` is called at each micro-batch.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU; `placement` is
@@ -71,7 +74,10 @@ class PolicyLearner:
         else:
             self._policy = PolicyModel(adapted(load_causal_lm(model_dir), policy.lora, seed=seed)).train()
             shard(self._policy.to(group.device), mesh=mesh, placement=placement)
-        self._reference = _reference(training.algorithm, model_dir=model_dir, mesh=mesh, placement=placement)
+        self._reference = _reference(
+            training.algorithm, model_dir=reference_dir or model_dir, mesh=mesh, placement=placement
+        )
+        _require_vocabulary(self._reference, policy=self._policy)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
@@ -202,7 +208,15 @@ def _compute(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> C
 def _reference(
     algorithm: AlgorithmSettings, *, model_dir: Path, mesh: DeviceMesh, placement: Placement
 ) -> PolicyModel | None:
-    """The initial model, frozen, where a KL term compares with it."""
-    if algorithm.kl is None or algorithm.kl.reference is not KlReference.MODEL:
+    """The model that a KL term compares with, frozen."""
+    if algorithm.kl is None or not algorithm.kl.needs_model:
         return None
     return load_policy(model_dir, mesh=mesh, placement=placement, frozen=True).eval()
+
+
+def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -> None:
+    if reference is not None and reference.vocab_size < policy.vocab_size:
+        raise InvalidArgumentError(
+            f"the model of algorithm.kl.reference knows {reference.vocab_size} token ids, the policy has "
+            f"{policy.vocab_size}: it cannot say how likely the others are; use one with the policy's tokenizer"
+        )

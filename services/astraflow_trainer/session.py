@@ -25,6 +25,7 @@ from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow.recipe import ResolvedPolicy
+from astraflow.recipe.algorithm import ReferenceModel
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
@@ -46,7 +47,7 @@ from astraflow_trainer.publish.publishing import PublishWorker
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
+from astraflow_trainer.warm_start.starting_model import asset_files, reference_model, starting_model
 from astraflow_weights.errors import Fenced, StateInDoubt
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.announcing import Announcer
@@ -200,6 +201,7 @@ class TrainingSession:
             self._joined.policy,
             plugins=self._plugins,
             model_dir=model_dir,
+            reference_dir=self._reference_dir(),
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
@@ -350,6 +352,24 @@ class TrainingSession:
         )
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
+
+    def _reference_dir(self) -> Path | None:
+        """Where the model is that a KL term compares with; None for the initial one. The first rank gets it."""
+        kl = self._joined.policy.trainer.algorithm.kl
+        if kl is None or not isinstance(kl.reference, ReferenceModel):
+            return None
+        if not self._is_first:
+            return Path(self._group.wait_for_value("reference_dir"))
+        found = reference_model(
+            kl.reference,
+            store=self._store,
+            log=self._log.copy(),
+            folder=self._settings.work_dir / "references",
+            cache=self._settings.cache,
+            access=self._settings.store,
+        )
+        self._group.set_value("reference_dir", str(found.absolute()))
+        return found
 
     def _warm_start(self, share: float) -> None:
         detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"

@@ -89,6 +89,8 @@ def _all_equal(rewards: FloatArray) -> bool:
 def _baselines(samples: Samples, *, lengths: FloatArray, settings: AdvantageSettings) -> FloatArray:
     values, baseline = samples.values, settings.baseline
     result = np.zeros_like(values)
+    if baseline is Baseline.OWN:
+        return values
     if baseline is Baseline.BATCH and len(values):
         return values if _all_equal(values) else np.full_like(values, mean(values))
     if baseline in (Baseline.GROUP, Baseline.LEAVE_ONE_OUT, Baseline.LENGTH_WEIGHTED):

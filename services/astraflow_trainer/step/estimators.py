@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from astraflow.recipe.advantage import AdvantageSettings
-from astraflow.recipe.algorithm import OverlongSettings
+from astraflow.recipe.advantage import AdvantageSettings, OverlongSettings
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.advantages import Advantages, compute_advantages, flagged

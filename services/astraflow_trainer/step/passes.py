@@ -1,13 +1,13 @@
-"""The passes of a step: forward and backward over all micro-batches, which leave the gradient on the parameters.
+"""The passes of an update: forward and backward over all micro-batches, which leave the gradient on the parameters.
 
-Invariant: loss and gradient are those of the whole step with one trust region, whatever the micro-batches. A region
+Invariant: loss and gradient are those of the whole update with one trust region, whatever the micro-batches. A region
 whose bounds depend on all tokens is known after the last forward pass only. As a rule it then cuts nothing, so each
 micro-batch is taken as if it did not, and where the bounds turn out to cut tokens, the micro-batches that hold them are
 computed once more, with the difference as their loss: gradients add. Called by the training step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,7 @@ from astraflow_trainer.step.losses import (
     policy_loss,
     resolve_region,
 )
+from astraflow_trainer.step.minibatches import Minibatch
 from astraflow_trainer.step.plugins import PluginLoss
 
 
@@ -38,15 +39,12 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
-    """What this rank computes of a step."""
+    """What this rank computes of an update."""
 
     policy: PolicyModel
-    batches: Sequence[MicroBatch]
-    """As many on every rank."""
-    advantage_R: torch.Tensor
-    """float32, of each row."""
-    weight_R: torch.Tensor
-    """float32: what each token of a row weighs in the step's loss."""
+    minibatch: Minibatch
+    starts: Sequence[torch.Tensor] | None
+    """float32[N] of each micro-batch: log-probs at the start of the step, where that was before this update."""
     settings: AlgorithmSettings
     own_loss: PluginLoss | None
     ranks: Ranks
@@ -56,36 +54,39 @@ class Passes:
     sync_each: bool
     """Whether ranks add up the gradient of each micro-batch, or once that of all."""
 
+    @property
+    def batches(self) -> Sequence[MicroBatch]:
+        """As many on every rank."""
+        return self.minibatch.batches
+
     def compute(self) -> Computed:
         """Run them; a collective."""
         if len(self.batches) == 1:
             return self._in_one()
-        if isinstance(self.settings.anchor, ProximalAnchor):
-            first = self._scored(self.batches)
-            return self._with(self._region(first), proximal=first)
+        if isinstance(self.settings.anchor, ProximalAnchor) and self.starts is None:
+            return replace(self, starts=self.log_probs()).compute()
         if self.settings.needs_step_bounds:
             return self._with_step_bounds()
         return self._with(self._region([]))
+
+    def log_probs(self) -> list[torch.Tensor]:
+        """float32[N] of each micro-batch, under the weights as they are, without gradient."""
+        return [known.logprob_N for known in self._scored(self.batches)]
 
     def _in_one(self) -> Computed:
         """With a single micro-batch on every rank its scores serve for everything."""
         (batch,) = self._begun(self.batches)
         scores = self.policy.score(batch)
         region = self._region([scores])
-        statistics = self._backward(batch, scores, region=region, proximal=scores, is_last=True)
+        statistics = self._backward(0, scores, region=region, is_last=True)
         return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
 
-    def _with(self, region: StepRegion, *, proximal: Sequence[TokenScores] = ()) -> Computed:
+    def _with(self, region: StepRegion) -> Computed:
         """Forward and backward under a region that is known."""
         statistics = LossStatistics.empty()
         for number, batch in enumerate(self._begun(self.batches)):
-            statistics += self._backward(
-                batch,
-                self.policy.score(batch),
-                region=region,
-                proximal=proximal[number] if proximal else None,
-                is_last=number == len(self.batches) - 1,
-            )
+            scores, is_last = self.policy.score(batch), number == len(self.batches) - 1
+            statistics += self._backward(number, scores, region=region, is_last=is_last)
         return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
 
     def _with_step_bounds(self) -> Computed:
@@ -98,11 +99,11 @@ class Passes:
         if self._region(scores) != lax:
             scores = [_kept(scores[0]), *self._scored(others)]
             return self._with(self._region(scores))
-        self._backward(first, scores[0], region=lax, is_last=False)
+        self._backward(0, scores[0], region=lax, is_last=False)
         scores = [_kept(scores[0])]
-        for number, batch in enumerate(others, start=2):
+        for number, batch in enumerate(others, start=1):
             scores.append(self.policy.score(batch))
-            self._backward(batch, scores[-1], region=lax, is_last=number == len(self.batches))
+            self._backward(number, scores[-1], region=lax, is_last=number == len(self.batches) - 1)
             scores[-1] = _kept(scores[-1])
         region = self._region(scores)
         return self._corrected(scores, taken_as=lax, region=region)
@@ -111,35 +112,35 @@ class Passes:
         self, scores: Sequence[TokenScores], *, taken_as: StepRegion, region: StepRegion
     ) -> Computed:
         """Add to the gradient what `region` makes of the micro-batches that it cuts otherwise than `taken_as`."""
-        statistics, differing = LossStatistics.empty(), []
-        for batch, known in zip(self.batches, scores, strict=True):
-            inputs = self._inputs(batch, known, proximal=None)
+        statistics, differing = LossStatistics.empty(), list[int]()
+        for number, known in enumerate(scores):
+            inputs = self._inputs(number, known)
             statistics += policy_loss(known.logprob_N, inputs=inputs, region=region, settings=self.settings)[
                 1
             ]
             if not cuts_alike(
                 taken_as, region, logprob_N=known.logprob_N, inputs=inputs, settings=self.settings
             ):
-                differing.append(batch)
+                differing.append(number)
         most = int(self.ranks.max(torch.tensor(len(differing))))
-        again = differing + [filler()] * (most - len(differing))
-        for number, batch in enumerate(self._begun(again), start=1):
+        again = [self.batches[number] for number in differing] + [filler()] * (most - len(differing))
+        for place, batch in enumerate(self._begun(again)):
+            which = differing[place] if place < len(differing) else None
             fresh = self.policy.score(batch)
-            self._backward(batch, fresh, region=region, instead_of=taken_as, is_last=number == most)
+            self._backward(which, fresh, region=region, instead_of=taken_as, is_last=place == most - 1)
         return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
 
     def _backward(
         self,
-        batch: MicroBatch,
+        number: int | None,
         scores: TokenScores,
         *,
         region: StepRegion,
         is_last: bool,
-        proximal: TokenScores | None = None,
         instead_of: StepRegion | None = None,
     ) -> LossStatistics:
-        """Add the gradient of a micro-batch, less what it was with the region `instead_of`."""
-        inputs = self._inputs(batch, scores, proximal=proximal)
+        """Add the gradient of a micro-batch, None for a filler, less what it was with the region `instead_of`."""
+        inputs = self._inputs(number, scores)
         loss, statistics = policy_loss(scores.logprob_N, inputs=inputs, region=region, settings=self.settings)
         if instead_of is not None:
             loss = (
@@ -159,8 +160,10 @@ class Passes:
         nothing = torch.zeros(0)
         return resolve_region(
             torch.cat([nothing, *(known.logprob_N for known in scores)]),
-            anchor_N=torch.cat([nothing, *(batch.behavior_logprob_N for batch in seen)]),
-            advantage_N=torch.cat([nothing, *(self.advantage_R[batch.row_N] for batch in seen)]),
+            anchor_N=torch.cat(
+                [nothing, *(self._anchor(number, known) for number, known in enumerate(scores))]
+            ),
+            advantage_N=torch.cat([nothing, *(self.minibatch.advantage_of(batch) for batch in seen)]),
             settings=self.settings,
             ranks=self.ranks,
         )
@@ -176,22 +179,36 @@ class Passes:
             failpoints.hit("trainer.micro_batch")
             yield batch
 
-    def _inputs(self, batch: MicroBatch, scores: TokenScores, *, proximal: TokenScores | None) -> LossInputs:
+    def _inputs(self, number: int | None, scores: TokenScores) -> LossInputs:
+        batch = filler() if number is None else self.batches[number]
         reference_N = None
         if self.reference is not None:
             with torch.no_grad():
                 reference_N = self.reference.score(batch).logprob_N
+        is_proximal = isinstance(self.settings.anchor, ProximalAnchor)
         return LossInputs(
             row_N=batch.row_N,
-            num_rows=len(self.advantage_R),
-            advantage_N=self.advantage_R[batch.row_N],
-            weight_N=self.weight_R[batch.row_N] * batch.loss_weight_N,
+            num_rows=len(self.minibatch.weight_R),
+            advantage_N=self.minibatch.advantage_of(batch),
+            weight_N=self.minibatch.weight_R[batch.row_N] * batch.loss_weight_N,
             behavior_N=batch.behavior_logprob_N,
-            proximal_N=None if proximal is None else proximal.logprob_N.detach(),
+            proximal_N=self._start(number, scores) if is_proximal else None,
             reference_N=reference_N,
             entropy_N=scores.entropy_N,
             in_place_N=batch.in_place_N,
         )
+
+    def _anchor(self, number: int, scores: TokenScores) -> torch.Tensor:
+        """What second-moment bounds measure the distance from."""
+        if isinstance(self.settings.anchor, ProximalAnchor):
+            return self._start(number, scores)
+        return self.batches[number].behavior_logprob_N
+
+    def _start(self, number: int | None, scores: TokenScores) -> torch.Tensor:
+        """Log-probs at the start of the step; where nothing was updated since, the scores themselves."""
+        if self.starts is None or number is None:
+            return scores.logprob_N.detach()
+        return self.starts[number]
 
 
 def _kept(scores: TokenScores) -> TokenScores:

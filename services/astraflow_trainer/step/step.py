@@ -1,24 +1,26 @@
 """One training step: rows in, updated weights and metrics out.
 
-Owns the order of a step: advantages over the whole batch, packing, the passes over all micro-batches, guard,
-optimizer. Invariant: loss and gradient depend on the rows and the settings only, never on packing, micro-batching or
-the number of ranks; and a step that a guard skips leaves weights, moments and schedule untouched. Called by the
-trainer's loop.
+Owns the order of a step: advantages over the whole batch, minibatches, and for each of them the passes over its
+micro-batches, guard, optimizer. Invariant: loss and gradient depend on the rows and the settings only, never on
+packing, micro-batching or the number of ranks; and an update that a guard skips leaves weights, moments and schedule
+untouched. Called by the trainer's loop.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
+import numpy as np
 import torch
 
 from astraflow.recipe import RowLimits
-from astraflow.recipe.algorithm import AlgorithmSettings, KlReference
+from astraflow.recipe.advantage import AdvantageSettings
+from astraflow.recipe.algorithm import AlgorithmSettings, ProximalAnchor
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_trainer.batches.fitting import Fitting, fitting_rows
-from astraflow_trainer.batches.packing import MicroBatch, filler, pack
+from astraflow_trainer.batches.packing import MicroBatch
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.model.optimizer import MasterOptimizer
@@ -30,9 +32,12 @@ from astraflow_trainer.step.estimators import (
     overlong_penalties,
     role_metrics,
 )
-from astraflow_trainer.step.losses import LossMetrics, StepCounts, token_weights
-from astraflow_trainer.step.passes import Computed, Passes
+from astraflow_trainer.step.groups import FloatArray
+from astraflow_trainer.step.losses import LossMetrics, LossStatistics, StepRegion
+from astraflow_trainer.step.minibatches import Minibatch, Packing, minibatches
+from astraflow_trainer.step.passes import Passes
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_trainer.step.token_advantages import Penalised, kl_penalties, token_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +92,17 @@ class StepMetrics:
     packing_efficiency: float
     """Tokens of rows / positions computed, on this rank; 0 when nothing was computed."""
     learning_rate: float
-    """Of this step, whether or not it was committed."""
+    """Of this step's first update, whether or not it was committed."""
+    num_updates: int = 0
+    """Updates of the weights: 1, or epochs · minibatches, less those that a guard skipped."""
     gradient_norm: float = 0.0
-    """Before clipping; 0 when no gradient was computed."""
+    """Before clipping, the mean over updates; 0 when no gradient was computed."""
     clip_low: float = 0.0
     """Lower clip bound in use: the ratio is at least 1 − clip_low; 0 where the trust region has none."""
     clip_high: float = 0.0
     """Upper clip bound in use: the ratio is at most 1 + clip_high; 0 where the trust region has none."""
     loss: LossMetrics | None = None
-    """None when nothing was computed."""
+    """Over all updates: a token counts in each epoch; the loss is their mean. None when nothing was computed."""
     overlong_penalty_mean: float = 0.0
     """What long answers lost of their rewards, per row; `reward_mean` is without."""
     of_roles: Mapping[str, float] = field(default_factory=dict)
@@ -104,15 +111,57 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """What is known before the first forward pass."""
+    """What is known before the first forward pass of an update."""
 
-    batches: list[MicroBatch]
-    advantage_R: torch.Tensor
-    weight_R: torch.Tensor
-    num_tokens: int
-    """Trained tokens of all ranks."""
+    minibatches: list[Minibatch]
+    """None when there is nothing to train on."""
     metrics: StepMetrics
-    """Of a step that stops here, for want of anything to train on."""
+    """Of a step that stops here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Update:
+    """What one update of the weights did, or why it did not."""
+
+    statistics: LossStatistics
+    gradient_norm: float
+    region: StepRegion
+    skip_reason: SkipReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What every part of a step needs."""
+
+    policy: PolicyModel
+    settings: StepSettings
+    ranks: Ranks
+    reference: PolicyModel | None
+    moved: Callable[[], None]
+
+    @property
+    def packing(self) -> Packing:
+        """How rows become micro-batches."""
+        return Packing(
+            token_budget=self.settings.tokens_per_microbatch,
+            lane_tokens=self.settings.lane_tokens,
+            attention_tokens=self.policy.attention_tokens,
+        )
+
+    def passes(self, minibatch: Minibatch, *, starts: Sequence[torch.Tensor] | None = None) -> Passes:
+        """Forward and backward of all micro-batches; the gradient is left on the model's parameters."""
+        kl = self.settings.algorithm.kl
+        return Passes(
+            policy=self.policy,
+            minibatch=minibatch,
+            starts=starts,
+            settings=self.settings.algorithm,
+            own_loss=self.settings.plugins.loss,
+            ranks=self.ranks,
+            reference=self.reference if kl is not None and kl.placement == "loss" else None,
+            moved=self.moved,
+            sync_each=self.settings.gradient_sync == "micro_batch",
+        )
 
 
 def train_step(
@@ -130,99 +179,155 @@ def train_step(
 
     `baselines` are the running baselines, by name: they become those after this batch, also when the step is skipped.
     `moved` is called whenever a micro-batch is begun.
-    `reference` is the frozen model of a KL term with `KlReference.MODEL`. Raises ValueError when it is missing.
+    `reference` is the frozen model that a KL term compares with. Raises ValueError when it is missing.
     Groups with a row that is longer than `tokens_per_microbatch`, or holds a token that the model does not know, are
     left out.
     """
-    ranks = ranks or OneRank()
-    _check_reference(settings.algorithm, reference=reference)
+    algorithm = settings.algorithm
+    if algorithm.kl is not None and algorithm.kl.needs_model and reference is None:
+        raise ValueError("the KL term compares with a reference model; pass it, or use KlReference.BEHAVIOR")
+    work = _Work(policy=policy, settings=settings, ranks=ranks or OneRank(), reference=reference, moved=moved)
     limits = RowLimits(settings.tokens_per_microbatch, policy.vocab_size)
-    fitting = fitting_rows(rows, limits=limits, ranks=ranks)
+    fitting = fitting_rows(rows, limits=limits, ranks=work.ranks)
     plan = _plan(
         fitting,
-        settings=settings,
-        ranks=ranks,
+        work=work,
         baselines={} if baselines is None else baselines,
-        attention_tokens=policy.attention_tokens,
         learning_rate=optimizer.learning_rate,
     )
-    if plan.num_tokens == 0:
-        return plan.metrics
-    computed = _compute(policy, plan=plan, settings=settings, ranks=ranks, reference=reference, moved=moved)
-    loss = computed.statistics.metrics()
-    gradient_norm = optimizer.gradient_norm()
-    skip_reason = _guard(loss.loss, gradient_norm=gradient_norm)
-    if skip_reason is SkipReason.NONE:
-        optimizer.step(gradient_norm=gradient_norm)
-    else:
-        optimizer.discard()
+    updates = list(_updates(plan.minibatches, work=work, optimizer=optimizer))
+    return _measured(updates, before=plan.metrics) if updates else plan.metrics
+
+
+def _updates(
+    minibatches: Sequence[Minibatch], *, work: _Work, optimizer: MasterOptimizer
+) -> Iterator[_Update]:
+    """Take them: each minibatch in each epoch. Log-probs of the start are kept where a later update needs them."""
+    algorithm, starts = work.settings.algorithm, list[list[torch.Tensor] | None]([None] * len(minibatches))
+    if isinstance(algorithm.anchor, ProximalAnchor) and len(minibatches) * algorithm.epochs > 1:
+        starts = [work.passes(minibatch).log_probs() for minibatch in minibatches]
+    for _ in range(algorithm.epochs):
+        for minibatch, start in zip(minibatches, starts, strict=True):
+            computed = work.passes(minibatch, starts=start).compute()
+            gradient_norm = optimizer.gradient_norm()
+            reason = _guard(computed.statistics.metrics().loss, gradient_norm=gradient_norm)
+            if reason is SkipReason.NONE:
+                optimizer.step(gradient_norm=gradient_norm)
+            else:
+                optimizer.discard()
+            yield _Update(
+                statistics=computed.statistics,
+                gradient_norm=gradient_norm,
+                region=computed.region,
+                skip_reason=reason,
+            )
+
+
+def _measured(updates: Sequence[_Update], *, before: StepMetrics) -> StepMetrics:
+    """The metrics of a step of these updates. It is committed when one of them is."""
+    taken = [update for update in updates if update.skip_reason is SkipReason.NONE]
+    shown = taken or updates
+    statistics = sum((update.statistics for update in shown), start=LossStatistics.empty())
+    loss = statistics.metrics()
     return replace(
-        plan.metrics,
-        outcome=Outcome.COMMITTED if skip_reason is SkipReason.NONE else Outcome.SKIPPED,
-        skip_reason=skip_reason,
-        gradient_norm=gradient_norm,
-        clip_low=getattr(computed.region, "low", 0.0),
-        clip_high=getattr(computed.region, "high", 0.0),
-        loss=loss,
+        before,
+        outcome=Outcome.COMMITTED if taken else Outcome.SKIPPED,
+        skip_reason=shown[-1].skip_reason,
+        num_updates=len(taken),
+        gradient_norm=sum(update.gradient_norm for update in shown) / len(shown),
+        clip_low=getattr(shown[-1].region, "low", 0.0),
+        clip_high=getattr(shown[-1].region, "high", 0.0),
+        loss=replace(loss, loss=loss.loss / len(shown)),
     )
 
 
-def _check_reference(settings: AlgorithmSettings, *, reference: PolicyModel | None) -> None:
-    needed = settings.kl is not None and settings.kl.reference is KlReference.MODEL
-    if needed and reference is None:
-        raise ValueError("the KL term compares with a reference model; pass it, or use KlReference.BEHAVIOR")
-
-
-def _plan(
-    fitting: Fitting,
-    *,
-    settings: StepSettings,
-    ranks: Ranks,
-    baselines: dict[str, float],
-    attention_tokens: float,
-    learning_rate: float,
-) -> _Plan:
-    algorithm, rows = settings.algorithm, fitting.rows
+def _plan(fitting: Fitting, *, work: _Work, baselines: dict[str, float], learning_rate: float) -> _Plan:
+    settings, ranks, rows = work.settings, work.ranks, fitting.rows
+    algorithm = settings.algorithm
     # A group may be spread over ranks, and so may a batch-wide baseline: all ranks normalise all rewards.
     everybody = RankedRows.gathered(rows, ranks=ranks)
-    penalties = overlong_penalties(everybody.lengths, settings=algorithm.overlong)
+    penalised = _penalised(rows, work=work)
+    overlong = overlong_penalties(everybody.lengths, settings=algorithm.overlong)
     all_advantages = batch_advantages(
-        replace(everybody, rewards=everybody.rewards - penalties),
+        replace(everybody, rewards=everybody.rewards - overlong - _lost(penalised, work=work)),
         default=_default(settings),
         of_role=settings.plugins.advantage_of_role,
         baselines=baselines,
     )
     baselines.update(all_advantages.baselines)
-    advantages = torch.from_numpy(all_advantages.values[everybody.mine])
-    kept = _kept(advantages, rows=rows, settings=algorithm)
-    kept_rows = [row for row, keep in zip(rows, kept.tolist(), strict=True) if keep]
-    lengths = torch.tensor([row.num_trained_tokens for row in kept_rows], dtype=torch.int64)
-    num_tokens, num_rows = ranks.sum(torch.tensor([int(lengths.sum()), len(kept_rows)])).tolist()
-    counts = StepCounts(num_tokens=num_tokens, num_rows=num_rows)
-    batches = _micro_batches(kept_rows, settings=settings, ranks=ranks, attention_tokens=attention_tokens)
+    advantages = token_advantages(
+        all_advantages.values[everybody.mine].tolist(),
+        penalised,
+        kl=algorithm.kl,
+        whitened=_whitening(settings),
+        ranks=ranks,
+    )
+    kept = [_is_kept(row, given, settings=algorithm) for row, given in zip(rows, advantages, strict=True)]
+    of_all = ranks.gather(torch.tensor(kept, dtype=torch.int64)).tolist()
+    updates = minibatches(
+        [row for row, keep in zip(rows, kept, strict=True) if keep],
+        [given for given, keep in zip(advantages, kept, strict=True) if keep],
+        tasks=[origin.task_id for origin, keep in zip(everybody.origins, of_all, strict=True) if keep],
+        number=algorithm.minibatches,
+        packing=work.packing,
+        aggregation=algorithm.aggregation,
+        ranks=ranks,
+    )
+    taken = list(updates)
+    batches = [batch for minibatch in taken for batch in minibatch.batches]
     return _Plan(
-        batches=batches,
-        advantage_R=advantages[kept].float(),
-        weight_R=token_weights(lengths, counts=counts, aggregation=algorithm.aggregation).float()
-        if num_tokens
-        else torch.zeros(0),
-        num_tokens=num_tokens,
+        minibatches=taken,
         metrics=StepMetrics(
             outcome=Outcome.SKIPPED,
             skip_reason=SkipReason.NO_SIGNAL,
             num_rows=len(everybody.rewards),
             num_left_out=fitting.num_left_out,
-            num_trained_rows=num_rows,
+            num_trained_rows=sum(of_all),
             num_groups=all_advantages.num_groups,
             num_zero_variance_groups=all_advantages.num_zero_variance_groups,
             reward_mean=float(everybody.rewards.mean()) if len(everybody.rewards) else 0.0,
             num_micro_batches=len(batches),
             packing_efficiency=_packing_efficiency(batches),
             learning_rate=learning_rate,
-            overlong_penalty_mean=float(penalties.mean()) if len(penalties) else 0.0,
+            overlong_penalty_mean=float(overlong.mean()) if len(overlong) else 0.0,
             of_roles=role_metrics(everybody, all_advantages),
         ),
     )
+
+
+def _penalised(rows: Sequence[TrainingRow], *, work: _Work) -> list[Penalised]:
+    """Each row with its estimator and what a KL term outside the loss takes from its tokens; a collective."""
+    settings = work.settings
+    kl, outside = settings.algorithm.kl, settings.algorithm.has_kl_outside_the_loss
+    penalties = kl_penalties(
+        work.policy,
+        work.packing.micro_batches(rows, ranks=work.ranks) if outside else [],
+        num_tokens=[row.num_trained_tokens for row in rows],
+        kl=kl,
+        reference=work.reference,
+    )
+    of_role, default = settings.plugins.advantage_of_role, _default(settings)
+    return [
+        Penalised(estimator=of_role.get(row.origin.role, default), lost=lost)
+        for row, lost in zip(rows, penalties, strict=True)
+    ]
+
+
+def _lost(rows: Sequence[Penalised], *, work: _Work) -> FloatArray:
+    """float64 of the rows of all ranks: what the KL term takes from the reward of each as a whole."""
+    kl = work.settings.algorithm.kl
+    if kl is None or kl.placement != "reward":
+        return np.zeros(1)
+    sums = [0.0 if row.by_token else float(row.lost.sum()) for row in rows]
+    lost: FloatArray = work.ranks.gather(torch.tensor(sums, dtype=torch.float64)).numpy()
+    return lost
+
+
+def _whitening(settings: StepSettings) -> list[AdvantageSettings]:
+    """The estimators that whiten, each once."""
+    known = [_default(settings), *settings.plugins.advantage_of_role.values()]
+    whiten = [given for given in known if isinstance(given, AdvantageSettings) and given.whiten]
+    return [given for place, given in enumerate(whiten) if given not in whiten[:place]]
 
 
 def _default(settings: StepSettings) -> Estimator:
@@ -232,58 +337,17 @@ def _default(settings: StepSettings) -> Estimator:
     return given
 
 
-def _kept(
-    advantages: torch.Tensor, *, rows: Sequence[TrainingRow], settings: AlgorithmSettings
-) -> torch.Tensor:
-    kept = torch.ones_like(advantages, dtype=torch.bool)
+def _is_kept(row: TrainingRow, advantages: FloatArray, *, settings: AlgorithmSettings) -> bool:
+    if settings.truncated == "mask" and row.truncated:
+        return False
     if settings.drop_zero_advantage and not settings.trains_without_advantage:
-        kept = advantages != 0
-    if settings.truncated == "mask":
-        kept &= ~torch.tensor([row.truncated for row in rows], dtype=torch.bool)
-    return kept
+        return bool(advantages.any())
+    return True
 
 
 def _packing_efficiency(batches: Sequence[MicroBatch]) -> float:
     positions = sum(batch.token_ids_BL.numel() for batch in batches)
     return sum(batch.num_row_tokens for batch in batches) / max(1, positions)
-
-
-def _micro_batches(
-    rows: Sequence[TrainingRow], *, settings: StepSettings, ranks: Ranks, attention_tokens: float
-) -> list[MicroBatch]:
-    batches = pack(
-        rows,
-        token_budget=settings.tokens_per_microbatch,
-        lane_tokens=settings.lane_tokens,
-        attention_tokens=attention_tokens,
-    )
-    most = int(ranks.max(torch.tensor(len(batches))))
-    return batches + [filler()] * (most - len(batches))
-
-
-def _compute(
-    policy: PolicyModel,
-    *,
-    plan: _Plan,
-    settings: StepSettings,
-    ranks: Ranks,
-    reference: PolicyModel | None,
-    moved: Callable[[], None],
-) -> Computed:
-    """Forward and backward of all micro-batches; the gradient is left on the model's parameters."""
-    passes = Passes(
-        policy=policy,
-        batches=plan.batches,
-        advantage_R=plan.advantage_R,
-        weight_R=plan.weight_R,
-        settings=settings.algorithm,
-        own_loss=settings.plugins.loss,
-        ranks=ranks,
-        reference=reference,
-        moved=moved,
-        sync_each=settings.gradient_sync == "micro_batch",
-    )
-    return passes.compute()
 
 
 def _guard(loss: float, *, gradient_norm: float) -> SkipReason:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from astraflow.errors import NotFoundError, RecipeError, UnavailableError
 from astraflow.plugins import Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings, StoredVersionSettings
+from astraflow.recipe.algorithm import ReferenceModel
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import ModelShape
@@ -27,7 +28,7 @@ from astraflow_trainer.warm_start.training import Example
 from astraflow_trainer.warm_start.training import WarmStartSettings as SupervisedSettings
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import open_store
+from astraflow_weights.store import ObjectStore, open_store
 from astraflow_weights.tools.export import export_version
 from astraflow_weights.versions.log import VersionLog
 
@@ -54,9 +55,42 @@ def starting_model(
     if settings.from_version is not None:
         return _of_other_run(settings.from_version, cache=cache, access=access)
     if settings.path is not None:
-        local = Path(settings.path).expanduser()
-        return local if local.is_dir() else _from_the_hub(settings.path)
+        return _at_path(settings.path)
     return _warm_started(joined, settings, cache=cache, threads=threads, progress=progress)
+
+
+def reference_model(
+    reference: ReferenceModel,
+    *,
+    store: ObjectStore,
+    log: VersionLog,
+    folder: Path,
+    cache: Path,
+    access: StoreSettings | None = None,
+) -> Path:
+    """Return the directory of a model that a KL term compares with; a version of the policy's own, whose `log` and
+    `store` these are, is kept in `folder`. Raises NotFoundError, and as `starting_model` does.
+    """
+    if reference.from_version is not None:
+        return _of_other_run(reference.from_version, cache=cache, access=access)
+    if reference.path is not None:
+        return _at_path(reference.path)
+    assert reference.version is not None, "one key is given"
+    kept = folder / f"version-{reference.version}"
+    if not kept.is_dir():
+        log.refresh_entries()
+        if reference.version >= len(log.records):
+            raise NotFoundError(
+                f"the KL term compares with version {reference.version} of its policy, and the store has "
+                f"{len(log.records)} of them; name one that is there, or use `model`, the initial one"
+            )
+        export_version(store, log, version=reference.version, to=kept)
+    return kept
+
+
+def _at_path(path: str) -> Path:
+    local = Path(path).expanduser()
+    return local if local.is_dir() else _from_the_hub(path)
 
 
 def _from_the_hub(name: str) -> Path:

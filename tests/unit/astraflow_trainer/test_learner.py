@@ -1,7 +1,7 @@
 """A recipe's trainer section as settings of the compute core, and a tiny policy that resumes bit for bit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import file
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
@@ -31,7 +32,7 @@ class Bench:
     model_dir: Path
     checkpoint_dir: Path
 
-    def learner(self, *overrides: str) -> PolicyLearner:
+    def learner(self, *overrides: str, reference_dir: Path | None = None) -> PolicyLearner:
         overrides = ("trainer.optimizer.warmup_steps=0", *overrides)
         policy = file.parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe.policy("solver")
         algorithm, roles = policy.trainer.algorithm, policy.advantages
@@ -39,6 +40,7 @@ class Bench:
             policy,
             plugins=StepPlugins.made(algorithm, source=RecipeSource(), roles=roles),
             model_dir=self.model_dir,
+            reference_dir=reference_dir,
             checkpoint_dir=self.checkpoint_dir,
             group=join_rank_group(RankSettings(), timeout_s=1.0),
         )
@@ -87,6 +89,35 @@ def test_a_reference_model_is_the_initial_one(bench: Bench) -> None:
     metrics = bench.learner(kl).train(tiny_training.make_rows())
     assert metrics.loss is not None
     assert metrics.loss.kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_teacher_is_another_model_that_knows_the_policys_tokens(bench: Bench, tmp_path: Path) -> None:
+    kl = "trainer.algorithm.kl={coefficient: 0.1, reference: {path: teacher}}"
+    (teacher := tmp_path / "teacher").mkdir()
+    larger = replace(tiny_training.TINY, hidden_size=32, vocab_size=tiny_training.VOCAB + 3)
+    save_causal_lm(build_causal_lm(larger, seed=3), teacher)
+    metrics = bench.learner(kl, reference_dir=teacher).train(tiny_training.make_rows())
+    assert metrics.loss is not None
+    assert metrics.loss.kl > 0.01
+    (small := tmp_path / "small").mkdir()
+    save_causal_lm(build_causal_lm(replace(tiny_training.TINY, vocab_size=8), seed=3), small)
+    with pytest.raises(InvalidArgumentError, match=r"knows 8 token ids, the policy has 32"):
+        bench.learner(kl, reference_dir=small)
+
+
+def test_several_updates_resume_with_the_same_bits(bench: Bench) -> None:
+    algorithm = "{loss: ppo_clip, anchor: proximal, minibatches: 2, epochs: 2}"
+    options = (f"trainer.algorithm={algorithm}", "trainer.optimizer.learning_rate=0.01")
+    straight = bench.learner(*options)
+    assert straight.train(tiny_training.make_rows(seed=1)).num_updates == 4
+    straight.stage(step=1, version=1)()
+    straight.train(tiny_training.make_rows(seed=2))
+    resumed = bench.learner(*options)
+    position = resumed.restore()
+    assert position is not None
+    assert (position.step, position.optimizer_steps) == (1, 4)
+    resumed.train(tiny_training.make_rows(seed=2))
+    assert _differing(straight.published_bytes().open(), resumed.published_bytes().open()) == []
 
 
 def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from astraflow.recipe.section import Kind
+from astraflow.recipe.section import Kind, Section
 
 
 class GroupBy(StrEnum):
@@ -34,6 +34,8 @@ class Baseline(StrEnum):
     """What is subtracted from a reward."""
 
     NONE = "none"
+    OWN = "own"
+    """The reward itself: rewards count nothing."""
     GROUP = "group"
     """The group's mean."""
     BATCH = "batch"
@@ -107,6 +109,17 @@ class AdvantageSettings(Kind):
     """What is added to the reward of a later turn before anything else."""
     shaping_weight: float = Field(default=0.5, ge=0, le=1000)
     """Weight of `shaping`."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Of a token's return, for each token that the end is away. Tokens that others wrote do not count."""
+    whiten: bool = False
+    """Give the tokens of all rows with these settings mean 0 and variance 1. A KL term in the reward then makes returns
+    of single tokens, as with a discount.
+    """
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens of a row differ in their advantages."""
+        return self.whiten or self.discount < 1
 
     @model_validator(mode="after")
     def _makes_sense(self) -> AdvantageSettings:
@@ -147,7 +160,7 @@ class AdvantageSettings(Kind):
 
         False where that depends on other rows, or on the turns and episodes that these are of.
         """
-        if self.shaping is Shaping.QUALITY and num_rows > 1:
+        if self.whiten or self.baseline is Baseline.OWN or (self.shaping is Shaping.QUALITY and num_rows > 1):
             return False
         if self.baseline is Baseline.NONE:
             return reward == 0
@@ -196,6 +209,40 @@ class Reinforce(AdvantageSettings):
     """What is subtracted."""
     scale: Scale = Scale.NONE
     """What the difference is divided by."""
+
+
+class NoReward(AdvantageSettings):
+    """A = 0: rewards count nothing. For on-policy distillation, whose signal is a KL term."""
+
+    kind: Literal["none"] = "none"
+    baseline: Baseline = Baseline.OWN
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+
+
+class ReinforcePp(AdvantageSettings):
+    """Returns of tokens, Σ over later ones of discount^k · (reward at the end − KL in the reward), whitened over the
+    tokens of the batch. REINFORCE++, arXiv 2501.03262.
+    """
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+    baseline: Baseline = Baseline.NONE
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+    whiten: bool = True
+    """Give the tokens of all rows with these settings mean 0 and variance 1. A KL term in the reward then makes returns
+    of single tokens, as with a discount.
+    """
+
+
+class ReinforcePpBaseline(ReinforcePp):
+    """The same of r − mean_g: REINFORCE++-baseline."""
+
+    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"  # type: ignore[assignment]
+    baseline: Baseline = Baseline.GROUP
+    """What is subtracted."""
 
 
 class MaxRl(AdvantageSettings):
@@ -315,11 +362,37 @@ class Quality(AdvantageSettings):
     """Added to the standard deviation."""
 
 
+class OverlongSettings(Section):
+    """A penalty for long answers, added to a row's reward before advantages are computed. With n its generated tokens:
+    0 for n ≤ max_tokens − buffer_tokens; −factor·(n − (max_tokens − buffer_tokens)) / buffer_tokens up to max_tokens;
+    −factor beyond. "Soft overlong punishment", DAPO, arXiv 2503.14476, equation 13 (16,384 + 4,096 tokens there).
+    """
+
+    max_tokens: int = Field(ge=1, le=1_048_576)
+    """From this length on the penalty is whole: where answers are cut off, as a rule."""
+    buffer_tokens: int = Field(ge=1, le=1_048_576)
+    """Length over which it grows; at most max_tokens."""
+    factor: float = Field(default=1.0, gt=0, le=1000)
+    """The whole penalty."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongSettings:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(
+                f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}: empty answers would be "
+                "penalised; lower it"
+            )
+        return self
+
+
 AnyAdvantage: TypeAlias = (
     Grpo
     | DrGrpo
     | Rloo
     | Reinforce
+    | NoReward
+    | ReinforcePp
+    | ReinforcePpBaseline
     | MaxRl
     | Opo
     | DrMas

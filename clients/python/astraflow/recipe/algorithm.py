@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from astraflow.recipe.advantage import AnyAdvantage, Grpo
+from astraflow.recipe.advantage import AnyAdvantage, Grpo, OverlongSettings
+from astraflow.recipe.model import StoredVersionSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import BY_KIND, Kind, Section
 
@@ -252,9 +253,9 @@ class GeometricReject(Kind):
 
     kind: Literal["geometric"] = "geometric"
     low: float = Field(default=0.99, ge=0)
-    """Smallest geometric mean."""
+    """Smallest mean."""
     high: float = Field(default=1.01, gt=0)
-    """Largest geometric mean."""
+    """Largest mean."""
 
 
 class KlReject(Kind):
@@ -359,15 +360,46 @@ class KlReference(StrEnum):
     """The policy's initial model, kept frozen; costs its memory and one forward pass."""
 
 
+class ReferenceModel(Section):
+    """A frozen model to compare with, a teacher too: give one key. Its vocabulary holds the policy's."""
+
+    path: str | None = None
+    """A Hugging Face model directory or hub name."""
+    version: int | None = Field(default=None, ge=0, le=2_097_151)
+    """A version of this policy in the run's store. It must be there when the trainer starts, which then keeps it."""
+    from_version: StoredVersionSettings | None = None
+    """A version of another run, in its store."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ReferenceModel:
+        given = [name for name in ("path", "version", "from_version") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a reference has {', '.join(given) or 'nothing'}; give exactly one of `path`, `version` (of this "
+                "policy) and `from_version` (of another run)"
+            )
+        return self
+
+
 class KlSettings(Section):
-    """A KL term in the loss: coefficient · estimate, aggregated as the policy loss is."""
+    """A KL term: coefficient · estimate of KL(policy ‖ reference). With a teacher as its reference, distillation."""
 
     coefficient: float = Field(gt=0, le=1000)
     """Weight of the term; leave `kl` unset for none."""
     estimator: KlEstimator = KlEstimator.K3
-    """k1, k2 or k3; how their gradients differ: docs/trainer.md."""
-    reference: KlReference = KlReference.BEHAVIOR
-    """`behavior`, the sampler, or `model`, the policy's initial model."""
+    """k1, k2, k3 or k3_k2; how their gradients differ: docs/trainer.md."""
+    reference: KlReference | ReferenceModel = KlReference.BEHAVIOR
+    """`behavior`, the sampler; `model`, the policy's initial model; or another model."""
+    placement: Literal["loss", "reward", "advantage"] = "loss"
+    """`loss`: a term beside the policy's, aggregated as that is. `reward`: a row's reward loses the sum over its
+    tokens, or, where advantages are returns of tokens, each token its own. `advantage`: each token's advantage loses
+    its own. The latter two are measured once, at the start of the step, and cost a forward pass.
+    """
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a frozen model is kept beside the policy."""
+        return self.reference is not KlReference.BEHAVIOR
 
 
 class EntropySettings(Section):
@@ -375,29 +407,6 @@ class EntropySettings(Section):
 
     coefficient: float = Field(gt=0, le=100)
     """Weight of the term; leave `entropy` unset for none."""
-
-
-class OverlongSettings(Section):
-    """A penalty for long answers, added to a row's reward before advantages are computed. With n its generated tokens:
-    0 for n ≤ max_tokens − buffer_tokens; −factor·(n − (max_tokens − buffer_tokens)) / buffer_tokens up to max_tokens;
-    −factor beyond. "Soft overlong punishment", DAPO, arXiv 2503.14476, equation 13 (16,384 + 4,096 tokens there).
-    """
-
-    max_tokens: int = Field(ge=1, le=1_048_576)
-    """From this length on the penalty is whole: where answers are cut off, as a rule."""
-    buffer_tokens: int = Field(ge=1, le=1_048_576)
-    """Length over which it grows; at most max_tokens."""
-    factor: float = Field(default=1.0, gt=0, le=1000)
-    """The whole penalty."""
-
-    @model_validator(mode="after")
-    def _buffer_fits(self) -> OverlongSettings:
-        if self.buffer_tokens > self.max_tokens:
-            raise ValueError(
-                f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}: empty answers would be "
-                "penalised; lower it"
-            )
-        return self
 
 
 LossSettings: TypeAlias = (
@@ -408,20 +417,6 @@ Aggregation: TypeAlias = TokenMean | TokenSum | SeqMeanTokenMean | SeqMeanTokenS
 
 _STEP_WIDE = (M2po, M2poClip, M2poMask)
 _UNBOUND = NoTrustRegion | Dppo
-
-
-class StaleTokenSettings(Section):
-    """What becomes of tokens of versions that `max_staleness` does not allow, when their batch is bound."""
-
-    correction: Literal["mask", "reweight"]
-    """`mask` leaves them out of the loss. A group is dropped when one of its trajectories has no newer token.
-    `reweight` multiplies the loss of each by `decay` to the power of the versions beyond `max_staleness`. A group is
-    dropped when a token is more than `max_excess` versions beyond it.
-    """
-    decay: float = Field(default=0.5, gt=0, lt=1)
-    """Of `reweight`."""
-    max_excess: int = Field(default=4, ge=1, le=1024)
-    """Of `reweight`, in versions."""
 
 
 _PPO = {"kind": "ppo_clip", "low": 0.2, "high": 0.2}
@@ -441,7 +436,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlong": {"max_tokens": 20_480, "buffer_tokens": 4096},
         "drop_zero_advantage": True,
     },
-    "rloo": {"advantage": "rloo", "loss": "none", "aggregation": "seq_mean_token_sum"},
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "none",
+        "aggregation": "seq_mean_token_sum",
+        "kl": {"coefficient": 0.05, "estimator": "k1", "reference": "model", "placement": "reward"},
+    },
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "loss": _PPO,
+        "kl": {"coefficient": 0.01, "estimator": "k1", "reference": "model", "placement": "reward"},
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "loss": _PPO,
+        "kl": {"coefficient": 0.001, "estimator": "k2", "reference": "model"},
+    },
     "maxrl": {"advantage": "maxrl", "loss": "none"},
     "opo": {"advantage": "opo", "loss": "none"},
     "gspo": {"advantage": "grpo", "loss": "gspo", "aggregation": _ROW_MEANS},
@@ -454,7 +464,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 2e-3, "estimator": "k2", "reference": "behavior"},
     },
     "m2po": {"advantage": "grpo", "loss": "m2po"},
-    "sft": {"advantage": "reinforce", "loss": "sft"},
+    "opd": {
+        "advantage": "none",
+        "loss": "none",
+        "kl": {"coefficient": 1.0, "estimator": "k1", "placement": "advantage"},
+    },
+    "sft": {"advantage": "none", "loss": "sft"},
 }
 """Published settings by name. A key that stands beside `preset` replaces the one here."""
 
@@ -486,6 +501,10 @@ class AlgorithmSettings(Section):
     """
     overlong: OverlongSettings | None = None
     """A penalty for long answers, in the reward; unset: none."""
+    minibatches: int = Field(default=1, ge=1, le=1024)
+    """Updates of the weights in each epoch: the tasks of the batch are spread over so many."""
+    epochs: int = Field(default=1, ge=1, le=1024)
+    """How often each minibatch is trained on."""
     drop_zero_advantage: bool = True
     """Leave rows whose advantage is exactly 0 out of the step and of its denominators, as dynamic sampling does. They
     are kept when another term gives them a gradient.
@@ -503,6 +522,13 @@ class AlgorithmSettings(Section):
             hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(PRESETS)}"
             raise ValueError(f"unknown preset {name!r}; {hint}")
         expanded = PRESETS[name] | dict(given)
+        for key in ("kl", "overlong"):  # sections, of which single keys are replaced
+            if isinstance(expanded.get(key), Mapping):
+                expanded[key] = PRESETS[name].get(key, {}) | dict(expanded[key])
+        if name == "opd" and "reference" not in expanded["kl"]:
+            raise ValueError(
+                "preset 'opd' learns from a teacher, which is yours to say: add `kl: {reference: {path: MODEL}}`"
+            )
         if expanded.get("aggregation") == "constant":
             raise ValueError(
                 f"preset {name!r} divides by the longest completion, which is yours to say: add "
@@ -524,15 +550,29 @@ class AlgorithmSettings(Section):
     @property
     def trains_without_advantage(self) -> bool:
         """Whether rows whose advantage is 0 have a gradient."""
-        return self.kl is not None or self.entropy is not None or isinstance(self.loss, Sft)
+        in_loss = self.kl is not None and self.kl.placement == "loss"
+        return in_loss or self.entropy is not None or isinstance(self.loss, Sft)
 
-    def require_consistent(self) -> None:
+    @property
+    def has_kl_outside_the_loss(self) -> bool:
+        """Whether rewards or advantages depend on a reference."""
+        return self.kl is not None and self.kl.placement != "loss"
+
+    def require_consistent(self, *, is_adapter: bool = False) -> None:
         """Raise ValueError for parts that do not go together. Not a validator: a policy's own settings are partial."""
         anchor, loss, weight = self.anchor, self.loss, self.mismatch_weight
-        if isinstance(anchor, ProximalAnchor) and isinstance(loss, _STEP_WIDE):
+        if (
+            is_adapter
+            and self.kl
+            and isinstance(self.kl.reference, ReferenceModel)
+            and not self.kl.reference.path
+        ):
+            raise ValueError("kl.reference: versions of an adapter are no models; give `path`, or `model`")
+        one_update = self.minibatches * self.epochs == 1
+        if isinstance(anchor, ProximalAnchor) and isinstance(loss, _STEP_WIDE) and one_update:
             raise ValueError(
-                f"{loss.kind} bounds the distance to the behaviour policy; with one optimizer step per batch the "
-                "ratio to a proximal anchor is 1 and it would never bind. Use the behaviour anchor, or another loss"
+                f"{loss.kind} bounds the distance to the anchor; with one update per batch the ratio to a proximal "
+                "anchor is 1 and it would never bind. Use the behaviour anchor, or several minibatches or epochs"
             )
         if isinstance(anchor, BypassAnchor) and not isinstance(loss, _UNBOUND | PluginSettings):
             raise ValueError(

@@ -10,7 +10,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from astraflow.recipe.algorithm import StaleTokenSettings
 from astraflow.recipe.groups import BatchNeedsSettings, RouteSettings
 from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow.recipe.section import Section
@@ -112,6 +111,20 @@ class ReplaySettings(Section):
     """Times that a group is replayed at most."""
     order: Literal["recent", "uniform", "priority"] = "uniform"
     """Which come first: the newest, any alike, or the largest mean |reward - mean| / deviation of a group."""
+
+
+class StaleTokenSettings(Section):
+    """What becomes of tokens of versions that `max_staleness` does not allow, when their batch is bound."""
+
+    correction: Literal["mask", "reweight"]
+    """`mask` leaves them out of the loss. A group is dropped when one of its trajectories has no newer token.
+    `reweight` multiplies the loss of each by `decay` to the power of the versions beyond `max_staleness`. A group is
+    dropped when a token is more than `max_excess` versions beyond it.
+    """
+    decay: float = Field(default=0.5, gt=0, lt=1)
+    """Of `reweight`."""
+    max_excess: int = Field(default=4, ge=1, le=1024)
+    """Of `reweight`, in versions."""
 
 
 class BatchSettings(Section):

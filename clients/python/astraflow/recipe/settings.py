@@ -493,7 +493,7 @@ class Recipe(Section):
             )
         trainer = merged(self.trainer, policy.trainer or TrainerSettings())
         try:
-            trainer.algorithm.require_consistent()
+            trainer.algorithm.require_consistent(is_adapter=policy.model.lora is not None)
         except ValueError as error:
             raise ValueError(f"policies.{policy_id}: {error}") from error
         return ResolvedPolicy(

@@ -194,7 +194,7 @@ def _trained_tokens(logprob_N: torch.Tensor, *, anchor_N: torch.Tensor, inputs: 
 
 
 def _kl(logprob_N: torch.Tensor, *, inputs: LossInputs, settings: AlgorithmSettings) -> torch.Tensor | None:
-    if settings.kl is None:
+    if settings.kl is None or settings.kl.placement != "loss":
         return None
     reference = inputs.behavior_N if inputs.reference_N is None else inputs.reference_N
     return kl_estimate(logprob_N, reference_N=reference, estimator=settings.kl.estimator)

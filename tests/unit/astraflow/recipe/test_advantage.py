@@ -17,6 +17,9 @@ PUBLISHED: dict[str, tuple[object, ...]] = {
     "dr_grpo": (TASK_AND_ROLE, "group", "none", 1e-4, "zero"),
     "rloo": (TASK_AND_ROLE, "leave_one_out", "none", 1e-4, "reward"),
     "reinforce": (TASK_AND_ROLE, "none", "none", 1e-4, "zero"),
+    "none": (TASK_AND_ROLE, "own", "none", 1e-4, "zero"),
+    "reinforce_pp": (TASK_AND_ROLE, "none", "none", 1e-4, "zero"),
+    "reinforce_pp_baseline": (TASK_AND_ROLE, "group", "none", 1e-4, "zero"),
     "maxrl": (TASK_AND_ROLE, "group", "group_mean", 0.0, "zero"),
     "opo": (TASK_AND_ROLE, "length_weighted", "none", 1e-4, "zero"),
     "dr_mas": (TASK_AND_ROLE, "group", "group", 1e-6, "reward"),
@@ -41,6 +44,7 @@ def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
     made = _made(name)
     form = (made.group_by, made.baseline, made.scale, made.eps, made.singleton)
     assert (form, made.unbiased, made.decay, made.shaping_weight) == (PUBLISHED[name], True, 0.95, 0.5)
+    assert (made.whiten, made.discount) == (name.startswith("reinforce_pp"), 1.0)
 
 
 def test_no_name_is_left_out_here_or_in_the_docs() -> None:

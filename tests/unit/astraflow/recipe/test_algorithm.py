@@ -63,6 +63,9 @@ def test_a_mapping_changes_single_values_of_a_loss() -> None:
         ({"mismatch": {"weight": {"kind": "tis", "cap": 0.0}}}, "greater than 0"),
         ({"mismatch": {"weight": "tiss"}}, "did you mean `tis`"),
         ({"preset": "dapoo"}, "unknown preset 'dapoo'; did you mean `dapo`"),
+        ({"preset": "opd"}, "add `kl: {reference: {path: MODEL}}`"),
+        ({"kl": {"coefficient": 1, "reference": {"path": "m", "version": 3}}}, "give exactly one of `path`"),
+        ({"kl": {"coefficient": 1, "reference": {}}}, "a reference has nothing"),
         ({"preset": "dr_grpo"}, "add `aggregation: {kind: constant, length: N}`"),
         ({"aggregation": "constant"}, "Field required"),
         ({"aggregation": {"kind": "constant", "length": 0}}, "greater than or equal to 1"),
@@ -78,7 +81,7 @@ def test_bounds_are_checked(given: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"anchor": "proximal"}, "Use the behaviour anchor"),
+        ({"anchor": "proximal"}, "or several minibatches or epochs"),
         ({"anchor": "bypass", "loss": "ppo_clip"}, "ppo_clip would never bind"),
         ({"anchor": "proximal", "loss": "sft"}, "leave the anchor out"),
         ({"mismatch": {"weight": "tis"}}, "its ratio holds that weight already"),
@@ -91,14 +94,30 @@ def test_contradictions_are_refused(given: dict[str, object], words: str) -> Non
 
 @pytest.mark.parametrize("name", algorithm.PRESETS)
 def test_a_preset_is_its_settings_and_what_stands_beside_it_wins(name: str) -> None:
-    length = {"aggregation": {"kind": "constant", "length": 7}} if name == "dr_grpo" else {}
-    settings = AlgorithmSettings.model_validate({"preset": name, **length})
+    yours = {
+        "dr_grpo": {"aggregation": {"kind": "constant", "length": 7}},
+        "opd": {"kl": algorithm.PRESETS["opd"].get("kl", {}) | {"reference": {"path": "teacher"}}},
+    }
+    own = yours.get(name, {})
+    settings = AlgorithmSettings.model_validate({"preset": name, **own})
     settings.require_consistent()
-    assert settings == AlgorithmSettings.model_validate(algorithm.PRESETS[name] | {"preset": name} | length)
+    assert settings == AlgorithmSettings.model_validate(algorithm.PRESETS[name] | {"preset": name} | own)
     # What is written out is read again as the same.
     assert AlgorithmSettings.model_validate(settings.model_dump(mode="json")) == settings
-    own = AlgorithmSettings.model_validate({"preset": name, "loss": "cispo", **length})
-    assert (own.loss, own.advantage) == (algorithm.Cispo(), settings.advantage)
+    changed = AlgorithmSettings.model_validate({"preset": name, "loss": "cispo", **own})
+    assert (changed.loss, changed.advantage) == (algorithm.Cispo(), settings.advantage)
+
+
+def test_a_key_of_a_presets_section_is_replaced_alone() -> None:
+    kl = AlgorithmSettings.model_validate({"preset": "grpo", "kl": {"coefficient": 0.5}}).kl
+    assert kl == algorithm.KlSettings(coefficient=0.5, reference=algorithm.KlReference.MODEL)
+
+
+def test_versions_of_an_adapter_are_no_reference() -> None:
+    settings = AlgorithmSettings.model_validate({"kl": {"coefficient": 1, "reference": {"version": 3}}})
+    settings.require_consistent()
+    with pytest.raises(ValueError, match="versions of an adapter are no models"):
+        settings.require_consistent(is_adapter=True)
 
 
 def test_weights_follow_the_anchor_where_none_is_given() -> None:

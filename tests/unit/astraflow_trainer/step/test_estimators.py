@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow.plugins import RewardedRows
-from astraflow.recipe.advantage import DrGrpo, GroupBy, Rae, Reinforce
-from astraflow.recipe.algorithm import OverlongSettings
+from astraflow.recipe.advantage import DrGrpo, GroupBy, OverlongSettings, Rae, Reinforce
 from astraflow_trainer.batches.rank_batches import balanced_shares
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import OneRank, Ranks

@@ -1,5 +1,6 @@
 """A step: invariance to packing, guards, and that it learns (and does not at learning rate 0)."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from astraflow.recipe import OptimizerSettings
+from astraflow.recipe.advantage import OverlongSettings
 from astraflow.recipe.algorithm import (
     AlgorithmSettings,
     KlReference,
     KlSettings,
     M2po,
     NoTrustRegion,
-    OverlongSettings,
+    PpoClip,
+    ProximalAnchor,
 )
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.packing import MicroBatch, pack
@@ -202,13 +205,10 @@ def _near(
     policy: PolicyModel, rows: list[TrainingRow], *, off: Callable[[TrainingRow], float]
 ) -> list[TrainingRow]:
     """Rows whose log-probs are the policy's, less `off` of the row, so that every ratio of a row is e^off."""
-    (batch,) = pack(rows, token_budget=10_000)
-    with torch.no_grad():
-        logprobs = policy.score(batch).logprob_N
     moved = []
-    for index, row in enumerate(rows):
+    for row, logprobs in zip(rows, _log_probs(policy, rows), strict=True):
         column = row.behavior_logprobs.copy()
-        column[row.loss_mask] = logprobs[batch.row_N == index].numpy() - off(row)
+        column[row.loss_mask] = logprobs.numpy() - off(row)
         moved.append(replace(row, behavior_logprobs=column))
     return moved
 
@@ -359,6 +359,129 @@ def test_a_bandit_learns_its_rewarded_token(learning_rate: float, learns: bool, 
         assert metrics.loss.max_abs_log_ratio < 1e-5
     end = _distribution(policy)[7].item()
     assert (end > max(0.5, 3 * start)) if learns else (end == start)
+
+
+def test_several_updates_are_steps_on_the_tasks_of_each(make_policy: MakePolicy) -> None:
+    """Two minibatches are two steps on the tasks of one, where nothing looks back to the step's start."""
+    rows = make_rows(num_rows=16)
+    both = StepSettings(algorithm=AlgorithmSettings(loss=PpoClip(), minibatches=2), tokens_per_microbatch=60)
+    alone = replace(both, algorithm=AlgorithmSettings(loss=PpoClip()))
+    settings = OptimizerSettings(learning_rate=1e-2)
+    optimizer = MasterOptimizer(policy := make_policy(), settings=settings)
+    metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=both)
+    assert (metrics.num_updates, optimizer.num_steps) == (2, 2)
+    ends = []
+    for tasks in itertools.combinations(("g0", "g1", "g2", "g3"), 2):
+        other = MasterOptimizer(policy := make_policy(), settings=settings)
+        for first in (True, False):
+            share = [row for row in rows if (row.origin.task_id in tasks) is first]
+            train_step(policy, optimizer=other, rows=share, settings=alone)
+        ends.append(copies(other.state().items()))
+    assert sum(same_bits(copies(optimizer.state().items()), end) for end in ends) == 1
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "m2po", "m2po_mask", "gspo"])
+def test_later_updates_are_held_to_the_start_of_the_step(loss: str, make_policy: MakePolicy) -> None:
+    """With one update the ratio to a proximal anchor is 1; with more it moves, alike for every packing and replay."""
+    budget = {} if loss in ("ppo_clip", "gspo") else {"budget": 1e-4}
+    given = {"loss": {"kind": loss, **budget}, "anchor": "proximal", "epochs": 3, "minibatches": 2}
+    algorithm = AlgorithmSettings.model_validate(given)
+    algorithm.require_consistent()
+    rows, ends, seen = make_rows(num_rows=16), [], []
+    for tokens in (1000, 1000, 40):
+        optimizer = MasterOptimizer(policy := make_policy(), settings=OptimizerSettings(learning_rate=3e-3))
+        settings = StepSettings(algorithm=algorithm, tokens_per_microbatch=tokens)
+        metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings)
+        assert metrics.loss is not None
+        seen.append(metrics)
+        ends.append(copies(optimizer.state().items()))
+    assert seen[0].num_updates == 6
+    assert seen[0].loss is not None
+    assert seen[0].loss.ratio_max > 1.001
+    assert same_bits(ends[0], ends[1]), "a replay has the same bits"
+    torch.testing.assert_close(ends[2], ends[0], atol=2e-4, rtol=1e-3)
+    proximal = AlgorithmSettings(anchor=ProximalAnchor(), loss=PpoClip())
+    once, _, _ = _run(make_policy(), rows, StepSettings(algorithm=proximal))
+    assert once.loss is not None
+    assert (once.num_updates, once.loss.ratio_max) == (1, 1.0)
+
+
+def _rounded(policy: PolicyModel) -> PolicyModel:
+    """With the weights that a step computes with."""
+    MasterOptimizer(policy, settings=OptimizerSettings())
+    return policy
+
+
+def _log_probs(policy: PolicyModel, rows: list[TrainingRow]) -> list[torch.Tensor]:
+    """Of each row's trained tokens."""
+    (batch,) = pack(rows, token_budget=10_000)
+    with torch.no_grad():
+        logprobs = policy.score(batch).logprob_N
+    return [logprobs[batch.row_N == index] for index in range(len(rows))]
+
+
+def test_kl_in_the_reward_is_a_lower_reward(make_policy: MakePolicy) -> None:
+    rows, teacher = make_rows(num_rows=8), make_policy(seed=5, sharded=False)
+    kl = {"coefficient": 0.3, "estimator": "k1", "reference": "model", "placement": "reward"}
+    plain = AlgorithmSettings.model_validate({"loss": "none", "advantage": "dr_grpo"})
+    penalised = AlgorithmSettings.model_validate({"loss": "none", "advantage": "dr_grpo", "kl": kl})
+    scores = zip(_log_probs(_rounded(make_policy()), rows), _log_probs(teacher, rows), strict=True)
+    lost = [0.3 * float((own - against).sum()) for own, against in scores]
+    lowered = [replace(row, reward=row.reward - of) for row, of in zip(rows, lost, strict=True)]
+    settings = StepSettings(algorithm=penalised, tokens_per_microbatch=40)
+    metrics, loss, gradient = _run(make_policy(), rows, settings, reference=teacher)
+    _, _, expected = _run(make_policy(), lowered, StepSettings(algorithm=plain))
+    torch.testing.assert_close(gradient, expected, atol=2e-6, rtol=1e-4)
+    assert (loss.kl, metrics.reward_mean) == (0.0, pytest.approx(np.mean([row.reward for row in rows])))
+
+
+def test_distillation_without_rewards_moves_towards_the_teacher(make_policy: MakePolicy) -> None:
+    """Rows sampled by the policy; each token's advantage is what the teacher thinks of it."""
+    teacher, policy = make_policy(seed=5, sharded=False), make_policy()
+    given = {"preset": "opd", "kl": {"reference": "model"}}
+    settings = StepSettings(algorithm=AlgorithmSettings.model_validate(given))
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings(learning_rate=1e-2, warmup_steps=0))
+    generator = torch.Generator().manual_seed(0)
+
+    def divergence() -> float:
+        own, other = _distribution(policy), _distribution(teacher)
+        return float((own * (own / other).log()).sum())
+
+    before = divergence()
+    for _ in range(8):
+        probabilities = _distribution(policy)
+        actions = torch.multinomial(probabilities, 32, replacement=True, generator=generator).tolist()
+        logs = probabilities.log().tolist()
+        rows = [make_row([5], [a], logprobs=[logs[a]], name=f"t{i}") for i, a in enumerate(actions)]
+        metrics = train_step(policy, optimizer=optimizer, rows=rows, settings=settings, reference=teacher)
+        assert metrics.outcome is Outcome.COMMITTED
+    assert divergence() < 0.6 * before
+
+
+def test_sft_is_the_mean_cross_entropy_whatever_rewards_and_samplers_say(make_policy: MakePolicy) -> None:
+    rows = make_rows(num_rows=8)
+    settings = StepSettings(
+        algorithm=AlgorithmSettings.model_validate({"preset": "sft"}), tokens_per_microbatch=40
+    )
+    metrics, loss, gradient = _run(make_policy(), rows, settings)
+    assert metrics.num_trained_rows == 8
+    expected = -torch.cat(_log_probs(_rounded(make_policy()), rows)).mean()
+    assert loss.loss == pytest.approx(float(expected), rel=1e-5)
+    others = [replace(row, reward=0.0, behavior_logprobs=row.behavior_logprobs * 0) for row in rows]
+    _, same, other = _run(make_policy(), others, settings)
+    assert same.loss == pytest.approx(loss.loss)
+    assert same_bits(other, gradient)
+
+
+def test_an_entropy_bonus_flattens_the_distribution(make_policy: MakePolicy) -> None:
+    rows = [make_row([5], [token], name=f"t{token}") for token in range(8)]
+    given = {"loss": "none", "entropy": {"coefficient": 1.0}}
+    settings = StepSettings(algorithm=AlgorithmSettings.model_validate(given))
+    optimizer = MasterOptimizer(policy := make_policy(), settings=OptimizerSettings(learning_rate=1e-2))
+    seen = [train_step(policy, optimizer=optimizer, rows=rows, settings=settings).loss for _ in range(4)]
+    entropies = [loss.entropy for loss in seen if loss is not None]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.05
 
 
 @torch.no_grad()

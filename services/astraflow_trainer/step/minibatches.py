@@ -1,0 +1,118 @@
+"""The updates of a step: which rows each is computed from, packed and weighed.
+
+Invariant: rows of one task stay together, and which update they belong to depends on the tasks of the batch alone, so
+any spread over ranks, and a replay, has the same updates. Called by the training step.
+
+Shape legend: R rows of this rank in an update, M their trained tokens, row by row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from astraflow.recipe.algorithm import Aggregation
+from astraflow_trainer.batches.packing import MicroBatch, filler, pack
+from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.ranks.reductions import Ranks
+from astraflow_trainer.step.groups import FloatArray
+from astraflow_trainer.step.losses import StepCounts, token_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How rows become micro-batches; as `pack` has it."""
+
+    token_budget: int
+    lane_tokens: int | None
+    attention_tokens: float
+
+    def micro_batches(self, rows: Sequence[TrainingRow], *, ranks: Ranks) -> list[MicroBatch]:
+        """As many on every rank; a collective."""
+        batches = pack(
+            rows,
+            token_budget=self.token_budget,
+            lane_tokens=self.lane_tokens,
+            attention_tokens=self.attention_tokens,
+        )
+        most = int(ranks.max(torch.tensor(len(batches))))
+        return batches + [filler()] * (most - len(batches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Minibatch:
+    """What this rank computes of one update."""
+
+    batches: list[MicroBatch]
+    advantage_M: torch.Tensor
+    """float32."""
+    start_R: torch.Tensor
+    """int64: where the tokens of each row begin in `advantage_M`."""
+    weight_R: torch.Tensor
+    """float32: what each token of a row weighs in the update's loss."""
+    num_tokens: int
+    """Trained tokens of all ranks; at least 1."""
+
+    def advantage_of(self, batch: MicroBatch) -> torch.Tensor:
+        """float32[N]: of the tokens of a micro-batch."""
+        _, counts = torch.unique_consecutive(batch.row_N, return_counts=True)
+        first = counts.cumsum(0) - counts
+        place = torch.arange(len(batch.row_N)) - first.repeat_interleave(counts)
+        return self.advantage_M[self.start_R[batch.row_N] + place]
+
+
+def minibatches(
+    rows: Sequence[TrainingRow],
+    advantages: Sequence[FloatArray],
+    *,
+    tasks: Sequence[str],
+    number: int,
+    packing: Packing,
+    aggregation: Aggregation,
+    ranks: Ranks,
+) -> Iterator[Minibatch]:
+    """At most `number` of them, of this rank's `rows`; a collective. `tasks` are those of the rows of all ranks."""
+    parts = _parts(tasks, number=number)
+    for part in parts:
+        held = [place for place, row in enumerate(rows) if row.origin.task_id in part]
+        yield _minibatch(
+            [rows[place] for place in held],
+            [advantages[place] for place in held],
+            packing=packing,
+            aggregation=aggregation,
+            ranks=ranks,
+        )
+
+
+def _minibatch(
+    rows: Sequence[TrainingRow],
+    advantages: Sequence[FloatArray],
+    *,
+    packing: Packing,
+    aggregation: Aggregation,
+    ranks: Ranks,
+) -> Minibatch:
+    lengths = torch.tensor([row.num_trained_tokens for row in rows], dtype=torch.int64)
+    num_tokens, num_rows = ranks.sum(torch.tensor([int(lengths.sum()), len(rows)])).tolist()
+    counts = StepCounts(num_tokens=num_tokens, num_rows=num_rows)
+    flat = np.concatenate([np.zeros(0), *advantages])
+    return Minibatch(
+        batches=packing.micro_batches(rows, ranks=ranks),
+        advantage_M=torch.from_numpy(flat).float(),
+        start_R=lengths.cumsum(0) - lengths,
+        weight_R=token_weights(lengths, counts=counts, aggregation=aggregation).float(),
+        num_tokens=num_tokens,
+    )
+
+
+def _parts(tasks: Sequence[str], *, number: int) -> list[set[str]]:
+    """The tasks, spread evenly in an order that says nothing about them; none is empty."""
+    ordered = sorted(set(tasks), key=lambda task: (hashlib.sha256(task.encode()).digest(), task))
+    number = min(number, len(ordered))
+    borders = [len(ordered) * part // number for part in range(number + 1)] if number else [0]
+    return [set(ordered[start:end]) for start, end in pairwise(borders)]
