@@ -3,6 +3,10 @@
 Every arrangement runs `astraflow dev` as a process of its own, one after the other: all policies trained, then each
 one alone while the others stay as they start (`train: false`). Seeds are paired, warm starts are made once. Figures
 come from the metrics file of each run, so they are what a user would see. `commands.bench_policies` prints them.
+
+In a recipe's own game policies meet each other, so alone and together are different games. `APART` gives each a game of
+its own, in which nothing differs but what they share; `TIMED` gives calls and steps a length, in which the processors
+rest, so that wall time is that of the data path.
 """
 
 from __future__ import annotations
@@ -23,6 +27,35 @@ from astraflow.recipe.file import load_recipe
 
 MAX_WALL_RATIO = 1.15
 MAX_NO_CREDIT = 0.02
+APART = (
+    'raas.workflow={use: "astraflow_bench.side_by_side:SideBySide", '
+    'with: {verifier_prompt: "{problem} Answer: {answer}", seconds: 0}}',
+)
+"""Overrides of `solver-verifier-tiny`."""
+STEP_S, CALL_S = {"solver": 1.0, "verifier": 0.8}, 0.6
+TIMED = (
+    APART[0].replace("seconds: 0", f"seconds: {CALL_S}"),
+    "raas.max_concurrent_tasks=8",
+    "run.steps=24",
+    "dataflow.group_size=4",
+    "dataflow.groups_per_step=2",
+    "dataflow.evaluation={every_versions: 1000, num_samples: 8, final_samples: 8}",
+    "trainer.algorithm.drop_zero_advantage=false",
+    "trainer.checkpoint_every_steps=8",
+    *(
+        setting
+        for name, seconds in STEP_S.items()
+        for setting in (
+            f"policies.{name}.model.warm_start.steps=1",
+            f"policies.{name}.sampling.max_new_tokens=4",
+            f"policies.{name}.trainer.algorithm.advantage="
+            f'{{use: "astraflow_bench.side_by_side:Sleeping", with: {{seconds: {seconds}}}}}',
+        )
+    ),
+)
+"""The same with a tiny share of its work, a sleep in each call and each step, and eight tasks at once: two and a half
+times what the slower trainer takes.
+"""
 _NOISE = 2.0
 """Standard errors that a difference may have and still be noise."""
 
@@ -71,10 +104,15 @@ class Comparison:
     seeds: tuple[int, ...]
     mean_reward: Mapping[str, Difference]
     heldout: Mapping[str, Difference]
-    wall_ratio: float
-    """Seconds of training together over those of the policy that takes longer alone, mean over seeds."""
+    wall_ratios: tuple[float, ...]
+    """Seconds of training together over those of the policy that takes longer alone, of each seed."""
     no_credit: float
     """Largest share of any run together."""
+
+    @property
+    def wall_ratio(self) -> float:
+        """Mean over seeds."""
+        return fmean(self.wall_ratios)
 
     @property
     def met(self) -> bool:
@@ -134,7 +172,7 @@ def compare(together: Sequence[RunFigures], alone: Mapping[str, Sequence[RunFigu
             name: _difference((both.heldout, one.heldout) for both, one in items)
             for name, items in pairs.items()
         },
-        wall_ratio=fmean(ratios),
+        wall_ratios=tuple(ratios),
         no_credit=max(trial.no_credit for trial in together),
     )
 

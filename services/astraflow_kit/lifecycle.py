@@ -8,8 +8,10 @@ the launcher reads the exit code and the address file, and its death ends the da
 """
 
 import asyncio
+import faulthandler
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -32,10 +34,14 @@ from astraflow_kit import log as log_lines
 from astraflow_kit.allocator import share_arenas
 from astraflow_kit.log import get_logger
 from astraflow_kit.parent import die_with_parent
+from astraflow_kit.plugins import LIBRARIES
 from astraflow_kit.settings import ProcessSettings
 
 log = get_logger(__name__)
 
+STACK_SIGNAL = signal.SIGUSR2
+"""Asks a daemon to write to its log what its main thread is in; it does so even when no other Python code runs."""
+_STACK_BEGINS, _FRAME = "(most recent call first):", re.compile(r' +File "(.+)", line (\d+) in (.+)')
 _HARD_STOP_GRACE_S = 5.0
 # Starting the same process again cannot mend these: somebody must change its settings, token or recipe.
 _WRONG_USE = (RequestError, UnauthenticatedError, PermissionError_, UnimplementedError)
@@ -124,8 +130,11 @@ def run(main: Main, *, drain_timeout_s: float = 30.0) -> int:
 
 
 def begin(service: str, settings: ProcessSettings) -> None:
-    """What every daemon does first: share arenas, die with its launcher, set up its log, arm failpoints."""
+    """What every daemon does first: share arenas, say where it stands when asked, die with its launcher, set up its
+    log, arm failpoints.
+    """
     share_arenas()
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     log_lines.configure(service, level=settings.log_level, log_format=settings.log_format)
@@ -219,6 +228,18 @@ def failure_in(lines: Sequence[str]) -> tuple[str, str] | None:
                 reason, message = event.get("reason"), event.get("message")
                 return (str(reason), str(message)) if reason and message else None
     return None
+
+
+def place_in(lines: Sequence[str]) -> str:
+    """`function (file:line)` where a process stood at its last `STACK_SIGNAL`, by the end of its log; of what it stood
+    in, the innermost that is no library's. Empty without one.
+    """
+    began = max(
+        (number for number, line in enumerate(lines) if line.endswith(_STACK_BEGINS)), default=len(lines)
+    )
+    frames = [found.groups() for line in lines[began:] if (found := _FRAME.fullmatch(line))]
+    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
+    return next((f"{function} ({Path(file).name}:{number})" for file, number, function in own or frames), "")
 
 
 def exit_code_of(error: AstraflowError) -> ExitCode:

@@ -30,9 +30,12 @@ from astraflow_kit.nearest import did_you_mean
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+RAISED = (Exception, SystemExit)
+"""What is caught of a plug-in: one that calls `exit` must not end a daemon either."""
 RECIPE_MODULE = "recipe"
 _MAX_MESSAGE = 500
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+"""Folders of code that is nobody's mistake here."""
 
 P = TypeVar("P")
 
@@ -63,7 +66,7 @@ def make(plugin: PluginSettings, *, protocol: type[P], source: RecipeSource, **o
     taken = {name: value for name, value in offered.items() if takes_any or name in parameters}
     try:
         return cast("P", found(**settings, **taken))
-    except Exception as error:  # the plug-in's own constructor may raise anything
+    except RAISED as error:  # the plug-in's own constructor may raise anything
         given = ", ".join(f"{name}=…" for name in (*settings, *taken))
         place = place_of(plugin, source.text, source=source.name)
         raise PluginError(
@@ -115,8 +118,10 @@ def describe(error: BaseException) -> str:
     text = (
         f"{type(error).__name__}: {message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + '…'}"
     )
+    if isinstance(error, SyntaxError):  # its message has the place
+        return text
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     for frame in (own or frames)[-1:]:
         return f"{text} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
     return text
@@ -265,7 +270,7 @@ def _import(module_name: str, *, spec: str, recipe_dir: Path | None) -> ModuleTy
     except ModuleNotFoundError as error:
         remedy = "install the package that holds it, or put the code into the recipe's own recipe.py"
         raise PluginError(f"plug-in {spec!r}: no module named {error.name!r}; {remedy}") from error
-    except Exception as error:
+    except RAISED as error:
         raise PluginError(f"plug-in {spec!r} cannot be imported: {describe(error)}") from error
 
 

@@ -67,6 +67,12 @@ ON_NODES: dict[str, tuple[dict[str, object], str, tuple[str, ...], int]] = {
         ("RuntimeError", "the game server said no (broken_plugins.py:", "in run)"),
         2,
     ),
+    "workflow ends its process": (
+        {"workflow": '"support.broken_plugins:Exits"'},
+        "workflow_error",
+        ("SystemExit: no game server (broken_plugins.py:", "in run)"),
+        2,
+    ),
 }
 
 

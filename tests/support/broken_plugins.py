@@ -1,5 +1,7 @@
 """Plug-ins that raise, named in the recipes of `tests/integration/test_bad_plugins.py`."""
 
+import sys
+
 from astraflow.plugins import Group, TaskSpec, TrainedTokens
 from support.dataflow_world import Counting
 
@@ -49,6 +51,14 @@ class Workflow:
     async def run(self, task: object, policies: object) -> object:
         """Never answers."""
         raise RuntimeError("the game server said no")
+
+
+class Exits(Workflow):
+    """A workflow that ends its process, as a script would."""
+
+    async def run(self, task: object, policies: object) -> object:
+        """Never answers."""
+        sys.exit("no game server")
 
 
 class Unmakeable:

@@ -20,6 +20,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
+from astraflow_kit.plugins import RAISED
 
 log = get_logger(__name__)
 
@@ -48,7 +49,7 @@ def choose(
         with faults.timed("selector", selector.name):
             answer = selector.made.select(candidates, request)
         chosen = _group_ids(answer, candidates, num_groups=request.num_groups)
-    except Exception as error:  # a plug-in must not stop the run
+    except RAISED as error:  # a plug-in must not stop the run
         log.exception("selector.failed", selector=selector.name, policy_id=request.policy, step=request.step)
         faults.note("selector", selector.name, error)
         return None

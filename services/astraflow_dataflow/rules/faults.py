@@ -40,7 +40,7 @@ class PluginFaults:
     _running: dict[tuple[str, str], float] = field(default_factory=dict)
     """Since when a call is under way."""
 
-    def note(self, kind: str, name: str, error: Exception) -> bool:
+    def note(self, kind: str, name: str, error: BaseException) -> bool:
         """Count a fault; return whether it is another than the plug-in's last one."""
         fault = self._faults.setdefault((kind, name), PluginFault(kind, name))
         before, fault.problem = (

@@ -23,6 +23,7 @@ from astraflow_dataflow.rules.routes import route_verdict, was_routed
 from astraflow_dataflow.rules.shadows import Shadows
 from astraflow_dataflow.rules.tasks import task_spec
 from astraflow_kit.log import get_logger
+from astraflow_kit.plugins import RAISED
 
 log = get_logger(__name__)
 
@@ -142,7 +143,7 @@ def _judged(group: Group, name: str, keep: Filter, *, rules: Rules) -> str:
         kept = keep(group)
         if kept not in (True, False):
             raise TypeError(f"it returned {type(kept).__name__}, not True or False")
-    except Exception as error:  # a plug-in must not stop the run; the group is dropped under its own reason
+    except RAISED as error:  # a plug-in must not stop the run; the group is dropped under its own reason
         log.exception("filter.failed", filter=name, group_id=group.group_id)
         rules.faults.note("filter", name, error)
         return "filter_failed"

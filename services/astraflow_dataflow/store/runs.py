@@ -103,10 +103,7 @@ class RunStore:
         ]
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
         if as_text(as_list(reply)[1]) != digest:
-            raise ConflictError(
-                f"run {run.run_id} exists with another recipe, code or store; choose another run name, or "
-                "remove the old run's data"
-            )
+            raise _exists_otherwise(await self.get(run.run_id), asked=run)
         return await self.get(run.run_id)
 
     async def get(self, run_id: str) -> run_pb2.Run:
@@ -455,6 +452,18 @@ def _switch(number: int, fields: Sequence[Reply]) -> run_pb2.PluginSwitch:
         request_time=timestamp(as_int(requested_ms)),
         effect_time=timestamp(as_int(effect_ms)) if effect_ms else None,
         steps=_versions(as_bytes(steps)) if steps else {},
+    )
+
+
+def _exists_otherwise(there: run_pb2.Run, *, asked: run_pb2.Run) -> ConflictError:
+    differing = {
+        "recipe": there.recipe_yaml != asked.recipe_yaml,
+        "code": there.code != asked.code,
+        f"store ({there.store_uri}, not {asked.store_uri})": there.store_uri != asked.store_uri,
+    }
+    return ConflictError(
+        f"run {asked.run_id} exists with another {', another '.join(name for name in differing if differing[name])}; "
+        "choose another run name, or remove the old run's data; a folder that was moved belongs where it was"
     )
 
 

@@ -27,7 +27,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import describe
+from astraflow_kit.plugins import RAISED, describe
 
 log = get_logger(__name__)
 
@@ -161,7 +161,7 @@ def propose(
         names = [task.task_id for task in chosen]
         if len(set(names) & given.keys()) != len(names):
             raise ValueError(f"`propose` returned tasks that were not drawn, or one twice: {names[:5]}")
-    except Exception as error:  # a plug-in must not stop the run
+    except RAISED as error:  # a plug-in must not stop the run
         log.exception("curator.failed", curator=curator.name, task_ids=list(given)[:5])
         faults.note("curator", curator.name, error)
         return tasks
@@ -174,7 +174,7 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
     for index in range(start, start + count):
         try:
             spec = source(index)
-        except Exception as error:
+        except RAISED as error:
             if specs:  # they are good work; the next draw begins at the fault
                 return specs, False
             raise PluginError(

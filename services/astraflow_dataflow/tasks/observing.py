@@ -18,6 +18,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
+from astraflow_kit.plugins import RAISED
 
 log = get_logger(__name__)
 
@@ -62,6 +63,6 @@ def observe(curator: DataPlugin[Curator], groups: Sequence[Group], faults: Plugi
         for group in groups:
             try:
                 curator.made.observe(group)
-            except Exception as error:
+            except RAISED as error:
                 log.exception("curator.failed", curator=curator.name, group_id=group.group_id)
                 faults.note("curator", curator.name, error)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
-from astraflow_kit.lifecycle import Addresses, ExitCode, failure_in, read_address_file
+from astraflow_kit.lifecycle import STACK_SIGNAL, Addresses, ExitCode, failure_in, place_in, read_address_file
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import MAX_BYTES, end_of, ended_with_bounded_log
 from astraflow_kit.parent import dying_with_us
@@ -34,6 +34,8 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 # A child that lived this long had started well: its end is news, not a repetition.
 _STEADY_S = 5.0
+_STACK_S = 0.5
+"""For a process that stands still to say where, before it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class Child:
         self.exit_code: int | None = None
         self._recent: deque[float] = deque()
         self._quick_ends = 0
+        self._replaced: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self.companions: list[Child] = []
         """The other children of its group."""
@@ -164,22 +167,31 @@ class Child:
     def _last_end(self) -> str:
         # A killed process says nothing: what stands at the end of its log is older.
         said = failure_in(self._end_of_log()) if (self.exit_code or 0) > 0 else None
-        return f"status {self.exit_code}" + (
-            f": {': '.join(said)}" if said else f", see {self.spec.log_path}"
-        )
+        place = place_in(self._log_lines()) if self.process is self._replaced else ""
+        why = f": {', '.join(said)}" if said else f", see {self.spec.log_path}"
+        return f"status {self.exit_code}{f', it stood still in {place}' if place else ''}{why}"
 
     def replace(self) -> None:
-        """Kill the process, which is alive and stands still: it is started again as when it dies."""
-        if self.process is not None and self.running:
-            log.warning("child.replaced", child=self.spec.name, pid=self.process.pid)
-            _signal_group(self.process, signal.SIGKILL)
+        """Kill the process, which is alive and stands still, once it could say where: it is started again as when it
+        dies.
+        """
+        if self.process is None or not self.running or self.process is self._replaced:
+            return
+        self._replaced = self.process
+        log.warning("child.replaced", child=self.spec.name, pid=self.process.pid)
+        if self.addresses is not None:  # a daemon of ours, which knows the signal by now
+            self.process.send_signal(STACK_SIGNAL)
+        asyncio.get_running_loop().call_later(_STACK_S, _kill, self.process)
 
     def log_tail(self) -> str:
         """The last lines of the child's log."""
         return "\n".join(f"  {line}" for line in self._end_of_log()) or "  (empty)"
 
     def _end_of_log(self) -> list[str]:
-        return end_of(self.spec.log_path, num_bytes=_LOG_TAIL_BYTES).splitlines()[-_LOG_TAIL_LINES:]
+        return self._log_lines()[-_LOG_TAIL_LINES:]
+
+    def _log_lines(self) -> list[str]:
+        return end_of(self.spec.log_path, num_bytes=_LOG_TAIL_BYTES).splitlines()
 
     async def stop(self, *, grace_s: float) -> None:
         """Ask the child to drain, and end its process group when it has not within `grace_s`."""
@@ -266,6 +278,11 @@ class Supervisor:
 def python(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command line that runs one of our modules with this interpreter."""
     return (sys.executable, "-m", module, *arguments)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        _signal_group(process, signal.SIGKILL)
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -37,7 +37,7 @@ from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.runs.mixed_dataset import MixedDataset
 from astraflow_dataflow.tasks.curation import draw, new_task
 from astraflow_kit.log import configure
-from astraflow_kit.plugins import RecipeSource, describe, make
+from astraflow_kit.plugins import RAISED, RecipeSource, describe, make
 from astraflow_kit.recipe_code import install_code
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
@@ -188,7 +188,7 @@ def _tokens_of_own(recipe: Recipe, policy_id: str, task: TaskSpec, *, source: Re
     try:
         shown = list(islice(demonstrations(recipe.run.seed), model.tokenizer.num_texts))
         texts = [_chat(item.messages) + item.completion for item in shown]
-    except Exception as error:
+    except RAISED as error:
         raise PluginError(
             f"{plugin.use} raised: {describe(error)}; the warm start needs its demonstrations"
         ) from error

@@ -17,7 +17,7 @@ from astraflow.plugins import (
     TaskSpec,
 )
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import describe
+from astraflow_kit.plugins import RAISED, describe
 
 log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class LocalEnvironment:
         try:
             async with asyncio.timeout(self._turn_timeout_s):
                 await environment.close()
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything
+        except RAISED as error:  # a plug-in may raise anything
             log.warning("environment.not_closed", environment=self._name, why=describe(error))
 
     async def _begin(self, task: TaskSpec) -> Observation:
@@ -64,7 +64,7 @@ class LocalEnvironment:
                 return check_observation(await call())
         except MissingCapability:
             raise
-        except Exception as error:  # a plug-in may raise anything
+        except RAISED as error:  # a plug-in may raise anything
             late = isinstance(error, TimeoutError) and timer.expired()
             why = f"no answer within turn_timeout_s {self._turn_timeout_s:g}" if late else describe(error)
             raise EnvironmentFailed(f"environment {self._name}, turn {self._turn}: {why}") from error

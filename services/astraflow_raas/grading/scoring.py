@@ -24,7 +24,7 @@ from astraflow.plugins import (
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.settings import RewardLimitSettings
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import RecipeSource, describe, place_of_code
+from astraflow_kit.plugins import RAISED, RecipeSource, describe, place_of_code
 from astraflow_raas.grading.pool import WorkerPool
 from astraflow_raas.grading.process import WorkerOrder
 from astraflow_raas.grading.wire import score_of
@@ -66,7 +66,7 @@ class RewardScorer:
             return score_of(value)
         except (MissingCapability, PolicyUnavailable, RewardFailed):
             raise
-        except Exception as error:
+        except RAISED as error:
             # The whole traceback is in this node's log only.
             log.error("reward.raised", task_id=task.task_id, exc_info=error)
             raise RewardFailed(describe(error)) from error

@@ -5,6 +5,7 @@ and `worker`.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, SupportsFloat
@@ -43,7 +44,10 @@ def score_of(value: object) -> Score:
         raise RewardFailed(
             f"the reward returned {str(value)[:100]!r} of type {type(value).__name__}; return a number or a Score"
         )
-    return Score(float(value))
+    try:
+        return Score(float(value))
+    except OverflowError:  # the caller refuses it as it refuses a nan, with the place of the reward
+        return Score(math.inf)
 
 
 def score_fields(score: Score) -> dict[str, object]:

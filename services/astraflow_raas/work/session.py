@@ -22,7 +22,7 @@ from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import correlated, get_logger
 from astraflow_kit.metrics import Metrics
-from astraflow_kit.plugins import describe
+from astraflow_kit.plugins import RAISED, describe
 from astraflow_raas.engine.base import EngineFaulty, EngineRefused
 from astraflow_raas.environments.remote import EnvironmentUnavailable
 from astraflow_raas.policies.external_model import ExternalModel
@@ -201,7 +201,7 @@ class Session:
             return message, None
         except TimeoutError as error:
             return None, self._timed_out(error, handles=handles, member=member)
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it must not reach its neighbours
+        except RAISED as error:  # a plug-in may raise anything; it must not reach its neighbours
             down = self._engine_down(lease, handles.values(), member=member)
             return None, down or _of_error(error, member=member)
 
@@ -302,7 +302,7 @@ class Session:
         return Failure(reason="timeout", detail=detail, retryable=True)
 
 
-def _of_error(error: Exception, *, member: int) -> Failure:
+def _of_error(error: BaseException, *, member: int) -> Failure:
     """The failure that stands for an exception of a workflow or of what it returned."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, AstraflowError) else describe(error)
     detail = f"member {member}: {text}"

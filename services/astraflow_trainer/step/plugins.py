@@ -18,7 +18,7 @@ from astraflow.plugins import Advantage, Loss, RewardedRows, TrainedTokens
 from astraflow.recipe.advantage import AdvantageSettings, AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
-from astraflow_kit.plugins import RecipeSource, describe, make
+from astraflow_kit.plugins import RAISED, RecipeSource, describe, make
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class PluginLoss:
         """float32[N]: the loss of each token. Raises PluginError."""
         try:
             result: object = self.loss(tokens)
-        except Exception as error:
+        except RAISED as error:
             raise PluginError(f"loss plug-in {self.name!r} raised {describe(error)}") from error
         wanted = tokens.logprob.shape
         if not isinstance(result, torch.Tensor) or result.shape != wanted or not result.requires_grad:
@@ -61,7 +61,7 @@ class PluginAdvantage:
         rows = RewardedRows(rewards=rewards.tolist(), groups=list(groups), lengths=list(lengths))
         try:
             result = np.asarray(self.advantage(rows), dtype=np.float64)
-        except Exception as error:
+        except RAISED as error:
             raise PluginError(f"advantage plug-in {self.name!r} raised {describe(error)}") from error
         if result.shape != rewards.shape or not np.isfinite(result).all():
             raise PluginError(

@@ -69,7 +69,7 @@ _SEEN: dict[str, dict[str, Any]] = {
     "valkey": {"why": ("redis_silent",), "lines": _SILENT},
     "trainer": {"lines": _SILENT},
     "node": {"why": ("no_node",), "lines": _SILENT},
-    "engine": {},
+    "engine": {"why": ("engine_hung",)},
     "launcher": {"goes_on": True},
 }
 """What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""

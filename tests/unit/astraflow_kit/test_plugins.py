@@ -140,10 +140,21 @@ def test_a_recipe_without_code_says_so(tmp_path: Path, folder: str | None) -> No
         load("recipe:X", protocol=public.Reward, recipe_dir=tmp_path / folder if folder else None)
 
 
-def test_an_import_that_raises_names_file_line_and_cause_and_may_be_fixed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("x = 1\nraise ValueError('bad table')\n", r"ValueError: bad table \(recipe\.py:2 in"),
+        ("x = 1\nimport sys\nsys.exit(3)\n", r"SystemExit: 3 \(recipe\.py:3 in"),
+        ("x = 1\ndef f(:\n", r"SyntaxError: invalid syntax \(recipe\.py, line 2\)$"),
+    ],
+    ids=["raises", "ends the process", "is no Python"],
+)
+def test_an_import_that_fails_names_file_line_and_cause_and_may_be_fixed(
+    tmp_path: Path, code: str, complaint: str
+) -> None:
     path = tmp_path / "recipe.py"
-    path.write_text("x = 1\nraise ValueError('bad table')\n")
-    with pytest.raises(PluginError, match=r"ValueError: bad table \(recipe\.py:2 in"):
+    path.write_text(code)
+    with pytest.raises(PluginError, match=complaint):
         load("recipe:X", protocol=public.Reward, recipe_dir=tmp_path)
     path.write_text(_RECIPE)
     assert load("recipe:Exact", protocol=public.Reward, recipe_dir=tmp_path)

@@ -56,6 +56,39 @@ async def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
         assert child.last_end == f"status -9, see {child.spec.log_path}"
 
 
+STANDS_STILL = """
+import re
+from pathlib import Path
+from astraflow_kit.lifecycle import Addresses, begin, write_address_file
+from astraflow_kit.settings import ProcessSettings
+
+def reward(holds_the_interpreter):
+    re.match("(a+)+$", "a" * 64 + "b")
+
+begin("child", ProcessSettings())
+write_address_file(Path({0!r}), Addresses())
+reward(True)
+"""
+
+
+async def test_a_process_that_is_replaced_has_said_what_it_stood_still_in(tmp_path: Path) -> None:
+    addresses, code = tmp_path / "addresses.json", tmp_path / "recipe.py"
+    code.write_text(STANDS_STILL.format(str(addresses)))
+    spec = ChildSpec(
+        name="child",
+        argv=(sys.executable, str(code)),
+        log_path=tmp_path / "log",
+        address_file=addresses,
+    )
+    async with Supervisor(stop_grace_s=0.1) as supervisor:
+        child = await supervisor.start(spec)
+        await eventually(lambda: child.addresses is not None, what="it runs")
+        child.replace()
+        child.replace()
+        await eventually(lambda: child.restarts == 1, what="it is replaced")
+        assert child.last_end == f"status -9, it stood still in reward (recipe.py:8), see {spec.log_path}"
+
+
 @pytest.mark.parametrize(
     ("status", "restarts", "kind", "words"),
     [

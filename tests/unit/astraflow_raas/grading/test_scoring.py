@@ -1,6 +1,7 @@
 """Rewards in the event loop: awaited, named when they fail, given the policies when they ask for them."""
 
 import asyncio
+import sys
 from typing import Any, cast
 
 import pytest
@@ -59,6 +60,8 @@ async def test_every_form_of_a_reward_gives_a_score(reward: Reward, score: Score
         (of(None), "reward_error", "of type NoneType"),
         (of(float("nan")), "reward_error", r"returned nan; return a finite number \(test_scoring.py:\d+ in "),
         (lambda task, completion: task.data["gold"], "reward_error", r"KeyError: 'gold' \(test_scoring.py:"),
+        (of(10**400), "reward_error", "returned inf; return a finite number"),
+        (lambda task, completion: sys.exit(3), "reward_error", r"SystemExit: 3 \(test_scoring.py:"),
         (gives_up, "reward_error", "TimeoutError: the far side is slow"),
         (hangs, "reward_timeout", "did not return within timeout_s 0.05"),
     ],
