@@ -27,34 +27,35 @@ from astraflow.recipe.file import load_recipe
 
 MAX_WALL_RATIO = 1.15
 MAX_NO_CREDIT = 0.02
-APART = (
-    'raas.workflow={use: "astraflow_bench.side_by_side:SideBySide", '
-    'with: {verifier_prompt: "{problem} Answer: {answer}", seconds: 0}}',
-)
+_GAME, _STEP = "astraflow_bench.side_by_side:SideBySide", "astraflow_bench.side_by_side:Sleeping"
+_STEP_S, _CALL_S = {"solver": 1.0, "verifier": 0.8}, 0.6
+
+
+def _game(seconds: float) -> str:
+    settings = f'verifier_prompt: "{{problem}} Answer: {{answer}}", seconds: {seconds}'
+    return f'raas.workflow={{use: "{_GAME}", with: {{{settings}}}}}'
+
+
+APART = (_game(0.0),)
 """Overrides of `solver-verifier-tiny`."""
-STEP_S, CALL_S = {"solver": 1.0, "verifier": 0.8}, 0.6
 TIMED = (
-    APART[0].replace("seconds: 0", f"seconds: {CALL_S}"),
-    "raas.max_concurrent_tasks=8",
+    _game(_CALL_S),
+    "raas.max_concurrent_tasks=2",
     "run.steps=24",
     "dataflow.group_size=4",
     "dataflow.groups_per_step=2",
     "dataflow.evaluation={every_versions: 1000, num_samples: 8, final_samples: 8}",
     "trainer.algorithm.drop_zero_advantage=false",
     "trainer.checkpoint_every_steps=8",
+    *(f"policies.{name}.model.warm_start.steps=1" for name in _STEP_S),
+    *(f"policies.{name}.sampling.max_new_tokens=4" for name in _STEP_S),
     *(
-        setting
-        for name, seconds in STEP_S.items()
-        for setting in (
-            f"policies.{name}.model.warm_start.steps=1",
-            f"policies.{name}.sampling.max_new_tokens=4",
-            f"policies.{name}.trainer.algorithm.advantage="
-            f'{{use: "astraflow_bench.side_by_side:Sleeping", with: {{seconds: {seconds}}}}}',
-        )
+        f'policies.{name}.trainer.algorithm.advantage={{use: "{_STEP}", with: {{seconds: {seconds}}}}}'
+        for name, seconds in _STEP_S.items()
     ),
 )
-"""The same with a tiny share of its work, a sleep in each call and each step, and eight tasks at once: two and a half
-times what the slower trainer takes.
+"""The same with a tiny share of its work, and a sleep in each call and each step. Two tasks at once are at most 3.3
+groups a second of each policy, where the trainers take 2 and 2.5.
 """
 _NOISE = 2.0
 """Standard errors that a difference may have and still be noise."""

@@ -29,9 +29,9 @@ class SideBySide:
     """Plays roles `solver` and `verifier`, each for itself: the solver answers, once, and earns the recipe's reward;
     the verifier judges a proposal that the task draws, right half of the time, and earns 1 for a right verdict.
 
-    The right answer is the integer `answer` of the task's data; the verifier sees `verifier_prompt` (places `{problem}`
-    and `{answer}`) and ends with `approve` or `reject`. Each game takes `seconds` longer than its call. A role whose
-    trajectory nobody wants is not asked.
+    The correct answer is the integer `answer` of the task's data; the verifier sees `verifier_prompt` (places
+    `{problem}` and `{answer}`) and ends with `approve` or `reject`. Each game takes `seconds` longer than its call. A
+    role whose trajectory nobody wants is not asked.
     """
 
     roles = ("solver", "verifier")
