@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase
 
 from support.dataflow_machine import compare
 from support.planted_bugs import QUICK
@@ -20,6 +21,13 @@ def quick_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
 @pytest.mark.timeout(300)
 def test_servers_answer_as_the_model_does(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
     compare(quick_valkey.url, tmp_path, examples=25, calls=60)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_so_they_do_with_payloads_outside(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
+    url, payloads = quick_valkey.url, f"file://{tmp_path}/payloads"
+    compare(url, tmp_path, examples=10, calls=60, phases=[Phase.generate], payloads=payloads)
 
 
 @pytest.mark.soak

@@ -36,6 +36,9 @@ from astraflow.errors import AstraflowError
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.store.batches import stage_name
+from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.payloads.packs import Place
+from astraflow_dataflow.store.replies import as_int, as_mapping, as_text
 from support.dataflow_model import FLOOR, GROUP_SIZE, GROUPS_PER_STEP, MAX_ATTEMPTS, MAX_STALENESS, Model
 from support.dataflow_world import Node, Trainer, World, served
 
@@ -53,8 +56,8 @@ any_of = st.integers(0, 1 << 16)
 class Plane:
     """Two servers that live as long as the test, in a thread of their own, and are replaced when they are killed."""
 
-    def __init__(self, url: str, folder: Path) -> None:
-        self._url, self._folder = url, folder
+    def __init__(self, url: str, folder: Path, *, payloads: str | None = None) -> None:
+        self._url, self._folder, self.payloads = url, folder, payloads
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dataflow servers", daemon=True)
         self._thread.start()
@@ -84,7 +87,9 @@ class Plane:
     def _start(self, server: int) -> World:
         folder = self._folder / str(server)
         folder.mkdir(exist_ok=True)
-        return self.do(self._stacks[server].enter_async_context(served(self._url, folder)))
+        return self.do(
+            self._stacks[server].enter_async_context(served(self._url, folder, payloads=self.payloads))
+        )
 
 
 class DataflowMachine(RuleBasedStateMachine):
@@ -478,6 +483,21 @@ class DataflowMachine(RuleBasedStateMachine):
             for name in ("n1", "n2")
         }
         assert all(times == 1 for times in self.used.values())
+        if self.plane.payloads:
+            self._payloads_are_counted(world)
+
+    def _payloads_are_counted(self, world: World) -> None:
+        """Of each pack outside are needed as many payloads as refer to it, and it is there."""
+        keys, (raw, payloads) = (
+            Keys(world.run_id),
+            (world.dataflow.connection.raw, world.dataflow.store.payloads),
+        )
+        owners = as_mapping(self._do(raw("HGETALL", keys.of("owners"))))
+        needed = Counter(as_text(place).split(" ")[1] for place in owners.values())
+        counted = as_mapping(self._do(raw("HGETALL", keys.of("packs"))))
+        assert {pack: as_int(number) for pack, number in counted.items()} == needed
+        places = [Place(as_text(place), name) for name, place in owners.items()]
+        assert None not in self._do(payloads.read(world.run_id, places))
 
     async def _settled(self, world: World) -> Any:
         context = await world.dataflow.registry.get(world.run_id)
@@ -549,10 +569,16 @@ class DataflowMachine(RuleBasedStateMachine):
 
 
 def compare(
-    url: str, folder: Path, *, examples: int, calls: int, phases: Sequence[Phase] = tuple(Phase)
+    url: str,
+    folder: Path,
+    *,
+    examples: int,
+    calls: int,
+    phases: Sequence[Phase] = tuple(Phase),
+    payloads: str | None = None,
 ) -> None:
     """Search for calls that servers over this Redis and the model disagree about; raise what tells them apart."""
-    plane = Plane(url, folder)
+    plane = Plane(url, folder, payloads=payloads)
     machine = type("Machine", (DataflowMachine,), {"plane": plane})
     bounds = settings(
         max_examples=examples,
