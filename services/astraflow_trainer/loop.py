@@ -292,6 +292,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
     named = {
         "reward_mean": metrics.reward_mean,
         "overlong_penalty_mean": metrics.overlong_penalty_mean,
+        "num_updates": float(metrics.num_updates),
         "grad_norm": metrics.gradient_norm,
         "learning_rate": metrics.learning_rate,
         "clip_low": metrics.clip_low,

@@ -8,7 +8,10 @@ from unittest.mock import patch
 import pytest
 from safetensors import safe_open
 
+from astraflow.errors import NotFoundError
+from astraflow.recipe.algorithm import ReferenceModel
 from astraflow_kit.folder_lock import lock_folder
+from astraflow_trainer.warm_start.starting_model import reference_model
 from astraflow_weights.codec.tensors import Array
 from astraflow_weights.mirror import checkpoint
 from astraflow_weights.mirror.checkpoint import map_weights
@@ -64,6 +67,25 @@ def test_a_model_above_the_bound_is_split_with_an_index(
         assert exported.files[shard] <= 4000 + 4096, "a header and no tensor more"
         joined |= map_weights(tmp_path / "model" / shard)
     assert same_model(joined, models[2])
+
+
+def test_a_version_that_a_kl_term_compares_with_is_kept_when_the_store_has_it_no_more(
+    weight_store: FileStore, tmp_path: Path, models: Models
+) -> None:
+    def found(version: int) -> Path:
+        reference, log = ReferenceModel(version=version), read_log(weight_store)
+        folders = {"folder": tmp_path / "references", "cache": tmp_path / "cache"}
+        return reference_model(reference, store=weight_store, log=log, **folders)
+
+    first = found(1)
+    assert same_model(map_weights(first / "model.safetensors"), models[1])
+    for info in weight_store.list(f"{RUN}/{POLICY}/parts/"):
+        weight_store.delete(info.key)
+    assert found(1) == first
+    with pytest.raises(
+        NotFoundError, match="compares with version 3 of its policy, and the store has 3 of them"
+    ):
+        found(3)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,11 @@ class ThreadRanks:
 
     def _tensors(self, values: torch.Tensor) -> list[torch.Tensor]:
         messages = self.all_gather(values.numpy().tobytes())
-        return [torch.frombuffer(bytearray(message), dtype=values.dtype) for message in messages]
+        nothing = values.new_zeros(0)
+        return [
+            torch.frombuffer(bytearray(message), dtype=values.dtype) if message else nothing
+            for message in messages
+        ]
 
     def _wait(self) -> None:
         try:
