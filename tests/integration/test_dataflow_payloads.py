@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -17,6 +18,7 @@ from astraflow_dataflow.store.replies import as_texts
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import Trainer, World, answered, served, until, until_equal
+from support.s3_server import S3Server
 from support.valkey import ValkeyServer
 
 LONG = {"overrides": ["policies.solver.sampling.max_new_tokens=2048"]}
@@ -34,19 +36,35 @@ def other(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
         yield server
 
 
-@pytest.fixture(params=["redis", "file"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where the payloads are."""
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3-compatible store."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "file", pytest.param("s3", marks=pytest.mark.ci)])
+def outside(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
+    """Settings that say where the payloads are."""
+    if request.param == "redis":
+        return {"payloads": request.getfixturevalue("other").url}
     if request.param == "file":
-        return f"file://{tmp_path}/payloads"
-    server: ValkeyServer = request.getfixturevalue("other")
-    return server.url
+        return {"payloads": f"file://{tmp_path}/payloads"}
+    s3: S3Server = request.getfixturevalue("s3")
+    bucket = f"payloads-{uuid4().hex}"
+    s3.client().create_bucket(Bucket=bucket)
+    return {
+        "payloads": f"s3://{bucket}/runs",
+        "store_endpoint_url": s3.url,
+        "store_credentials_file": s3.credentials_file,
+        "store_region": "us-east-1",
+    }
 
 
 @pytest.fixture
-async def apart(redis_url: str, address: str, tmp_path: Path) -> AsyncIterator[World]:
+async def apart(redis_url: str, outside: dict[str, object], tmp_path: Path) -> AsyncIterator[World]:
     """A server whose payloads are outside."""
-    async with served(redis_url, tmp_path, payloads=address) as world:
+    async with served(redis_url, tmp_path, **outside) as world:
         yield world
 
 
