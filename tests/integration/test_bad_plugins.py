@@ -30,6 +30,15 @@ async def test_a_data_set_that_raises_stops_leasing_by_name_until_it_is_mended(w
     await world.until(lambda status: "dataset_failed" not in {wait.reason for wait in status.waits})
 
 
+async def test_a_data_set_whose_tasks_have_one_id_is_named(world: World) -> None:
+    _, node = await world.started(dataset="support.broken_plugins:Repeats")
+    await node.work()
+    await world.until(lambda status: "dataset_failed" in {wait.reason for wait in status.waits})
+    wait = (await world.waits())["dataset_failed"]
+    for words in ("support.broken_plugins.Repeats.train gave task id 'train-0' again", "an id of its own"):
+        assert words in wait.detail, wait
+
+
 async def test_a_filter_that_raises_drops_the_group_under_its_own_reason(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,12 +77,14 @@ class TaskStore:
         next_cursor: int,
         exhausted: bool,
         tasks: Sequence[task_pb2.Task],
-    ) -> bool:
-        """Add the data set's next tasks and move its cursor. Returns False when another server was first."""
+    ) -> int:
+        """Add the data set's next tasks and move its cursor. Returns how many the run did not have; -1 when another
+        server was first.
+        """
         reply = await self._connection.call(
             Keys(run_id), "feed", expected_cursor, next_cursor, flag(exhausted), *flat(tasks)
         )
-        return as_int(reply) >= 0
+        return as_int(reply)
 
     async def supply(self, run_id: str) -> Supply:
         """Return the curator's figures."""

@@ -64,13 +64,18 @@ class Curation:
                 new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=flow.group_size)
                 for spec in specs
             ]
-            await self.store.tasks.feed(
+            added = await self.store.tasks.feed(
                 context.run_id,
                 expected_cursor=supply.cursor,
                 next_cursor=supply.cursor + len(drawn),
                 exhausted=ended,
                 tasks=tasks,
             )
+            if tasks and not added:
+                raise PluginError(
+                    f"the data set's {_name_of(train)} gave task id {tasks[0].task_id!r} again; every index needs an "
+                    "id of its own, also when a task comes a second time"
+                )
             supply = await self.store.tasks.supply(context.run_id)
         return first
 
@@ -173,7 +178,9 @@ def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) ->
     specs: list[TaskSpec] = []
     for index in range(start, start + count):
         try:
-            spec = source(index)
+            spec: object = source(index)
+            if not isinstance(spec, TaskSpec | None):
+                raise TypeError(f"it returned {type(spec).__name__}, not a TaskSpec or None")
         except RAISED as error:
             if specs:  # they are good work; the next draw begins at the fault
                 return specs, False

@@ -137,3 +137,11 @@ def test_a_task_keeps_its_messages_data_and_group_size() -> None:
 def test_a_task_that_breaks_the_contract_is_the_data_sets_fault(spec: TaskSpec, word: str) -> None:
     with pytest.raises(PluginError, match=word):
         new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=8)
+
+
+def test_rows_are_no_tasks() -> None:
+    def rows(index: int) -> Any:
+        return {"prompt": "2 + 2", "answer": 4}
+
+    with pytest.raises(PluginError, match="at index 0: TypeError: it returned dict, not a TaskSpec or None"):
+        draw(rows, start=0, count=2)
