@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from functools import cache
 
 from astraflow import cli
-from support.source_tree import REPOSITORY, SERVICES, Module, docstrings, source_modules, tracked_files
+from support.source_tree import (
+    CLIENT_ROOT,
+    REPOSITORY,
+    SERVICES,
+    Module,
+    docstrings,
+    modules,
+    source_modules,
+    tracked_files,
+)
 
 # Rooms whose modules a recipe names; the built-ins that a recipe may choose are imported by nobody.
 PLUGIN_ROOMS = (
@@ -79,12 +88,18 @@ def _completions(node: ast.JoinedStr) -> Iterator[str]:
             yield from (name for name in product() if name.startswith(first.value))
 
 
+def examples() -> list[Module]:
+    """Programs that show other people how to write their own."""
+    return modules(CLIENT_ROOT / "examples")
+
+
 @cache
 def reachable() -> frozenset[str]:
-    """Modules that a command, a daemon or a recipe's plug-in name leads to, with their packages."""
+    """Modules that a command, a daemon, an example or a recipe's plug-in name leads to, with their packages."""
     entries = [name for name in product() if name.endswith(".__main__") or name.startswith(PLUGIN_ROOMS)]
     todo, seen = ["astraflow.cli", *PROGRAMS, *entries], set[str]()
     todo += [command.module for command in cli.COMMANDS.values()]
+    todo += [name for module in examples() for name in _edges(module.tree) if name in product()]
     while todo:
         name = todo.pop()
         if name not in seen:
@@ -116,7 +131,7 @@ def test_every_public_name_is_used_by_the_product() -> None:
 
 def _uses() -> set[str]:
     """Names that are read anywhere in the product, in strings too (annotations, `__all__`, plug-in names)."""
-    uses = set[str]().union(*map(_read, source_modules()))
+    uses = set[str]().union(*map(_read, [*source_modules(), *examples()]))
     for module in source_modules():
         texts = (str(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
         uses.update(name for text in texts if LISTED.fullmatch(text) for name in re.findall(r"\w+", text))

@@ -1,0 +1,112 @@
+"""A policy that a trainer of yours has claimed: its batches, and what is said of them.
+
+Invariant: intent is recorded before a batch is handed out, and `trained` names the batch that was. Blocking, without
+torch. Weight versions are published beside it (`astraflow_weights.tools.whole_model`); examples are in
+clients/python/examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from astraflow.client import Client
+from astraflow.columns import Columns, decode_columns
+from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, run_service_pb2
+from astraflow.errors import InvalidArgumentError
+from astraflow.recipe.file import parse_recipe
+from astraflow.rollout.v1.trajectory_pb2 import Trajectory
+
+__all__ = ["BatchRow", "ClaimedBatch", "ClaimedPolicy"]
+
+_POLL_S, _FETCH_TIMEOUT_S = 5, 120.0
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One trajectory of a batch."""
+
+    item: batch_pb2.BatchItem
+    """Reward, task, role, staleness."""
+    columns: Columns
+    """Token ids, what is trained, and log-probs of the engine."""
+
+
+@dataclass(frozen=True)
+class ClaimedBatch:
+    """The batch of one step; whole groups."""
+
+    bound: batch_pb2.Batch
+    rows: tuple[BatchRow, ...]
+
+
+class ClaimedPolicy:
+    """Claims in its constructor, which fences every older trainer. Every call raises FencedError once another trainer
+    has claimed. Steps are counted from 1; what is acked `trained` and not yet `durable` is handed out again.
+
+        policy = ClaimedPolicy(client, trainer_id="mine")
+        batch = policy.next_batch(step=1, base_version=0)
+    """
+
+    def __init__(self, client: Client, *, trainer_id: str, run_id: str = "", policy_id: str = "") -> None:
+        """The only run of the server, and its only policy, unless named. Raises InvalidArgumentError where there are
+        several policies, and what `GetRun` and `ClaimPolicy` answer.
+        """
+        self._client = client
+        run = client.call(client.runs.GetRun, run_service_pb2.GetRunRequest(run_id=run_id)).run
+        recipe = parse_recipe(run.recipe_yaml, source=f"recipe of run {run.run_id}").recipe
+        if len(recipe.policies) > 1 and policy_id not in recipe.policies:
+            raise InvalidArgumentError(
+                f"policy {policy_id!r} is none of {', '.join(recipe.policies)}, which the run has; name one"
+            )
+        self.settings = recipe.policy(policy_id or next(iter(recipe.policies)))
+        """What the recipe says of the policy."""
+        self.store_uri = run.store_uri
+        """Where its versions go."""
+        self.run_id = run.run_id
+        request = batch_service_pb2.ClaimPolicyRequest(
+            run_id=run.run_id,
+            policy_id=self.settings.policy_id,
+            trainer_id=trainer_id,
+            last_step=self.settings.steps,
+        )
+        self.epoch = client.call(client.batches.ClaimPolicy, request).trainer_epoch
+        """Under which it publishes."""
+
+    def next_batch(self, *, step: int, base_version: int) -> ClaimedBatch:
+        """Wait for the batch of a step that starts from a version, however long that takes."""
+        request = batch_service_pb2.AcquireBatchRequest(
+            **self._held, step=step, base_version=base_version, wait_duration=Duration(seconds=_POLL_S)
+        )
+        while True:
+            answer = self._client.call(self._client.batches.AcquireBatch, request, timeout_s=_POLL_S + 10.0)
+            if answer.HasField("batch"):
+                break
+        if answer.stage == batch_service_pb2.BATCH_STAGE_UNSPECIFIED:
+            self._ack(answer.batch, batch_service_pb2.BATCH_STAGE_INTENT)
+        wanted = batch_service_pb2.FetchBatchRequest(**self._held, step=step)
+        fetched = self._client.read_all(self._client.batches.FetchBatch, wanted, timeout_s=_FETCH_TIMEOUT_S)
+        columns = {one.trajectory_id: decode_columns(Trajectory.FromString(one.body)) for one in fetched}
+        rows = (BatchRow(item, columns[item.trajectory_id]) for item in answer.batch.items)
+        return ClaimedBatch(answer.batch, tuple(rows))
+
+    def trained(self, batch: ClaimedBatch) -> None:
+        """The optimizer step was taken: publish its version next. Idempotent."""
+        self._ack(batch.bound, batch_service_pb2.BATCH_STAGE_TRAINED)
+
+    def durable(self, step: int) -> None:
+        """A later start goes on after this step: the server may release what it needed for it. Idempotent."""
+        request = batch_service_pb2.MarkDurableRequest(**self._held, step=step)
+        self._client.call(self._client.batches.MarkDurable, request)
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "policy_id": self.settings.policy_id, "trainer_epoch": self.epoch}
+
+    def _ack(self, batch: batch_pb2.Batch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
+        request = batch_service_pb2.AckBatchRequest(
+            **self._held, step=batch.step, batch_id=batch.batch_id, digest=batch.digest, stage=stage
+        )
+        self._client.call(self._client.batches.AckBatch, request)
