@@ -7,12 +7,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
 
 from astraflow.recipe import OptimizerSettings
-from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.model import PolicyModel, load_causal_lm, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.model.sharding import Placement
+from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.published import HeldPart, WeightCopies, same_shards
+from astraflow_trainer.step.step import Outcome, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
+from support.tiny_training import make_rows
 
 
 def _taken(policy: PolicyModel) -> ShardedModel:
@@ -70,6 +75,32 @@ def test_stacked_experts_are_published_as_the_tensors_of_their_checkpoint(tmp_pa
     assert published.keys() == expected.keys()
     for name, tensor in expected.items():
         assert np.array_equal(published[name], tensor.view(torch.uint16).numpy()), name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_a_mixture_of_experts_is_loaded_trained_and_published_as_transformers_would_save_it(
+    mesh: DeviceMesh, tmp_path: Path, kind: str
+) -> None:
+    torch.manual_seed(0)
+    _mixture("qwen3_moe").save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, mesh=mesh, placement=Placement()).train()
+    settings = {"kind": kind, "learning_rate": 1e-2, "warmup_steps": 0}
+    optimizer = MasterOptimizer(policy, settings=OptimizerSettings.model_validate(settings))
+    before = {spec.name: shard.elements for spec, shard in _taken(policy).held()}
+    metrics = train_step(policy, optimizer=optimizer, rows=make_rows(), settings=StepSettings())
+    assert metrics.outcome is Outcome.COMMITTED
+    twin = load_causal_lm(tmp_path)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(local_part(optimizer.masters[name]))
+    twin.bfloat16().save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    published = {spec.name: shard.elements for spec, shard in _taken(policy).held()}
+    assert published.keys() == saved.keys()
+    for name, bits in published.items():
+        assert np.array_equal(bits, saved[name].view(torch.uint16).numpy().reshape(-1)), name
+    moved = {name for name in published if not np.array_equal(published[name], before[name])}
+    assert {f"model.layers.0.mlp.{part}.weight" for part in ("gate", "experts.0.up_proj")} <= moved
 
 
 def test_stacked_experts_without_a_map_are_refused() -> None:
