@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.recipe import ResolvedPolicy
+from astraflow.recipe import ResolvedPolicy, TrainerSettings
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
@@ -58,8 +58,8 @@ class PolicyLearner:
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Load this rank's part of the model, and of the one in `reference_dir` where a KL term needs it (None: the
-        same); `checkpoint_dir` is one folder that all ranks see, `identity` the run's;
-        an adapter begins with the numbers of `seed`. `moved` is called at each micro-batch.
+        same); `checkpoint_dir` is one folder that all ranks see, `identity` the run's; an adapter begins with the
+        numbers of `seed`. `moved` is called at each micro-batch.
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU; `placement` is
         how it lies there, where `compute` is the recipe's. Of `num_replicas` of the model, each on as many ranks, the
@@ -81,12 +81,7 @@ class PolicyLearner:
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
-        self._settings = StepSettings(
-            algorithm=training.algorithm,
-            plugins=plugins,
-            tokens_per_microbatch=training.tokens_per_microbatch,
-            gradient_sync=training.gradient_sync,
-        )
+        self._settings = _step_settings(training, plugins=plugins)
         self._baselines: dict[str, float] = {}
         self._checkpoints = CheckpointStore(
             checkpoint_dir,
@@ -220,3 +215,12 @@ def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -
             f"the model of algorithm.kl.reference knows {reference.vocab_size} token ids, the policy has "
             f"{policy.vocab_size}: it cannot say how likely the others are; use one with the policy's tokenizer"
         )
+
+
+def _step_settings(training: TrainerSettings, *, plugins: StepPlugins) -> StepSettings:
+    return StepSettings(
+        algorithm=training.algorithm,
+        plugins=plugins,
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        gradient_sync=training.gradient_sync,
+    )

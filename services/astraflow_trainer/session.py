@@ -201,7 +201,7 @@ class TrainingSession:
             self._joined.policy,
             plugins=self._plugins,
             model_dir=model_dir,
-            reference_dir=self._reference_dir(),
+            reference_dir=_reference_dir(self._joined, self._settings, self._group, self._store, self._log),
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
@@ -337,8 +337,7 @@ class TrainingSession:
         """The first rank makes it, which may take minutes; the others wait for it."""
         path = self._joined.policy.model.path
         if path is not None:
-            detail = f"reads {path}, from the hub where it is not a folder"
-            self._progress.starting("model_loading", detail=detail)
+            self._progress.starting("model_loading", detail=f"reads {path}, a folder or of the hub")
         else:
             self._warm_start(0.0)
         if not self._is_first:
@@ -353,24 +352,6 @@ class TrainingSession:
         self._group.set_value("model_dir", str(model_dir.absolute()))
         return model_dir
 
-    def _reference_dir(self) -> Path | None:
-        """Where the model is that a KL term compares with; None for the initial one. The first rank gets it."""
-        kl = self._joined.policy.trainer.algorithm.kl
-        if kl is None or not isinstance(kl.reference, ReferenceModel):
-            return None
-        if not self._is_first:
-            return Path(self._group.wait_for_value("reference_dir"))
-        found = reference_model(
-            kl.reference,
-            store=self._store,
-            log=self._log.copy(),
-            folder=self._settings.work_dir / "references",
-            cache=self._settings.cache,
-            access=self._settings.store,
-        )
-        self._group.set_value("reference_dir", str(found.absolute()))
-        return found
-
     def _warm_start(self, share: float) -> None:
         detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"
         self._progress.starting("warm_start", detail=detail, fraction=share)
@@ -378,6 +359,27 @@ class TrainingSession:
     def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
         self._progress.published(committed.version)
         notify()
+
+
+def _reference_dir(
+    joined: JoinedRun, settings: TrainerSettings, group: RankGroup, store: ObjectStore, log: VersionLog
+) -> Path | None:
+    """Where the model is that a KL term compares with; None for the initial one. The first rank gets it."""
+    kl = joined.policy.trainer.algorithm.kl
+    if kl is None or not isinstance(kl.reference, ReferenceModel):
+        return None
+    if group.index > 0:
+        return Path(group.wait_for_value("reference_dir"))
+    found = reference_model(
+        kl.reference,
+        store=store,
+        log=log.copy(),
+        folder=settings.work_dir / "references",
+        cache=settings.cache,
+        access=settings.store,
+    )
+    group.set_value("reference_dir", str(found.absolute()))
+    return found
 
 
 def _begin_as_forked(learner: PolicyLearner, *, policy: ResolvedPolicy, source_dir: Path | None) -> None:

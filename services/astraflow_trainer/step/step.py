@@ -25,6 +25,7 @@ from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
+from astraflow_trainer.step.advantages import Advantages
 from astraflow_trainer.step.estimators import (
     Estimator,
     RankedRows,
@@ -248,13 +249,8 @@ def _plan(fitting: Fitting, *, work: _Work, baselines: dict[str, float], learnin
     everybody = RankedRows.gathered(rows, ranks=ranks)
     penalised = _penalised(rows, work=work)
     overlong = overlong_penalties(everybody.lengths, settings=algorithm.overlong)
-    all_advantages = batch_advantages(
-        replace(everybody, rewards=everybody.rewards - overlong - _lost(penalised, work=work)),
-        default=_default(settings),
-        of_role=settings.plugins.advantage_of_role,
-        baselines=baselines,
-    )
-    baselines.update(all_advantages.baselines)
+    lost = overlong + _lost(penalised, work=work)
+    all_advantages = _of_rows(everybody, lost=lost, work=work, baselines=baselines)
     advantages = token_advantages(
         all_advantages.values[everybody.mine].tolist(),
         penalised,
@@ -293,6 +289,20 @@ def _plan(fitting: Fitting, *, work: _Work, baselines: dict[str, float], learnin
             of_roles=role_metrics(everybody, all_advantages),
         ),
     )
+
+
+def _of_rows(
+    everybody: RankedRows, *, lost: FloatArray, work: _Work, baselines: dict[str, float]
+) -> Advantages:
+    """Advantages of the rows of all ranks, less `lost` of their rewards; `baselines` become those after the batch."""
+    found = batch_advantages(
+        replace(everybody, rewards=everybody.rewards - lost),
+        default=_default(work.settings),
+        of_role=work.settings.plugins.advantage_of_role,
+        baselines=baselines,
+    )
+    baselines.update(found.baselines)
+    return found
 
 
 def _penalised(rows: Sequence[TrainingRow], *, work: _Work) -> list[Penalised]:
