@@ -18,7 +18,8 @@ from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
-_PERIOD_S, _TIMEOUT_S = 0.5, 0.8
+_PERIOD_S, _AGAIN_S, _TIMEOUT_S = 1.0, 0.1, 0.8
+"""Between probes, and after one that was not answered: that Redis is silent is known within three seconds."""
 _SILENT_S = 2.0
 _HOLDS_BACK = (
     "it answers reads and holds back writes, as in a failover or after CLIENT PAUSE (CLIENT UNPAUSE ends it)"
@@ -49,16 +50,17 @@ class RedisWatch:
         """Probe until cancelled."""
         while True:
             before = self.problem
-            await self._look()
+            hangs = await self._look()
             if (now := self.problem) != before and (
                 now is None or before is None or now.reason != before.reason
             ):
                 log.warning(
                     "redis.health", lacks=now.reason if now else "", message=now.detail if now else ""
                 )
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_AGAIN_S if hangs else _PERIOD_S)
 
-    async def _look(self) -> None:
+    async def _look(self) -> bool:
+        """Probe once. Returns whether there was no answer."""
         started_s = time.monotonic()
         hangs, refused_as, why = False, "", ""
         try:
@@ -81,6 +83,7 @@ class RedisWatch:
             self._health.silent(silent_s, why, now_s=time.time())
         elif refused_as or not why:
             self._health.answered(latency_s, now_s=time.time(), refused_as=refused_as, figures=figures)
+        return hangs
 
     async def _answers_reads(self) -> bool:
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 MAX_REVOKED = 10_000
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.5
 
 
 class RevokedTokens:
@@ -34,7 +34,7 @@ class RevokedTokens:
         self._seen: frozenset[str] = frozenset()
 
     def seen(self) -> frozenset[str]:
-        """Ids as of the last look, at most 1 s ago while Redis answers."""
+        """Ids as of the last look, at most 1.5 s ago while Redis answers."""
         return self._seen
 
     async def revoke(self, token_id: str, *, expires_s: float = math.inf) -> bool:
