@@ -23,38 +23,38 @@ class PushWindow(Generic[Answer]):
         self._inside: deque[tuple[int, int, asyncio.Task[Answer]]] = deque()
         self._episodes = self._bytes = 0
         self._ended = False
-        self._changed = asyncio.Condition()
+        self._came, self._left = asyncio.Event(), asyncio.Event()
 
     async def add(self, num_episodes: int, size_bytes: int, push: Coroutine[Any, Any, Answer]) -> None:
         """Start a push, and return once there is room for another."""
-        task = asyncio.create_task(push, name="push")
-        async with self._changed:
-            self._inside.append((num_episodes, size_bytes, task))
-            self._episodes += num_episodes
-            self._bytes += size_bytes
-            self._changed.notify_all()
-            await self._changed.wait_for(self._has_room)
+        self._inside.append((num_episodes, size_bytes, asyncio.create_task(push, name="push")))
+        self._episodes += num_episodes
+        self._bytes += size_bytes
+        self._came.set()
+        while not self._has_room():
+            self._left.clear()
+            await self._left.wait()
 
     async def end(self) -> None:
         """No more pushes will be added."""
-        async with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        self._ended = True
+        self._came.set()
+        self._left.set()
 
     async def answers(self) -> AsyncIterator[Answer]:
         """Yield answers in order until that of the last push. Raises a push's error in its turn."""
         while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._inside or self._ended)
-                if not self._inside:
+            while not self._inside:
+                if self._ended:
                     return
-                num_episodes, size_bytes, task = self._inside[0]
+                self._came.clear()
+                await self._came.wait()
+            num_episodes, size_bytes, task = self._inside[0]
             answer = await task
-            async with self._changed:
-                self._inside.popleft()
-                self._episodes -= num_episodes
-                self._bytes -= size_bytes
-                self._changed.notify_all()
+            self._inside.popleft()
+            self._episodes -= num_episodes
+            self._bytes -= size_bytes
+            self._left.set()
             yield answer
 
     def close(self) -> None:
