@@ -8,6 +8,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
+from astraflow_dataflow.store.payloads.inside import call_with
 from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit.failpoints import read_hits
 from support.dataflow_process import DataflowProcess
@@ -148,14 +149,14 @@ async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
     _, node = await world.started("t1")
     (lease,) = await node.lease()
     await delete(world, force=True)
-    connection, store = world.dataflow.connection, world.dataflow.store
-    call_many = connection.call_many
+    store = world.dataflow.store
 
     async def cancelled_when_redis_answers(*arguments: Any, **named: Any) -> None:
-        await call_many(*arguments, **named)
+        with pytest.raises(NotFoundError):
+            await call_with(*arguments, **named)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(connection, "call_many", cancelled_when_redis_answers)
+    monkeypatch.setattr("astraflow_dataflow.store.tasks.call_with", cancelled_when_redis_answers)
     with pytest.raises(asyncio.CancelledError):
         await store.episodes.commit("run", [node.episode(lease, 0)], horizon_s=60.0)
     assert await keys(world) <= SERVERS_OWN

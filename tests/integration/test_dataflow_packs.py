@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
-from astraflow.errors import InvalidArgumentError
+from astraflow.errors import InternalError, InvalidArgumentError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S, call_with
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
 from support.dataflow_world import Node, World, make_episode, outcome_name, until_equal
 
@@ -140,6 +141,44 @@ async def test_a_task_that_redis_holds_damaged_costs_the_others_nothing(world: W
     )
     assert [outcome_name(result) for result in results] == ["ACCEPTED", "RETRY", "ACCEPTED"]
     assert results[1].reason == "INTERNAL"
+    assert await times_to_live(world) == [-1, -1, UNCOMMITTED_S], "what is not committed ends by itself"
+
+
+async def times_to_live(world: World) -> list[int]:
+    """Of all payloads and of what is written beside them, in seconds, -1 of those that stay."""
+    raw = world.dataflow.connection.raw
+    found = [await raw("KEYS", f"af:[{{]run}}:{kind}:*") for kind in ("payload", "written")]
+    return sorted([as_int(await raw("TTL", as_text(name))) for names in found for name in as_list(names)])
+
+
+async def test_what_came_before_does_not_keep_others_of_a_commit_from_being_stored(world: World) -> None:
+    node = await scene(world, "run")
+    first, *others = (make_episode(run_id="run", task_id="t1", member=member) for member in range(SIZE))
+    place = Keys("run").of("payload", first.episode_id, first.trajectories[0].header.trajectory_id)
+    await world.dataflow.connection.raw("SET", place, first.trajectories[0].body, "EX", UNCOMMITTED_S)
+    results = await node.pack(first, *others)
+    assert [outcome_name(result) for result in results] == ["ACCEPTED"] * SIZE
+    assert await times_to_live(world) == [-1] * SIZE
+
+
+async def test_payloads_of_what_is_refused_again_are_not_kept(world: World) -> None:
+    node = await scene(world, "run")
+    won = make_episode(run_id="run", task_id="t1", member=0, episode_id="won")
+    lost = make_episode(run_id="run", task_id="t1", member=0, episode_id="lost")
+    results = await node.pack(won, lost, lost)
+    results += await node.pack(lost, won)
+    names = ["ACCEPTED", *["SUPERSEDED"] * 3, "DUPLICATE"]
+    assert [outcome_name(result) for result in results] == names
+    assert await times_to_live(world) == [-1]
+
+
+async def test_payloads_of_a_call_that_fails_end_by_themselves(world: World) -> None:
+    await scene(world, "run")
+    keys, connection = Keys("run"), world.dataflow.connection
+    payloads = {keys.of("payload", "e", name): b"bytes" for name in ("one", "other")}
+    with pytest.raises(InternalError):
+        await call_with(connection, keys, payloads, "drain")  # without the arguments that it needs
+    assert await times_to_live(world) == [UNCOMMITTED_S] * 2
 
 
 async def test_a_pack_is_of_one_run(world: World) -> None:

@@ -53,7 +53,7 @@ BUGS = (
     Bug(
         "a repeated push is superseded",
         f"{LUA}/pushes.lua",
-        "if member and string.sub(member, 2) == e.episode then return { 'DUPLICATE', '' } end",
+        "if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE', '') end",
         "",
     ),
     Bug(

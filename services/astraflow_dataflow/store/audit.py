@@ -125,7 +125,11 @@ class AuditStore:
             Keys(run_id).of("events"), after=after, block_ms=int(block_s * 1000), limit=_EVENTS_PER_READ
         )
         last = entries[-1][0] if entries else after
-        return last, [Event(topic=fields.pop("topic"), fields=fields) for _, fields in entries]
+        return last, [
+            Event(topic=topic, fields={name: value for name, value in fields.items() if name != "topic"})
+            for _, fields in entries
+            for topic in fields["topic"].split("\n")
+        ]
 
     async def newest_event(self, run_id: str) -> str:
         """Return the id of the newest event, from which a reader goes on."""

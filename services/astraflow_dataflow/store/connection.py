@@ -229,11 +229,8 @@ class Connection:
             found = await self.raw("FUNCTION", "LIST", "LIBRARYNAME", function_library.LIBRARY)
         except errors.AstraflowError as error:
             return f"Redis at {self._shown} does not answer: {error.message}"
-        return (
-            None
-            if found
-            else f"Redis lost the function library {function_library.LIBRARY}; restart this server"
-        )
+        lost = f"Redis lost the function library {function_library.LIBRARY}; restart this server"
+        return None if found else lost
 
     async def call(self, keys: Keys, name: str, *arguments: Argument) -> Reply:
         """Call a function of the library on one run. Raises the typed error it answers."""
@@ -242,18 +239,28 @@ class Connection:
             raise reply
         return reply
 
-    async def call_many(
-        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]] = ()
-    ) -> list[Reply | errors.AstraflowError]:
-        """Send payload writes (key, bytes, ttl in seconds; existing keys are kept) and calls in one pipeline.
-
-        Returns one reply, or typed error, per call, in order. Raises UnavailableError when Redis is away.
-        """
-        replies = await self._pipeline(keys, calls, payloads=payloads)
+    async def call_many(self, keys: Keys, calls: Sequence[Call]) -> list[Reply | errors.AstraflowError]:
+        """Send calls in one pipeline: a reply, or typed error, of each. Raises UnavailableError when Redis is away."""
+        replies = await self._pipeline(keys, calls)
         if any(_function_is_missing(reply) for reply in replies):
             await self.load_functions()
-            replies = await self._pipeline(keys, calls, payloads=payloads)
+            replies = await self._pipeline(keys, calls)
         return [_typed(reply) for reply in replies]
+
+    async def transaction(
+        self, writes: Sequence[tuple[Argument, ...]], keys: Keys, name: str, *arguments: Argument
+    ) -> tuple[list[Reply], Reply | errors.AstraflowError]:
+        """Send writes and one call as a transaction. Returns what the writes answer, and the call's reply or typed
+        error, None when Redis had lost the functions: call again.
+        """
+        async with self._answered(), self._redis.pipeline(transaction=True) as pipeline:
+            for command in (*writes, _function_call(keys, name, arguments)):
+                pipeline.execute_command(*command)
+            *written, reply = await pipeline.execute(raise_on_error=False)
+        if _function_is_missing(reply):
+            await self.load_functions()
+            return written, None
+        return written, _typed(reply)
 
     async def raw(self, *command: Argument) -> Reply:
         """Send one plain command. Raises the typed error."""
@@ -282,17 +289,11 @@ class Connection:
             for entry, fields in map(as_list, entries)
         ]
 
-    async def _pipeline(
-        self, keys: Keys, calls: Sequence[Call], *, payloads: Sequence[tuple[str, bytes, int]]
-    ) -> list[object]:
+    async def _pipeline(self, keys: Keys, calls: Sequence[Call]) -> list[object]:
         async with self._answered(), self._redis.pipeline(transaction=False) as pipeline:
-            for key, body, ttl_s in payloads:
-                pipeline.execute_command("SET", key, body, "NX", "EX", ttl_s)
             for name, arguments in calls:
-                _require_integers(name, arguments)
-                function = function_library.function_name(name)
-                pipeline.execute_command("FCALL", function, 1, keys.prefix, *arguments)
-            return list((await pipeline.execute(raise_on_error=False))[len(payloads) :])
+                pipeline.execute_command(*_function_call(keys, name, arguments))
+            return list(await pipeline.execute(raise_on_error=False))
         raise AssertionError("an answered pipeline returned or raised")
 
     @asynccontextmanager
@@ -300,7 +301,6 @@ class Connection:
         self, deadline_s: float = _DEADLINE_S, *, blocks: bool = False
     ) -> AsyncIterator[None]:
         """Bound what is inside by a deadline and raise its failures as typed errors; at once while Redis is silent.
-
         What `blocks` on purpose takes nobody's turn.
         """
         if self.is_silent:
@@ -461,12 +461,13 @@ def _typed(reply: object) -> Reply | errors.AstraflowError:
     return cast("Reply", reply)
 
 
-def _require_integers(name: str, arguments: Sequence[Argument]) -> None:
+def _function_call(keys: Keys, name: str, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     for value in arguments:
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise errors.InvalidArgumentError(
                 f"{name}: {value} is beyond {MAX_INTEGER}, the largest integer kept"
             )
+    return "FCALL", function_library.function_name(name), 1, keys.prefix, *arguments
 
 
 def _function_is_missing(reply: object) -> bool:

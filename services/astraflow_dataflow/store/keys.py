@@ -7,7 +7,7 @@ modules.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 
 SCHEMA_KEY = "af:schema"
@@ -57,6 +57,7 @@ _SUFFIXES = {
     "packs": "packs",
     "packs_ending": "packs_ending",
     "packs_ended": "packs_ended",
+    "written": "written:%s",
     "group": "group:%s",
     "ready": "ready:%s",
     "recent": "recent:%s",

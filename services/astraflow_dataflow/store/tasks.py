@@ -1,13 +1,13 @@
 """Tasks, leases, episodes and groups in Redis, and trajectories that wait to be archived.
 
-Commits are sent many at a time in one pipeline: payloads first, then one function call that refers to them, so
-a crash in between leaves only garbage that expires. A pack of the archive, once sealed,
-never changes until it is written, so writing it again makes the same files. Called by leasing, ingest,
+Many commits are sent as one transaction: payloads, then one function call that refers to them. A pack of the archive,
+once sealed, never changes until it is written, so writing it again makes the same files. Called by leasing, ingest,
 archiving and the run loop.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -38,7 +38,8 @@ from astraflow_dataflow.rules.groups import (
 from astraflow_dataflow.rules.scores import result_lines
 from astraflow_dataflow.store.connection import Argument, Call, Connection
 from astraflow_dataflow.store.keys import Keys
-from astraflow_dataflow.store.payloads.packs import UNCOMMITTED_S, Payloads, Place
+from astraflow_dataflow.store.payloads.inside import call_with
+from astraflow_dataflow.store.payloads.packs import Payloads, Place
 from astraflow_dataflow.store.replies import (
     Reply,
     as_bytes,
@@ -189,29 +190,60 @@ class EpisodeStore:
         task is damaged. Raises NotFoundError, with all payloads removed, when the run is gone, UnavailableError when
         Redis is away.
         """
+        reply, wrote_all = await self._commit(run_id, episodes, horizon_s, some_exist=False)
+        pushed = _pushed(episodes, reply)
+        completed = as_list(reply[2])
+        missing = [place for place, result in enumerate(pushed) if isinstance(result, PayloadMissingError)]
+        if missing and not wrote_all:  # one of another episode was there already, so none was written
+            again = [episodes[place] for place in missing]
+            reply, _ = await self._commit(run_id, again, horizon_s, some_exist=True)
+            completed += as_list(reply[2])
+            for place, result in zip(missing, _pushed(again, reply), strict=True):
+                pushed[place] = result
+        return pushed, [_complete_task(as_list(task)) for task in completed]
+
+    async def _commit(
+        self, run_id: str, episodes: Sequence[trajectory_pb2.Episode], horizon_s: float, *, some_exist: bool
+    ) -> tuple[list[Reply], bool]:
+        """Return what the function answers, and whether all payloads were written for it."""
         keys = Keys(run_id)
-        packed = await self._payloads.write(run_id, [body for _, _, body in _bodies(episodes)])
-        arguments: list[Argument] = [_ms(horizon_s), packed]
+        bodies = list(_bodies(episodes))
+        packed = await self._payloads.write(run_id, [body for _, _, body in bodies])
+        payloads = {
+            keys.of("payload", episode_id, trajectory_id): body
+            for episode_id, trajectory_id, body in bodies
+            if not packed and body
+        }
+        # The function removes it, and learns from it that none of the payloads was there before.
+        mark = "" if some_exist or not payloads else secrets.token_hex(8)
+        arguments: list[Argument] = [_ms(horizon_s), mark, packed]
         for episode in episodes:
             arguments += _commit_arguments(episode)
-        payloads = [
-            (keys.of("payload", episode_id, trajectory_id), body, UNCOMMITTED_S)
-            for episode_id, trajectory_id, body in _bodies(episodes)
-            if not packed and body
-        ]
-        (reply,) = await self._connection.call_many(keys, [("commit", tuple(arguments))], payloads=payloads)
-        if isinstance(reply, AstraflowError):
-            if isinstance(reply, NotFoundError):
-                await self._payloads.forgo(run_id, packed)
-            raise reply
-        position, outcomes, completed = as_list(reply)
-        pushed = [
-            _committed(episode, as_list(outcome), position=as_int(position))
-            for episode, outcome in zip(episodes, as_list(outcomes), strict=True)
-        ]
+        if not payloads:
+            return await self._commit_beside(run_id, episodes, packed, arguments), True
+        if mark:
+            payloads[keys.of("written", mark)] = b""
+        reply, wrote_all = await call_with(
+            self._connection, keys, payloads, "commit", *arguments, some_exist=some_exist
+        )
+        return as_list(reply), wrote_all
+
+    async def _commit_beside(
+        self,
+        run_id: str,
+        episodes: Sequence[trajectory_pb2.Episode],
+        packed: str,
+        arguments: Sequence[Argument],
+    ) -> list[Reply]:
+        """The same of payloads that are outside, or not kept."""
+        try:
+            reply = as_list(await self._connection.call(Keys(run_id), "commit", *arguments))
+        except NotFoundError:
+            await self._payloads.forgo(run_id, packed)
+            raise
         if packed:
-            await self._payloads.replace_lost(run_id, _repeated(episodes, pushed))
-        return pushed, [_complete_task(as_list(task)) for task in as_list(completed)]
+            await self._payloads.replace_lost(run_id, _repeated(episodes, _pushed(episodes, reply)))
+        return reply
 
     async def quarantine(
         self, run_id: str, refused: Sequence[tuple[trajectory_pb2.Episode, BadTrajectory]]
@@ -387,6 +419,14 @@ def _complete_task(fields: list[Reply]) -> CompleteTask:
         groups=groups,
         items=[items_of(as_text(task_id), group) for group in groups],
     )
+
+
+def _pushed(episodes: Sequence[trajectory_pb2.Episode], reply: Sequence[Reply]) -> list[Pushed]:
+    position, outcomes, _ = reply
+    return [
+        _committed(episode, as_list(outcome), position=as_int(position))
+        for episode, outcome in zip(episodes, as_list(outcomes), strict=True)
+    ]
 
 
 def _committed(episode: trajectory_pb2.Episode, outcome: list[Reply], *, position: int) -> Pushed:

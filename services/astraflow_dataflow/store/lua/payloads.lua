@@ -68,7 +68,11 @@ function PACKS.is_stored(P, place, id)
 end
 
 function PACKS.keep(P, place, id)
-  if not CALL.pack then return call('PERSIST', K.payload(P, place, id)) == 1 end
+  if not CALL.pack then
+    -- One that was there before may be what a failed commit left, and end.
+    if not CALL.wrote_all then call('PERSIST', K.payload(P, place, id)) end
+    return CALL.wrote_all or call('EXISTS', K.payload(P, place, id)) == 1
+  end
   if CALL.has_pack then CALL.held = CALL.held + 1 end
   return CALL.has_pack
 end

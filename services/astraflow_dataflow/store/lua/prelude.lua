@@ -13,6 +13,8 @@ local MAX_POISON = 1000
 local ACCEPTED_PER_POISON = 20
 -- How long a task waits for a node that plays all of its roles before one gets it that plays some.
 local RELUCTANCE_MS = 2000
+-- Life of a payload whose commit failed.
+local UNCOMMITTED_S = 3600
 
 -- What one call of a function reads, or adds up, once; `begin` makes a new one. Redis runs one function at a time.
 local CALL
@@ -90,6 +92,9 @@ local function gather(head, ...)
 end
 
 local function write_gathered(P)
+  local topics = table.concat(CALL.emitted, '\n')
+  CALL.emitted = {}
+  if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topics) end
   if CALL.moved then add(K.counters(P), 'moved', 1) end
   local sums, gathered = CALL.sums, CALL.gathered
   CALL.sums, CALL.gathered, CALL.moved = {}, {}, false
@@ -106,16 +111,17 @@ local function once(callback, keys, a)
 end
 
 -- Topics: `work` (there may be tasks to lease), `ready <policy>`, `run`, `version <policy>`, `node <id>`, and `due`: something began that only time
--- ends, or that a sweep ends. An event without fields says no more when a call repeats it.
+-- ends, or that a sweep ends. An event without fields says no more when a call repeats it;
+-- all of them are one entry when the call ends.
 local function emit(P, topic, ...)
-  if select('#', ...) == 0 then
-    if CALL.emitted[topic] then return end
-    CALL.emitted[topic] = true
-  end
-  call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...)
+  if select('#', ...) > 0 then return call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...) end
+  if CALL.emitted[topic] then return end
+  CALL.emitted[topic] = true
+  CALL.emitted[#CALL.emitted + 1] = topic
 end
 
-local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'priorities', 'roles' }
+local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'priorities', 'roles', 'switch', 'arrivals',
+  'position' }
 
 -- What is read of the run in almost every call.
 local function run_of(P)
@@ -226,7 +232,7 @@ end
 -- Position of the newest commit of the run; `moved` makes the next one.
 local function position(P, moved)
   if moved then return call('HINCRBY', K.run(P), 'position', 1) end
-  return tonumber(call('HGET', K.run(P), 'position') or 0)
+  return tonumber(run_of(P).position or 0)
 end
 
 local function policies(P)

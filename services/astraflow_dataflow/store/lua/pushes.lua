@@ -1,9 +1,14 @@
 -- Episodes: one call commits many, each whole, or says why not. The outcome table is section "push" of docs/dataflow.md. Those of one task are
 -- taken together, as if they had been pushed one after the other: what they change of it is read once and written once.
 
+-- A block of its own: Lua has room for 200 local names outside.
+do
+
 -- Reads what a commit needs to know of a task: its fields, and of each episode the member's and the episode's own.
 local function read_task(P, t)
-  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node', 'copy' }, {}
+  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node', 'copy', 'leased_ms' }, {}
+  -- Perhaps they are all of its members; then nothing of it is read again.
+  if #t.episodes > 1 then names[9], names[10], names[11] = 'why', 'credited', 'spec' end
   for _, e in ipairs(t.episodes) do
     names[#names + 1] = 'm' .. e.member
     names[#names + 1] = 'r' .. e.episode
@@ -20,6 +25,7 @@ end
 
 -- Writes what a commit changed of a task. A task that was never leased has no trace until an episode of it is accepted.
 local function write_task(P, t, horizon)
+  if t.first_accepted then set(t, 'left', t.fields.left) end
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
   call_many({ 'HSET', K.members(P, t.id) }, t.headers)
   if #t.notes > 0 and note_all(P, t.id, t.notes) == 0 and t.first_accepted then
@@ -31,6 +37,7 @@ end
 
 -- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them.
 local function turn_away(P, t, e, outcome, reason, detail)
+  CALL.turned_away[e.episode] = true
   local known = t.fields.state
   for _, item in ipairs(e.each) do
     -- An accepted push of the same episode owns these bytes.
@@ -54,14 +61,27 @@ local function turn_away(P, t, e, outcome, reason, detail)
   return { outcome, detail or '' }
 end
 
-local function credit_node(P, e)
-  local N = K.node(P, e.node)
-  CALL.nodes = CALL.nodes or {}
-  if CALL.nodes[N] == nil then CALL.nodes[N] = call('SISMEMBER', K.nodes(P), e.node) == 1 end
-  if CALL.nodes[N] then
-    add(N, 'episodes', 1)
-    add(N, 'trajectories', #e.each)
+-- What a commit changes of a node, read once and written once; nil for one that never joined.
+local function node_of(P, node)
+  local n = CALL.nodes[node]
+  if n == nil then
+    local f = call('HMGET', K.node(P, node), 'incarnation', 'episodes', 'trajectories', 'task_ms')
+    n = f[1] and { episodes = tonumber(f[2] or 0), trajectories = tonumber(f[3] or 0), task_ms = tonumber(f[4]) }
+    CALL.nodes[node] = n
   end
+  return n or nil
+end
+
+local function write_nodes(P)
+  for node, n in pairs(CALL.nodes) do
+    local pace = n and n.done_ms and { 'task_ms', precise(n.task_ms), 'done_ms', n.done_ms } or {}
+    if n then call('HSET', K.node(P, node), 'episodes', n.episodes, 'trajectories', n.trajectories, unpack(pace)) end
+  end
+end
+
+local function credit_node(P, e)
+  local n = node_of(P, e.node)
+  if n then n.episodes, n.trajectories = n.episodes + 1, n.trajectories + #e.each end
 end
 
 local MAX_EVALUATION_FIELDS = 512
@@ -106,7 +126,7 @@ end
 local function close_complete(P, t, e)
   local f = t.fields
   t.last = e
-  if not t.is_evaluation then note_pace(P, t.id, e.node) end
+  if not t.is_evaluation then note_pace(P, f, node_of(P, e.node), e.node) end
   if f.state == 'leased' then
     t.notes[#t.notes + 1] = trace_entry('l', f.attempt, 'completed')
     leave_lease(P, t.id, f.node, f.attempt, 'group_closed', e.node)
@@ -114,10 +134,10 @@ local function close_complete(P, t, e)
   end_copy(P, t.id, f.copy, 'group_closed', e.node, 'completed')
   if t.is_evaluation then return end
   move()
+  if f.state == 'retry' then gather({ 'ZREM', K.retry(P, TRAIN) }, t.id) end
   set(t, 'state', 'complete')
   set(t, 'why', '')
   gather({ 'ZREM', K.open(P) }, t.id)
-  gather({ 'ZREM', K.retry(P, TRAIN) }, t.id)
   gather({ 'ZADD', K.settling(P) }, now_ms(), t.id)
 end
 
@@ -128,6 +148,21 @@ local function end_evaluation_task(P, t)
   call('HINCRBY', K.evaluation(P, t.fields.evaluation), t.last.failed == '1' and 'failed' or 'done', 1)
   if t.last.failed ~= '1' then note_completed(P, 'evaluation') end
   finish_evaluation(P, t.fields.evaluation)
+end
+
+-- Payloads of an episode that is not committed end by themselves, unless an accepted push owns them.
+local function let_expire(P, e)
+  for _, item in ipairs(e.each) do
+    if CALL.owners[item.id] ~= e.episode then call('EXPIRE', K.payload(P, e.episode, item.id), UNCOMMITTED_S) end
+  end
+end
+
+-- An episode that got its answer before came with payloads: those that were not there already are not needed.
+local function answer_again(P, e, outcome, detail)
+  for _, item in ipairs(CALL.wrote_all and not CALL.turned_away[e.episode] and e.each or {}) do
+    if CALL.owners[item.id] ~= e.episode then call('UNLINK', K.payload(P, e.episode, item.id)) end
+  end
+  return { outcome, detail }
 end
 
 -- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
@@ -144,7 +179,7 @@ end
 local function accept(P, t, e)
   local f, left = t.fields, tonumber(t.fields.left) - 1
   set(t, 'm' .. e.member, (e.failed == '1' and 'x' or 'f') .. e.episode)
-  set(t, 'left', left)
+  f.left = left
   if t.is_evaluation then accept_evaluation(P, f.evaluation, e.each, e.metrics, e.journal) else accept_training(P, t, e) end
   credit_node(P, e)
   local late = e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt)
@@ -160,8 +195,8 @@ local function commit_episode(P, t, e)
   local f = t.fields
   if not f.state then return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed', 'unknown_task') end
   local member, refused = f['m' .. e.member], f['r' .. e.episode]
-  if member and string.sub(member, 2) == e.episode then return { 'DUPLICATE', '' } end
-  if refused then return { string.match(refused, '^(%S+) (.*)$') } end
+  if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE', '') end
+  if refused then return answer_again(P, e, string.match(refused, '^(%S+) (.*)$')) end
   -- The straggler may yet do better.
   if e.hedge == '1' and e.failed == '1' then return turn_away(P, t, e, 'SUPERSEDED', 'superseded', 'failed_copy') end
   if tonumber(e.member) >= tonumber(f.size) then return turn_away(P, t, e, 'POISON', 'poison', 'member_out_of_range') end
@@ -174,14 +209,18 @@ local function commit_episode(P, t, e)
     return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed')
   end
   local bad = not t.is_evaluation and unusable(P, e)
-  if bad == 'RETRY' then return { 'RETRY', '' } end
+  if bad == 'RETRY' then
+    let_expire(P, e)
+    return { 'RETRY', '' }
+  end
   if bad == 'POISON' then return turn_away(P, t, e, 'POISON', 'poison', 'duplicate_id') end
   return accept(P, t, e)
 end
 
 -- Commits the episodes of one task. Returns it when this completed it and it waits to be settled.
 local function commit_task(P, t, horizon)
-  local is_new = t.fields.left == t.fields.size
+  local f = t.fields
+  local is_whole = f.spec and f.left == f.size
   for _, e in ipairs(t.episodes) do e.reply = commit_episode(P, t, e) end
   write_task(P, t, horizon)
   if not t.last then return {} end
@@ -189,7 +228,7 @@ local function commit_task(P, t, horizon)
     end_evaluation_task(P, t)
     return {}
   end
-  return complete_task_of(P, t.id, t.fields.size, is_new and t.headers)
+  return is_whole and complete_task(t.id, f, t.headers) or complete_task_of(P, t.id, f.size)
 end
 
 -- Does something with each task; a defect in what is stored of one answers its episodes, and costs the others nothing.
@@ -201,7 +240,8 @@ local function with_each(tasks, work)
 end
 
 -- Who owns the trajectories of a commit, and whether all of its payloads are stored.
-local function read_stored(P, tasks)
+local function read_stored(P, tasks, mark)
+  CALL.wrote_all = mark ~= '' and call('UNLINK', K.written(P, mark)) == 1
   local ids, payloads, num_stored = {}, {}, 0
   CALL.owners = {}
   for _, t in ipairs(tasks) do
@@ -213,25 +253,27 @@ local function read_stored(P, tasks)
     end
   end
   for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do CALL.owners[ids[i]] = owner and PACKS.episode_of(owner) or nil end
-  for _, n in ipairs(call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
-  CALL.has_all = num_stored == #payloads and CALL.has_pack ~= false
+  for _, n in ipairs(CALL.wrote_all and {} or call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
+  CALL.has_all = CALL.wrote_all or (num_stored == #payloads and CALL.has_pack ~= false)
 end
 
--- commit: horizon ms, pack and sizes of payloads that are outside or '', then task, member, attempt, episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines
--- for its journal and n per episode, each with id, policy, reward, header, trace of its n trajectories. Returns the position, { outcome, detail } of
--- each episode, and the tasks that it completed and that wait to be settled.
-SIGNATURE.commit = { 'horizon', 'packed', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal', 'n',
-  each = { 'id', 'policy', 'reward', 'header', 'trace' } } }
+-- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then task, member, attempt,
+-- episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines for its journal and n per episode, each with id,
+-- policy, reward, header, trace of its n trajectories. Returns the position, { outcome, detail } of each episode, and the tasks that it completed and
+-- that wait to be settled.
+SIGNATURE.commit = { 'horizon', 'mark', 'packed', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal',
+  'n', each = { 'id', 'policy', 'reward', 'header', 'trace' } } }
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
   if a.packed ~= '' then return end
+  call('UNLINK', K.written(P, a.mark))
   for _, e in ipairs(a.each) do
     for _, item in ipairs(e.each) do call('UNLINK', K.payload(P, e.episode, item.id)) end
   end
 end
 function F.commit(keys, a)
   local P, tasks, replies, completed = keys[1], {}, {}, {}
-  CALL.poison_of = {}
+  CALL.poison_of, CALL.nodes, CALL.turned_away = {}, {}, {}
   PACKS.place_all(P, a.each, a.packed)
   for _, e in ipairs(a.each) do
     if not tasks[e.task] then
@@ -241,15 +283,20 @@ function F.commit(keys, a)
     table.insert(tasks[e.task].episodes, e)
   end
   with_each(tasks, function(t) read_task(P, t) end)
-  read_stored(P, tasks)
+  read_stored(P, tasks, a.mark)
   with_each(tasks, function(t)
     local complete = commit_task(P, t, tonumber(a.horizon))
     if complete[1] then completed[#completed + 1] = complete end
   end)
-  for i, e in ipairs(a.each) do replies[i] = tasks[e.task].problem or e.reply end
+  for i, e in ipairs(a.each) do
+    local problem = tasks[e.task].problem
+    replies[i] = problem or e.reply
+    if problem then let_expire(P, e) end
+  end
   PACKS.hold_rest(P)
   local at = position(P, CALL.moved)
   -- To drain a node gives back its leases: not before what else is said of their tasks is written.
+  write_nodes(P)
   write_gathered(P)
   for _, node in ipairs(CALL.poison_of) do note_poison(P, node) end
   return { at, replies, completed }
@@ -276,4 +323,6 @@ function F.quarantine(keys, a)
   call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a.node,
     'reason', a.reason, 'detail', a.detail, 'sample', a.sample)
   return { 'POISON', a.reason, position(P, true) }
+end
+
 end

@@ -1,18 +1,23 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
--- A complete task as { task, why, credited, size, finished, { id, header, id, header... }, spec }, or {} when it is not complete. `size` and
--- `held`, the trajectories, are read unless they are known.
-local function complete_task_of(P, task, size, held)
-  local T, finished, names = K.task(P, task), 0, { 'state', 'why', 'credited', 'spec' }
+-- A complete task as { task, why, credited, size, finished, { id, header, id, header... }, spec }; `f` is all of its fields, `held` its trajectories.
+local function complete_task(task, f, held)
+  local finished = 0
+  for i = 0, tonumber(f.size) - 1 do
+    local member = f['m' .. i]
+    if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
+  end
+  return { task, f.why or '', f.credited or '*', f.size, finished, held, f.spec }
+end
+
+-- The same of one whose fields are read here; {} when it is not complete.
+local function complete_task_of(P, task, size)
+  local T, names, f = K.task(P, task), { 'state', 'why', 'credited', 'spec', 'size' }, {}
   size = size or call('HGET', T, 'size') or 0
   for i = 0, tonumber(size) - 1 do names[#names + 1] = 'm' .. i end
-  local f = call('HMGET', T, unpack(names))
-  if f[1] ~= 'complete' then return {} end
-  for i = 5, #names do
-    if f[i] and string.sub(f[i], 1, 1) == 'f' then finished = finished + 1 end
-  end
-  return { task, f[2] or '', f[3] or '*', size, finished, held or call('HGETALL', K.members(P, task)), f[4] }
+  for i, value in ipairs(call('HMGET', T, unpack(names))) do f[names[i]] = value or nil end
+  return f.state == 'complete' and complete_task(task, f, call('HGETALL', K.members(P, task))) or {}
 end
 
 -- members: tasks. Returns those of them that are complete.
@@ -48,7 +53,7 @@ local function write_judged(P)
 end
 
 local function make_ready(P, item)
-  CALL.arrivals = (CALL.arrivals or tonumber(call('HGET', K.run(P), 'arrivals') or 0)) + 1
+  CALL.arrivals = (CALL.arrivals or tonumber(run_of(P).arrivals or 0)) + 1
   add(K.run(P), 'arrivals', 1)
   -- Earliest deadline first: the oldest version decides, arrival breaks ties.
   local score = precise(tonumber(item.oldest) * 4294967296 + CALL.arrivals)
@@ -98,7 +103,7 @@ local function settle_task(P, task, groups, tombstone_ms, f)
   if judged then note_completed(P, 'training') end
   count(P, 'assembling', -total)
   for _, role in ipairs(trained_roles(P)) do gather({ 'SREM', K.outstanding(P, role.policy) }, role.name .. ' ' .. task) end
-  leave_lane(P, task, f.lane, f.entry)
+  leave_queue(P, f.lane, f.entry)
   gather({ 'ZREM', K.settling(P) }, task)
   entomb(P, task, tombstone_ms)
   emit(P, 'work')
@@ -111,7 +116,7 @@ end
 SIGNATURE.settle = { 'tombstone_ms', 'switch', 'tasks', each = { 'task', 'gid', 'policy', 'verdict', 'judged', 'n', 'oldest', 'reward_sum', 'items', 'ids' } }
 function F.settle(keys, a)
   local P, groups, settled, wrong = keys[1], {}, {}, ''
-  if (call('HGET', K.run(P), 'switch') or '0') ~= a.switch then return 0 end
+  if (run_of(P).switch or '0') ~= a.switch then return 0 end
   for _, task in ipairs(split(a.tasks)) do groups[task] = {} end
   for _, item in ipairs(a.each) do table.insert(groups[item.task], item) end
   for _, task in ipairs(split(a.tasks)) do

@@ -67,13 +67,16 @@ local function open_task(P, task, horizon)
   CALL.opened = true
 end
 
-local function leave_lane(P, task, lane, entry)
+local function leave_queue(P, lane, entry)
   move()
-  if lane then
-    gather({ 'XACK', K.lane(P, lane), GROUP }, entry)
-    gather({ 'XDEL', K.lane(P, lane) }, entry)
-    gather({ 'ZREM', retries(P, lane) }, task)
-  end
+  if not lane then return end
+  gather({ 'XACK', K.lane(P, lane), GROUP }, entry)
+  gather({ 'XDEL', K.lane(P, lane) }, entry)
+end
+
+local function leave_lane(P, task, lane, entry)
+  leave_queue(P, lane, entry)
+  if lane then gather({ 'ZREM', retries(P, lane) }, task) end
   gather({ 'ZREM', K.open(P) }, task)
 end
 
@@ -120,6 +123,7 @@ local function close_task(P, task, why, now, outcome)
   else
     call('HSET', T, 'state', 'complete', 'why', why)
     call('ZREM', K.open(P), task)
+    call('ZREM', K.retry(P, TRAIN), task)
     call('ZADD', K.settling(P), now, task)
     emit(P, 'work')
   end
@@ -602,12 +606,11 @@ local PACE_LIFE_MS = 600000
 local MAX_DURATIONS = 256
 
 -- Of the time that whole tasks take on a node the mean, for which the newest counts a fifth.
-local function note_pace(P, task, node)
-  local f = call('HMGET', K.task(P, task), 'node', 'attempt', 'leased_ms')
-  if f[1] ~= node or f[2] ~= '1' or not f[3] then return end
-  local took, N = now_ms() - tonumber(f[3]), K.node(P, node)
-  local mean = tonumber(call('HGET', N, 'task_ms') or took)
-  call('HSET', N, 'task_ms', precise(mean + (took - mean) / 5), 'done_ms', now_ms())
+local function note_pace(P, f, n, node)
+  if not n or f.node ~= node or f.attempt ~= '1' or not f.leased_ms then return end
+  local took = now_ms() - tonumber(f.leased_ms)
+  local mean = n.task_ms or took
+  n.task_ms, n.done_ms = mean + (took - mean) / 5, now_ms()
   if run_of(P).copies ~= '1' then return end
   call('LPUSH', K.durations(P), took)
   call('LTRIM', K.durations(P), 0, MAX_DURATIONS - 1)

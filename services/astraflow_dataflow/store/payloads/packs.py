@@ -27,14 +27,13 @@ from astraflow_dataflow.rules.waits import Wait
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.keys import PAYLOADS_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.store.payloads.holders import PayloadHolder
+from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S
 from astraflow_dataflow.store.replies import as_bytes, as_int, as_list, as_text, as_texts
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
 
-UNCOMMITTED_S = 3600
-"""Life of a payload whose commit never came."""
 _REMOVED_AT_ONCE = 256
 _LOOKED_AT = 4
 AWAY, LOST = PAYLOAD_RELEASES
