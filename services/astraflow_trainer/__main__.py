@@ -12,12 +12,18 @@ checkpoint, and ends with status 0 when the last step is published. A second tra
 with a `--work-dir` of its own takes over; the first one stops. With `torchrun --nproc-per-node N -m
 astraflow_trainer …` N ranks train together; they need one `--work-dir` that all of them see.
 
+`astraflow trainer --plan --recipe recipe.yaml --plan-ranks 8` says how much memory each of eight GPUs needs.
+
 Example: `astraflow trainer --join 10.0.0.5:7070 --work-dir /data/run-1`
 """
 
 
 # torch takes seconds to import: `--help` and wrong settings must not wait for it, so each imports the server itself.
 def _run(settings: TrainerSettings) -> int:
+    if settings.plan:
+        from astraflow_trainer import planning
+
+        return planning.show(settings)
     rank = load_rank_settings()
     from astraflow_trainer import server
 

@@ -13,12 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+import transformers
+
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import ResolvedPolicy, TrainerSettings
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.lora import adapted
+from astraflow_trainer.model.memory_plan import Ranks, memory_plan
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Compute, Placement, shard
@@ -34,7 +38,6 @@ from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -67,7 +70,17 @@ class PolicyLearner:
         """
         self._group, self._ranks, self._moved = group, group.training, moved
         training = policy.trainer
-        placement = replace(placement or Placement(), compute=_compute(training.compute, group.device))
+        compute = compute_of(training.compute, on_gpu=group.device.type != "cpu")
+        placement = replace(placement or Placement(), compute=compute)
+        if group.device.type == "cuda" and policy.lora is None:
+            _require_memory(
+                training,
+                model_dir,
+                group=group,
+                num_replicas=num_replicas,
+                placement=placement,
+                snapshot=snapshot,
+            )
         mesh = self._mesh = rank_mesh(group.device, num_ranks=group.size, num_replicas=num_replicas)
         if policy.lora is None:
             self._policy = load_policy(model_dir, mesh=mesh, placement=placement).train()
@@ -183,6 +196,28 @@ class PolicyLearner:
         return partial(self._checkpoints.write, staged)
 
 
+def _require_memory(
+    training: TrainerSettings,
+    model_dir: Path,
+    *,
+    group: RankGroup,
+    num_replicas: int,
+    placement: Placement,
+    snapshot: Where,
+) -> None:
+    """Raise InvalidArgumentError, before anything is loaded, where the GPU has no room for the state alone."""
+    plan = memory_plan(
+        transformers.AutoConfig.from_pretrained(model_dir),
+        training,
+        ranks=Ranks(num_ranks=group.size, num_replicas=num_replicas),
+        placement=placement,
+        snapshot=snapshot,
+        only_state=True,
+    )
+    _, num_bytes = torch.cuda.mem_get_info(group.device)
+    plan.require_room(num_bytes, memory="device")
+
+
 def _weight_source(
     policy: PolicyModel, *, publishes: bool, snapshot: Where
 ) -> WeightCopies | DetectedChanges:
@@ -193,11 +228,11 @@ def _weight_source(
     return DetectedChanges(policy, publishes=publishes, snapshot=snapshot)
 
 
-def _compute(wanted: Literal["auto", "fp32", "bf16"], device: torch.device) -> Compute:
-    """On a CPU bf16 costs agreement with the engine and saves no time."""
+def compute_of(wanted: Literal["auto", "fp32", "bf16"], *, on_gpu: bool) -> Compute:
+    """What a recipe's `trainer.compute` is there. On a CPU bf16 costs agreement with the engine and saves no time."""
     if wanted != "auto":
         return wanted
-    return "fp32" if device.type == "cpu" else "bf16"
+    return "bf16" if on_gpu else "fp32"
 
 
 def _reference(

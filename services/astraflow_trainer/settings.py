@@ -33,6 +33,18 @@ class TrainerSettings(JoinSettings, StoreAccess):
     accept_data_loss: bool = False
     """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
     Redis had is given up. Take it away again once it has trained on."""
+    plan: Annotated[bool, CommandOption(names=("--plan",))] = False
+    """Print how many bytes a rank needs to train the policy of `--recipe` by these settings, and end: nothing is
+    joined, loaded or begun."""
+    plan_ranks: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Ranks that `--plan` reckons with."""
+    plan_on: Literal["gpu", "cpu"] = "gpu"
+    """What they compute on."""
+    plan_memory_gib: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
+    """GiB of memory that a rank has, of a GPU or of its share of the host; a plan that needs more ends with status 2.
+    0: any."""
+    plan_json: Annotated[bool, CommandOption(names=("--json",))] = False
+    """Print the plan as JSON."""
     source_work_dir: Path | None = None
     """Work folder of the trainer of the run that this one was forked from: with its checkpoint of that step the
     optimizer goes on, too, where it would start fresh."""
@@ -81,6 +93,11 @@ class TrainerSettings(JoinSettings, StoreAccess):
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser()
+
+    @property
+    def needs_server(self) -> bool:
+        """A plan is made without one."""
+        return not self.plan
 
     @property
     def cache(self) -> Path:

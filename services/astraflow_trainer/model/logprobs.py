@@ -29,12 +29,17 @@ def token_scores(
 
     Both are of the softmax of logits / temperature, in natural log. A gradient of the entropy costs one more chunk.
     """
-    chunk = chunk_tokens or max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // head_VD.shape[0])
+    chunk = chunk_tokens or chunk_tokens_of(head_VD.shape[0])
     scores: tuple[torch.Tensor, torch.Tensor] = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head_VD, target_N, temperature_N, chunk
     )
 
     return scores
+
+
+def chunk_tokens_of(num_words: int) -> int:
+    """Tokens whose logits are held at a time, with a vocabulary of so many."""
+    return max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // num_words)
 
 
 class _TokenScores(torch.autograd.Function):

@@ -181,11 +181,16 @@ class PolicyModel(nn.Module):
                 yield name.removeprefix(_PREFIX).replace(_ADAPTER_NAME, "."), parameter
 
 
-def build_causal_lm(shape: ModelShape, *, seed: int) -> transformers.PreTrainedModel:
-    """A model with random fp32 weights that depend on `shape` and `seed` only."""
+def config_of(shape: ModelShape) -> transformers.PreTrainedConfig:
+    """What transformers reads of a shape."""
     fields = asdict(shape)
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-    config = transformers.AutoConfig.for_model(**fields, rope_parameters=rope, bos_token_id=None)
+    return transformers.AutoConfig.for_model(**fields, rope_parameters=rope, bos_token_id=None)
+
+
+def build_causal_lm(shape: ModelShape, *, seed: int) -> transformers.PreTrainedModel:
+    """A model with random fp32 weights that depend on `shape` and `seed` only."""
+    config = config_of(shape)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
 
@@ -204,7 +209,11 @@ def empty_causal_lm(
     directory: Path | str, *, dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
     """The model of a Hugging Face directory without its weights: parameters on the meta device, buffers on the CPU."""
-    config = transformers.AutoConfig.from_pretrained(directory)
+    return empty_of(transformers.AutoConfig.from_pretrained(directory), dtype=dtype)
+
+
+def empty_of(config: transformers.PreTrainedConfig, *, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model of a configuration, as `empty_causal_lm` has it."""
     with _parameters_without_memory():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return cast("transformers.PreTrainedModel", model)

@@ -37,6 +37,15 @@ Compute = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "mask"]
 _BACKEND = "inductor"
+_KEPT = (
+    "aten.mm.",
+    "aten.addmm.",
+    "aten.bmm.",
+    "aten._scaled_dot_product",
+    "torch_attn._varlen_attn",
+    "flash_attn._flash_attn_varlen_forward",
+)
+"""Operators whose results a layer with selective recomputing keeps: matrix products and attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +75,7 @@ def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None 
     placement = placement or Placement()
     decoder = policy.causal_lm.get_decoder()
     for layer in decoder.layers:
-        _set_recompute(layer, placement.recompute)
+        set_recompute(layer, placement.recompute)
     precision, offload = MixedPrecisionPolicy(), OffloadPolicy()
     if placement.compute == "bf16":
         _narrow_frozen(policy)
@@ -129,9 +138,9 @@ def _lacks_to_compile(device_type: str) -> str:
     return "the package triton" if device_type == "cuda" and find_spec("triton") is None else ""
 
 
-def _set_recompute(layer: torch.nn.Module, what: Recompute) -> None:
-    """Layers of transformers ask these two attributes; `model.gradient_checkpointing_enable` would set the first on
-    modules outside the layers, too.
+def set_recompute(layer: torch.nn.Module, what: Recompute) -> None:
+    """Let a layer's backward pass compute `what` again. Layers of transformers ask these two attributes;
+    `model.gradient_checkpointing_enable` would set the first on modules outside the layers, too.
     """
     if what == "none":
         return
@@ -146,6 +155,9 @@ def _set_recompute(layer: torch.nn.Module, what: Recompute) -> None:
 def _products_are_kept(
     _context: object, operator: object, *_args: object, **_kwargs: object
 ) -> CheckpointPolicy:
-    name = str(operator)
-    kept = name.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.", "aten._scaled_dot_product"))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operator: object) -> bool:
+    """Whether a layer with selective recomputing keeps what this operator of torch gives."""
+    return str(operator).startswith(_KEPT)

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import TrainerSettings
+from astraflow_trainer.model.memory_plan import Ranks, memory_plan
 from astraflow_trainer.model.model import (
     PolicyModel,
     build_causal_lm,
@@ -24,7 +26,8 @@ from astraflow_trainer.model.model import (
 )
 from astraflow_trainer.model.sharding import Placement, shard
 from astraflow_trainer.publish.loading import load_policy
-from astraflow_trainer.publish.published import HeldPart
+from astraflow_trainer.publish.published import HeldPart, WeightCopies
+from astraflow_trainer.ranks.mesh import rank_mesh, replica_of
 from support.tiny_training import TINY
 
 NUM_RANKS = 16
@@ -154,3 +157,40 @@ def test_sixteen_ranks_hold_every_element_of_a_large_model_once(
             last = {name: item.start + item.count for name, item in held.tensors.items()}
             assert last == {spec.name: spec.num_elements for spec in held.specs}
         assert abs(held.num_elements / num_parameters * NUM_RANKS - 1) < 0.001
+        if rank == 0:
+            planned = _plan(tmp_path)
+            assert planned["masters"] == 4 * held.num_elements
+            assert planned["masters"] + planned["moments"] + planned["gradient"] == 16 * held.num_elements
+
+
+def _plan(folder: Path) -> dict[str, int]:
+    """The state of each of the ranks, by its name; also that a step has room beside it on GPUs of 80 GB."""
+    plan = memory_plan(
+        transformers.AutoConfig.from_pretrained(folder),
+        TrainerSettings(tokens_per_microbatch=8192, gradient_sync="micro_batch"),
+        ranks=Ranks(num_ranks=NUM_RANKS),
+        placement=Placement(compute="bf16", recompute="full"),
+    )
+    large = plan.num_parameters > 2**35
+    if large:
+        with pytest.raises(InvalidArgumentError, match="70,553,706,496 parameters on 16 ranks need"):
+            plan.require_room(80 * 10**9, memory="device")
+    plan.require_room((130 if large else 80) * 10**9, memory="device")
+    return {item.name: item.num_bytes for item in plan.items}
+
+
+def test_a_rank_of_the_second_replica_holds_its_rows_and_publishes_none() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=NUM_RANKS)
+    try:
+        policy = _shape("apart")
+        mesh = rank_mesh(torch.device("cpu"), num_ranks=NUM_RANKS, num_replicas=4)
+        shard(policy, mesh=mesh)
+        held, published = HeldPart(policy), HeldPart(policy, publishes=replica_of(mesh) == 0)
+        # 33 rows on four ranks: 9, 9, 9, 6.
+        rows = held.tensors["lm_head.weight"]
+        assert (rows.start, rows.count) == (27 * 16, 6 * 16)
+        assert published.specs == held.specs
+        assert not published.tensors
+        assert WeightCopies(policy, publishes=False).take().open().num_bytes == 0
+    finally:
+        dist.destroy_process_group()
