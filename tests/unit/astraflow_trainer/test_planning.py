@@ -14,6 +14,12 @@ from astraflow_trainer.__main__ import app
 _LLAMA = 2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 
 
+@pytest.fixture(autouse=True)
+def _output_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's output is caught here, and a stack can only be written to a file."""
+    monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
+
+
 def _planned(*options: str) -> Result:
     return CliRunner().invoke(app, ["--plan", "--recipe", "quickstart", *options])
 
