@@ -57,18 +57,11 @@ class JoinSettings(DaemonSettings):
 
     @model_validator(mode="after")
     def _can_connect(self) -> Self:
-        if not self.needs_server:
-            return self
         try:
             self.connection  # noqa: B018 - reads what the settings name, once at start
         except AstraflowError as error:
             raise ValueError(error.message) from error
         return self
-
-    @property
-    def needs_server(self) -> bool:
-        """Whether a server is called at all."""
-        return True
 
     @property
     def connection(self) -> Connection:

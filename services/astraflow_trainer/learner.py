@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -22,10 +22,10 @@ from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.lora import adapted
-from astraflow_trainer.model.memory_plan import Ranks, memory_plan
+from astraflow_trainer.model.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
-from astraflow_trainer.model.sharding import Compute, Placement, shard
+from astraflow_trainer.model.sharding import Placement, compute_of, shard
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.probing import Prober
@@ -72,15 +72,7 @@ class PolicyLearner:
         training = policy.trainer
         compute = compute_of(training.compute, on_gpu=group.device.type != "cpu")
         placement = replace(placement or Placement(), compute=compute)
-        if group.device.type == "cuda" and policy.lora is None:
-            _require_memory(
-                training,
-                model_dir,
-                group=group,
-                num_replicas=num_replicas,
-                placement=placement,
-                snapshot=snapshot,
-            )
+        _require_memory(policy, model_dir, group, num_replicas, placement, snapshot)
         mesh = self._mesh = rank_mesh(group.device, num_ranks=group.size, num_replicas=num_replicas)
         if policy.lora is None:
             self._policy = load_policy(model_dir, mesh=mesh, placement=placement).train()
@@ -96,12 +88,9 @@ class PolicyLearner:
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
         self._settings = _step_settings(training, plugins=plugins)
         self._baselines: dict[str, float] = {}
+        keep, saving = training.keep_checkpoints, group.saving_group
         self._checkpoints = CheckpointStore(
-            checkpoint_dir,
-            keep=training.keep_checkpoints,
-            ranks=group.saving,
-            group=group.saving_group,
-            identity=identity,
+            checkpoint_dir, keep=keep, ranks=group.saving, group=saving, identity=identity
         )
 
     def restore(self, *, at_most: int | None = None) -> Position | None:
@@ -197,19 +186,20 @@ class PolicyLearner:
 
 
 def _require_memory(
-    training: TrainerSettings,
+    policy: ResolvedPolicy,
     model_dir: Path,
-    *,
     group: RankGroup,
     num_replicas: int,
     placement: Placement,
     snapshot: Where,
 ) -> None:
     """Raise InvalidArgumentError, before anything is loaded, where the GPU has no room for the state alone."""
+    if group.device.type != "cuda" or policy.lora is not None:
+        return
     plan = memory_plan(
         transformers.AutoConfig.from_pretrained(model_dir),
-        training,
-        ranks=Ranks(num_ranks=group.size, num_replicas=num_replicas),
+        policy.trainer,
+        ranks=RankLayout(num_ranks=group.size, num_replicas=num_replicas),
         placement=placement,
         snapshot=snapshot,
         only_state=True,
@@ -226,13 +216,6 @@ def _weight_source(
     if copies.held.device.type == "cpu":
         return copies
     return DetectedChanges(policy, publishes=publishes, snapshot=snapshot)
-
-
-def compute_of(wanted: Literal["auto", "fp32", "bf16"], *, on_gpu: bool) -> Compute:
-    """What a recipe's `trainer.compute` is there. On a CPU bf16 costs agreement with the engine and saves no time."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if on_gpu else "fp32"
 
 
 def _reference(

@@ -40,7 +40,7 @@ from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
 from astraflow_trainer.model.lora import write_adapter_config
 from astraflow_trainer.model.resuming import Start, take_up
-from astraflow_trainer.model.sharding import Compute, Placement
+from astraflow_trainer.model.sharding import placement_of
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
 from astraflow_trainer.publish.publishing import PublishWorker
@@ -410,17 +410,6 @@ def _must_publish(newest: int, start: int, *, lost: bool) -> bool:
     again, they are equal to the newest version, or get the next number.
     """
     return newest < start or (lost and newest == start)
-
-
-def placement_of(settings: TrainerSettings, *, compute: Compute = "fp32") -> Placement:
-    """What the settings say of how a model lies on the devices; the recipe says what it computes in."""
-    return Placement(
-        compute=compute,
-        recompute=settings.activation_checkpointing,
-        offload=settings.offload,
-        attention=settings.attention,
-        compiled=settings.compile,
-    )
 
 
 def own_folder(settings: TrainerSettings, rank: int) -> Path:

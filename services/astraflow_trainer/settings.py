@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from astraflow.connecting.connection import Connection
 from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.settings import CommandOption, SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
@@ -95,9 +96,9 @@ class TrainerSettings(JoinSettings, StoreAccess):
         return None if path is None else path.expanduser()
 
     @property
-    def needs_server(self) -> bool:
-        """A plan is made without one."""
-        return not self.plan
+    def connection(self) -> Connection:
+        """How to reach the server; a plan is made without one."""
+        return Connection("127.0.0.1:1") if self.plan else super().connection
 
     @property
     def cache(self) -> Path:

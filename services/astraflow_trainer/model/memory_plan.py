@@ -43,7 +43,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankLayout:
     """On what is trained."""
 
     num_ranks: int = 1
@@ -57,7 +57,7 @@ class MemoryPlan:
 
     items: Sequence[Item]
     num_parameters: int
-    ranks: Ranks
+    ranks: RankLayout
 
     def total(self, memory: Memory) -> int:
         """Bytes of one kind of memory, at the peak of a step."""
@@ -90,7 +90,7 @@ def memory_plan(
     config: transformers.PreTrainedConfig,
     training: TrainerSettings,
     *,
-    ranks: Ranks,
+    ranks: RankLayout,
     placement: Placement,
     snapshot: Memory = "device",
     only_state: bool = False,
@@ -167,7 +167,7 @@ def _remembered(kind: str, num_axes: int, is_end: bool, columns: int) -> float: 
 class _Planner:
     sizes: _Sizes
     training: TrainerSettings
-    ranks: Ranks
+    ranks: RankLayout
     placement: Placement
     snapshot: Memory
     device: Memory = field(init=False)

@@ -30,6 +30,7 @@ from astraflow.errors import InvalidArgumentError
 from astraflow_kit.log import get_logger
 from astraflow_trainer.model.attention import kernel_for
 from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 
@@ -62,6 +63,24 @@ class Placement:
     """How rows of a lane are kept apart: by a kernel for pieces where the device has one, or always by a mask."""
     compiled: bool = False
     """Whether decoder layers are compiled by torch, each as it is first computed."""
+
+
+def compute_of(wanted: Literal["auto", "fp32", "bf16"], *, on_gpu: bool) -> Compute:
+    """What a recipe's `trainer.compute` is there. On a CPU bf16 costs agreement with the engine and saves no time."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if on_gpu else "fp32"
+
+
+def placement_of(settings: TrainerSettings, *, compute: Compute = "fp32") -> Placement:
+    """What the settings say of how a model lies on the devices; the recipe says what it computes in."""
+    return Placement(
+        compute=compute,
+        recompute=settings.activation_checkpointing,
+        offload=settings.offload,
+        attention=settings.attention,
+        compiled=settings.compile,
+    )
 
 
 def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None = None) -> None:

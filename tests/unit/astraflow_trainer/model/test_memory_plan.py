@@ -12,7 +12,7 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import OptimizerSettings, TrainerSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.activations import activations_of
-from astraflow_trainer.model.memory_plan import MemoryPlan, Ranks, memory_plan
+from astraflow_trainer.model.memory_plan import MemoryPlan, RankLayout, memory_plan
 from astraflow_trainer.model.model import ModelShape, PolicyModel, build_causal_lm, config_of, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Placement, Recompute, shard
@@ -41,7 +41,7 @@ def _rows() -> list[TrainingRow]:
 
 def _plan(placement: Placement, *, on_gpu: bool = False, num_ranks: int = 1, **fields: Any) -> MemoryPlan:
     training = TrainerSettings.model_validate({"tokens_per_microbatch": TOKENS} | fields)
-    ranks = Ranks(num_ranks=num_ranks, on_gpu=on_gpu)
+    ranks = RankLayout(num_ranks=num_ranks, on_gpu=on_gpu)
     return memory_plan(config_of(SHAPE), training, ranks=ranks, placement=placement)
 
 
@@ -100,7 +100,7 @@ def test_ranks_share_the_state_and_a_replica_does_not() -> None:
     assert _bytes(four, "masters") == pytest.approx(_bytes(one, "masters") / 4, rel=0.01)
     assert _bytes(four, "activations") == _bytes(one, "activations")
     training = TrainerSettings(tokens_per_microbatch=TOKENS)
-    replicas = Ranks(num_ranks=4, num_replicas=2)
+    replicas = RankLayout(num_ranks=4, num_replicas=2)
     two = memory_plan(config_of(SHAPE), training, ranks=replicas, placement=Placement(), only_state=True)
     assert _bytes(two, "masters") == pytest.approx(_bytes(one, "masters") / 2, rel=0.01)
     assert not _bytes(two, "activations")

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import TrainerSettings
-from astraflow_trainer.model.memory_plan import Ranks, memory_plan
+from astraflow_trainer.model.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.model.model import (
     PolicyModel,
     build_causal_lm,
@@ -168,7 +168,7 @@ def _plan(folder: Path) -> dict[str, int]:
     plan = memory_plan(
         transformers.AutoConfig.from_pretrained(folder),
         TrainerSettings(tokens_per_microbatch=8192, gradient_sync="micro_batch"),
-        ranks=Ranks(num_ranks=NUM_RANKS),
+        ranks=RankLayout(num_ranks=NUM_RANKS),
         placement=Placement(compute="bf16", recompute="full"),
     )
     large = plan.num_parameters > 2**35

@@ -16,10 +16,9 @@ import typer
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import ResolvedPolicy, file
 from astraflow_kit.lifecycle import ExitCode
-from astraflow_trainer.learner import compute_of
-from astraflow_trainer.model.memory_plan import MemoryPlan, Ranks, memory_plan, size_of
+from astraflow_trainer.model.memory_plan import MemoryPlan, RankLayout, memory_plan, size_of
 from astraflow_trainer.model.model import ModelShape, config_of
-from astraflow_trainer.session import placement_of
+from astraflow_trainer.model.sharding import compute_of, placement_of
 
 if TYPE_CHECKING:
     from astraflow_trainer.settings import TrainerSettings
@@ -29,7 +28,7 @@ def show(settings: TrainerSettings) -> int:
     """Print the plan. Raises InvalidArgumentError for what cannot fit, and for what cannot be planned."""
     policy = _policy(settings)
     on_gpu = settings.plan_on == "gpu"
-    ranks = Ranks(num_ranks=settings.plan_ranks, num_replicas=settings.replicas, on_gpu=on_gpu)
+    ranks = RankLayout(num_ranks=settings.plan_ranks, num_replicas=settings.replicas, on_gpu=on_gpu)
     compute = compute_of(policy.trainer.compute, on_gpu=on_gpu)
     plan = memory_plan(
         model_config(policy),
