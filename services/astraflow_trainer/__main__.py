@@ -21,9 +21,9 @@ Example: `astraflow trainer --join 10.0.0.5:7070 --work-dir /data/run-1`
 # torch takes seconds to import: `--help` and wrong settings must not wait for it, so each imports the server itself.
 def _run(settings: TrainerSettings) -> int:
     if settings.plan:
-        from astraflow_trainer.model import planning
+        from astraflow_trainer.planning import command
 
-        return planning.show(settings)
+        return command.show(settings)
     rank = load_rank_settings()
     from astraflow_trainer import server
 

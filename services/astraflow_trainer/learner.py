@@ -22,10 +22,10 @@ from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore, Position, require_whole
 from astraflow_trainer.model.lora import adapted
-from astraflow_trainer.model.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Placement, compute_of, shard
+from astraflow_trainer.planning.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
 from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.probing import Prober

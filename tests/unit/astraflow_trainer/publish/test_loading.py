@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import TrainerSettings
-from astraflow_trainer.model.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.model.model import (
     PolicyModel,
     build_causal_lm,
@@ -25,6 +24,7 @@ from astraflow_trainer.model.model import (
     save_causal_lm,
 )
 from astraflow_trainer.model.sharding import Placement, shard
+from astraflow_trainer.planning.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.publish.loading import load_policy
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.ranks.mesh import rank_mesh, replica_of

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import OptimizerSettings, TrainerSettings
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.activations import activations_of
-from astraflow_trainer.model.memory_plan import MemoryPlan, RankLayout, memory_plan
 from astraflow_trainer.model.model import ModelShape, PolicyModel, build_causal_lm, config_of, local_part
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Placement, Recompute, shard
+from astraflow_trainer.planning.activations import activations_of
+from astraflow_trainer.planning.memory_plan import MemoryPlan, RankLayout, memory_plan
 from astraflow_trainer.step.step import StepSettings, train_step
 from support.peak_memory import PeakMemory
 from support.tiny_training import make_row

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from astraflow.errors import InvalidArgumentError
-from astraflow_trainer.model.activations import activations_of
 from astraflow_trainer.model.logprobs import chunk_tokens_of
 from astraflow_trainer.model.model import PolicyModel, empty_of
 from astraflow_trainer.model.quantized import BLOCK
+from astraflow_trainer.planning.activations import activations_of
 from astraflow_trainer.ranks.mesh import require_mesh
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import typer
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import ResolvedPolicy, file
 from astraflow_kit.lifecycle import ExitCode
-from astraflow_trainer.model.memory_plan import MemoryPlan, RankLayout, memory_plan, size_of
 from astraflow_trainer.model.model import ModelShape, config_of
 from astraflow_trainer.model.sharding import compute_of, placement_of
+from astraflow_trainer.planning.memory_plan import MemoryPlan, RankLayout, memory_plan, size_of
 
 if TYPE_CHECKING:
     from astraflow_trainer.settings import TrainerSettings
