@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -576,10 +578,11 @@ def compare(
     calls: int,
     phases: Sequence[Phase] = tuple(Phase),
     payloads: str | None = None,
+    machine: type[DataflowMachine] = DataflowMachine,
 ) -> None:
     """Search for calls that servers over this Redis and the model disagree about; raise what tells them apart."""
     plane = Plane(url, folder, payloads=payloads)
-    machine = type("Machine", (DataflowMachine,), {"plane": plane})
+    machine = type("Machine", (machine,), {"plane": plane})
     bounds = settings(
         max_examples=examples,
         stateful_step_count=calls,
@@ -595,5 +598,20 @@ def compare(
         plane.close()
 
 
+class FirstDisagreement(DataflowMachine):
+    """Ends the process at the first disagreement: what is repeated to explain it may go another way, for servers with
+    bugs need not do the same thing twice.
+    """
+
+    def teardown(self) -> None:
+        """Called while the error of the rule, if there was one, is on its way out."""
+        if isinstance(error := sys.exc_info()[1], AssertionError):
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+        super().teardown()
+
+
 if __name__ == "__main__":
-    compare(sys.argv[1], Path(sys.argv[2]), examples=100, calls=100, phases=[Phase.generate])
+    where, searched = (sys.argv[1], Path(sys.argv[2])), [Phase.generate]
+    compare(*where, examples=100, calls=100, phases=searched, machine=FirstDisagreement)
