@@ -599,7 +599,7 @@ def compare(
 
 
 class FirstDisagreement(DataflowMachine):
-    """Ends the process at the first disagreement: what is repeated to explain it may go another way, for servers with
+    """Ends the process at the first disagreement: what is repeated to explain it may end otherwise, for servers with
     bugs need not do the same thing twice.
     """
 

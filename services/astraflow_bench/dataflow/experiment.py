@@ -18,6 +18,7 @@ from astraflow_bench.dataflow.growth import (
     measure_streams,
 )
 from astraflow_bench.dataflow.leasing import measure_leases
+from astraflow_bench.dataflow.payloads import measure_payloads
 from astraflow_bench.dataflow.pushing import measure_batch, measure_pushes
 from astraflow_bench.dataflow.restarting import measure_restart
 from astraflow_bench.dataflow.scaling import measure_processes
@@ -27,6 +28,7 @@ from astraflow_bench.figures import Figure
 SECTIONS: Mapping[str, Callable[[PlaneSizes, Path], Awaitable[list[Figure]]]] = {
     "push": measure_pushes,
     "batch": measure_batch,
+    "payloads": measure_payloads,
     "leases": measure_leases,
     "streams": measure_streams,
     "backlog": measure_backlog,

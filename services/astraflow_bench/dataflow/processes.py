@@ -91,14 +91,18 @@ class Bed:
 
 
 @asynccontextmanager
-async def over_redis(folder: Path, *, num_servers: int = 1) -> AsyncIterator[Bed]:
-    """A fresh Redis with servers over it."""
+async def over_redis(
+    folder: Path, *, num_servers: int = 1, options: Sequence[str] = ()
+) -> AsyncIterator[Bed]:
+    """A fresh Redis with servers over it, which have these options."""
     folder.mkdir()  # noqa: ASYNC240 - nothing else runs here
     with ExitStack() as stack:
         port = free_port()
-        redis = stack.enter_context(_redis(folder, port))
+        redis = stack.enter_context(redis_process(folder, port))
         url = f"redis://127.0.0.1:{port}/0"
-        started = [stack.enter_context(_server(url, folder / f"server-{n}")) for n in range(num_servers)]
+        started = [
+            stack.enter_context(_server(url, folder / f"server-{n}", options)) for n in range(num_servers)
+        ]
         addresses = [await _address(server, path) for server, path in started]
         resp = RespSocket(port)
         stack.callback(resp.close)
@@ -110,7 +114,7 @@ async def over_redis(folder: Path, *, num_servers: int = 1) -> AsyncIterator[Bed
                 servers=pids,
                 redis=redis,
                 resp=resp,
-                redis_again=partial(_redis, folder, port),
+                redis_again=partial(redis_process, folder, port),
             )
 
 
@@ -132,7 +136,8 @@ def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[b
 
 
 @contextmanager
-def _redis(folder: Path, port: int) -> Iterator[int]:
+def redis_process(folder: Path, port: int) -> Iterator[int]:
+    """A Redis that keeps its files in the folder; its process id."""
     command = server_command(require_server(), port=port, folder=folder)
     with running(command, log=folder / "redis.log") as process:
         wait_until_answering(port, timeout_s=_START_S)
@@ -140,11 +145,11 @@ def _redis(folder: Path, port: int) -> Iterator[int]:
 
 
 @contextmanager
-def _server(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def _server(url: str, folder: Path, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     folder.mkdir()
     path = folder / "address.json"
     command = [sys.executable, "-m", "astraflow_dataflow", "--redis", url, "--log-level", "warning"]
-    command += ["--work-dir", str(folder), "--address-file", str(path)]
+    command += ["--work-dir", str(folder), "--address-file", str(path), *options]
     with running(command, log=folder / "server.log") as process:
         yield process, path
 

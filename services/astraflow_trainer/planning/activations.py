@@ -59,7 +59,7 @@ def _kept(
     text = fewer.get_text_config()
     text.num_hidden_layers = num_layers
     if hasattr(text, "num_experts"):
-        # Other ways to compute experts look at which tokens go where, which nobody knows without memory.
+        # What else computes experts looks at which tokens go where, which nobody knows without memory.
         text._experts_implementation = "grouped_mm"
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
