@@ -31,6 +31,7 @@ OTHER_NAMES = {
     **{(name, "grpc_port"): ["--port", "--grpc-port"] for name in SERVING},
     **{(name, "http_allowed_hosts"): ["--http-allowed-host"] for name in SERVING},
     ("raas", "engine_args"): ["--engine-arg"],
+    ("trainer", "plan_json"): ["--json"],
     ("raas", "environments"): ["--environment"],
     ("environment", "with_"): ["--with"],
 }
