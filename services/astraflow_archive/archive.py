@@ -7,7 +7,7 @@ thread. Made by the dataflow server, whose archiving task writes and whose `Samp
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from astraflow.dataflow.v1.sample_pb2 import Sample
@@ -23,6 +23,7 @@ from astraflow_archive import layout
 from astraflow_archive.columns import SUMMARY, Row, samples_in, table_of, trajectory_in
 from astraflow_archive.layout import Place
 from astraflow_archive.parquet_files import ParquetObject, encoded
+from astraflow_archive.trainer_logprobs import TrainerLogprobs
 from astraflow_weights.errors import ObjectNotFound
 from astraflow_weights.store import ObjectStore
 
@@ -81,25 +82,39 @@ class Archive:
 
         Raises NotFoundError for one that is not there (any more), InvalidArgumentError for what is no id.
         """
-        answer = GetSamplesResponse()
+        answer, logprobs = GetSamplesResponse(), TrainerLogprobs(self._store, self._run_id)
         for sample_id in sample_ids:
             content = self._content(*layout.located(self._run_id, sample_id))
+            content.trainer_logprobs = logprobs.of(content.sample)
             if answer.samples and answer.ByteSize() + content.ByteSize() > MAX_ANSWER_BYTES:
                 break
             answer.samples.append(content)
         return answer
 
     def collect(self, settings: ArchiveSettings, *, now_ms: int) -> int:
-        """Delete what is older, or more, than the settings keep, oldest first. Returns the files deleted."""
+        """Delete what is older, or more, than the settings keep, oldest first. Returns the files deleted.
+
+        What trainers wrote beside the samples of a step goes with the last of these.
+        """
         listed = [(Place.at(info.key), info) for info in self._store.list(layout.root(self._run_id))]
-        files = sorted((place.ms, info.size_bytes, info.key) for place, info in listed if place)
-        held = sum(size for _, size, _ in files)
+        files = sorted((place.ms, info.size_bytes, info.key, place.beside) for place, info in listed if place)
+        beside = defaultdict(list)
+        for place, info in listed:
+            if place is None:
+                beside[f"{info.key.rpartition('/')[0]}/"].append(info)
+        left = Counter(folder for *_, folder in files)
+        held = sum(size for _, size, *_ in files)
+        held += sum(info.size_bytes for folder in left for info in beside[folder])
         oldest = 0 if settings.keep_days is None else now_ms - settings.keep_days * _DAY_MS
         most = held if settings.keep_gib is None else settings.keep_gib * 2**30
         deleted = 0
-        for ms, size, key in files:
+        for ms, size, key, folder in files:
             if ms >= oldest and held <= most:
                 break
+            left[folder] -= 1
+            for info in beside[folder] if left[folder] == 0 else ():
+                self._store.delete(info.key)
+                held, deleted = held - info.size_bytes, deleted + 1
             self._store.delete(key)
             held, deleted = held - size, deleted + 1
         return deleted

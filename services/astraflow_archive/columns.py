@@ -2,7 +2,7 @@
 
 Invariant: what a trajectory's body held comes back exactly, log-probs as float32; nothing is re-tokenised or rounded.
 Columns that say what a sample is come first, so that a reader of these alone reads one short range of a file. Pure;
-called by `archive`.
+called by `archive` and `trainer_logprobs`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
         pa.array([sample.batch_id for sample in samples], pa.string()),
         pa.array([sample.episode_id for sample in samples], pa.string()),
         pa.array([sample.end_time.ToMilliseconds() for sample in samples], pa.timestamp("ms", tz="UTC")),
-        _lists([column.token_ids for column in columns], np.dtype(np.int32)),
-        _lists([column.logprobs for column in columns], np.dtype(np.float32)),
-        _lists([column.loss_mask for column in columns], np.dtype(np.bool_)),
+        lists([column.token_ids for column in columns], np.dtype(np.int32)),
+        lists([column.logprobs for column in columns], np.dtype(np.float32)),
+        lists([column.loss_mask for column in columns], np.dtype(np.bool_)),
         _spans([message.version_spans for message in messages], _VERSION_SPAN),
         _spans([message.turn_spans for message in messages], _TURN_SPAN),
         pa.array([_rest(message) for message in messages], pa.binary()),
@@ -96,8 +96,8 @@ def table_of(rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def _lists(values: Sequence[Any], dtype: np.dtype[Any]) -> pa.ListArray:
-    """Return a column of lists, made of numpy arrays without a loop over their elements."""
+def lists(values: Sequence[Any], dtype: np.dtype[Any]) -> pa.ListArray:
+    """A column of lists, made of numpy arrays without a loop over their elements."""
     offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
     flat = np.concatenate(values).astype(dtype, copy=False) if values else np.zeros(0, dtype)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
@@ -126,16 +126,17 @@ def trajectory_in(table: pa.Table, row: int) -> Trajectory:
         return table.column(name)[row]
 
     message = Trajectory.FromString(column("rest").as_py())
-    message.token_ids = _flat(column("token_ids"), "<i4").tobytes()
-    message.logprobs = _flat(column("logprobs"), "<f4").tobytes()
+    message.token_ids = flat(column("token_ids"), "<i4").tobytes()
+    message.logprobs = flat(column("logprobs"), "<f4").tobytes()
     message.logprob_dtype = LOGPROB_DTYPE_F32
-    message.loss_mask = pack_mask(_flat(column("loss_mask"), "?"))
+    message.loss_mask = pack_mask(flat(column("loss_mask"), "?"))
     message.version_spans.extend(VersionSpan(**span) for span in column("version_spans").as_py())
     message.turn_spans.extend(TurnSpan(**span) for span in column("turn_spans").as_py())
     return message
 
 
-def _flat(value: Any, dtype: str) -> Any:  # noqa: ANN401
+def flat(value: Any, dtype: str) -> Any:  # noqa: ANN401
+    """The numpy array of one list of a column."""
     return value.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
 
 

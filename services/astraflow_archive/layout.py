@@ -4,6 +4,7 @@ Invariant: every key of an archive is made and read here, and begins with `<run>
 called. Keys sort by policy, step and time; `policy=…/step=…` is how Parquet readers find partitions.
 
     <run>/archive=1/samples/policy=<policy>/step=<step:020d>/<first entry>_<last entry>_<digest>.parquet
+    <run>/archive=1/trainer_logprobs/policy=<policy>/step=<step:020d>/<digest>.parquet
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class Place:
         """When what it holds began to leave the run."""
         return int(self.name[:13])
 
+    @property
+    def beside(self) -> str:
+        """The folder of what trainers made of the tokens of its step."""
+        return logprobs_prefix(self.run_id, policy_id=self.policy_id, step=self.step)
+
     def sample_id(self, row: int) -> str:
         """The id of one of its rows."""
         return f"{self.policy_id}/{self.step}/{self.name}/{row}"
@@ -75,6 +81,11 @@ def prefix(run_id: str, *, policy_id: str = "", step: int | None = None) -> str:
     of_policy = f"policy={check_id(policy_id, what='policy id')}/" if policy_id else ""
     of_step = f"step={step:020d}/" if step is not None else ""
     return f"{root(run_id)}samples/{of_policy}{of_step}"
+
+
+def logprobs_prefix(run_id: str, *, policy_id: str, step: int) -> str:
+    """Where trainers write what they made of the tokens of a step."""
+    return f"{root(run_id)}trainer_logprobs/policy={check_id(policy_id, what='policy id')}/step={step:020d}/"
 
 
 def located(run_id: str, sample_id: str) -> tuple[Place, int]:

@@ -17,10 +17,12 @@ ROWS_PER_GROUP = 128
 """Rows that are read together: those of one answer are in one or a few groups."""
 
 
-def encoded(table: pa.Table) -> bytes:
-    """The file of a table."""
+def encoded(table: pa.Table, *, use_dictionary: bool = True) -> bytes:
+    """The file of a table; a dictionary of values makes columns larger in which few values repeat."""
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", row_group_size=ROWS_PER_GROUP)
+    pq.write_table(
+        table, sink, compression="zstd", row_group_size=ROWS_PER_GROUP, use_dictionary=use_dictionary
+    )
     return sink.getvalue()
 
 

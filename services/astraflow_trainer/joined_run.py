@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from getpass import getuser
+from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
 
@@ -19,6 +20,7 @@ from astraflow.client import Client
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import Recipe, ResolvedPolicy
+from astraflow.recipe.dataflow import ArchiveSettings
 from astraflow.recipe.file import parse_recipe
 from astraflow.recipe_changes import trainer_changes
 from astraflow_kit.awaited_run import ONCE, AwaitedRun
@@ -53,6 +55,12 @@ class JoinedRun:
     def policy(self) -> ResolvedPolicy:
         """The settings of the policy this trainer trains."""
         return self.recipe.policy(self.policy_id)
+
+    @property
+    def logprob_archive(self) -> ArchiveSettings | None:
+        """The archive, where it keeps what trainers made of tokens."""
+        archive = self.recipe.dataflow.archive
+        return archive if archive is not None and archive.trainer_logprobs else None
 
     def record_changes(self, folder: Path, *, first_step: int) -> None:
         """Add to the folder's history what of the run's recipe differs from `first_step` on, who wants it, and when.
@@ -107,8 +115,9 @@ def join_run(
     """Read what the run says and choose the policy; the only policy when `policy_id` is None. With `recipe_file` what
     only the trainer reads is taken from there.
 
-    Raises InvalidArgumentError for an unknown policy, PluginError when the recipe's code may not be used or is damaged,
-    ConflictError when the file changes more, RecipeError when it holds no recipe.
+    Raises InvalidArgumentError for an unknown policy, or where the recipe's archive needs a package that is missing;
+    PluginError when the recipe's code may not be used or is damaged, ConflictError when the file changes more,
+    RecipeError when it holds no recipe.
     """
     source = RecipeSource(
         name=f"recipe of run {run.run_id}",
@@ -120,7 +129,7 @@ def join_run(
         source = replace(source, name=str(recipe_file), text=_text_of(recipe_file))
         changed = parse_recipe(source.text, source=source.name).recipe
         changes, recipe = trainer_changes(recipe, changed), changed
-    return JoinedRun(
+    joined = JoinedRun(
         run_id=run.run_id,
         recipe=recipe,
         policy_id=_choose(recipe, policy_id),
@@ -128,6 +137,16 @@ def join_run(
         source=source,
         changes=tuple(changes),
     )
+    _require_archivable(joined)
+    return joined
+
+
+def _require_archivable(joined: JoinedRun) -> None:
+    if joined.logprob_archive is not None and find_spec("pyarrow") is None:
+        raise InvalidArgumentError(
+            "the recipe asks for dataflow.archive.trainer_logprobs, and pyarrow is not installed here; run: "
+            "pip install 'astraflow[archive]', or take it out of the recipe"
+        )
 
 
 def _text_of(path: Path) -> str:

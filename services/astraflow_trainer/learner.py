@@ -58,6 +58,7 @@ class PolicyLearner:
         placement: Placement | None = None,
         identity: str = "",
         seed: int = 0,
+        keep_logprobs: bool = False,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """Load this rank's part of the model, and of the one in `reference_dir` where a KL term needs it (None: the
@@ -66,7 +67,7 @@ class PolicyLearner:
 
         `snapshot` says where the bits of the last version are kept when the model is on a GPU; `placement` is
         how it lies there, where `compute` is the recipe's. Of `num_replicas` of the model, each on as many ranks, the
-        first publishes.
+        first publishes. Where `keep_logprobs`, the metrics of steps have log-probs.
         """
         self._group, self._ranks, self._moved = group, group.training, moved
         training = policy.trainer
@@ -86,7 +87,7 @@ class PolicyLearner:
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
-        self._settings = _step_settings(training, plugins=plugins)
+        self._settings = _step_settings(training, plugins=plugins, keep_logprobs=keep_logprobs)
         self._baselines: dict[str, float] = {}
         keep, saving = training.keep_checkpoints, group.saving_group
         self._checkpoints = CheckpointStore(
@@ -235,10 +236,11 @@ def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -
         )
 
 
-def _step_settings(training: TrainerSettings, *, plugins: StepPlugins) -> StepSettings:
+def _step_settings(training: TrainerSettings, *, plugins: StepPlugins, keep_logprobs: bool) -> StepSettings:
     return StepSettings(
         algorithm=training.algorithm,
         plugins=plugins,
         tokens_per_microbatch=training.tokens_per_microbatch,
         gradient_sync=training.gradient_sync,
+        keep_logprobs=keep_logprobs,
     )

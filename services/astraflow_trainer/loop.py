@@ -16,6 +16,10 @@ from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+from astraflow.dataflow.v1 import batch_pb2
 from astraflow.errors import PreconditionError, UnavailableError
 from astraflow_kit.log import get_logger
 from astraflow_trainer.batches.rank_batches import RankBatches
@@ -32,6 +36,10 @@ log = get_logger(__name__)
 
 _Blocking: TypeAlias = Literal["publish_copy_s", "publish_wait_s", "checkpoint_copy_s", "checkpoint_wait_s"]
 """Copying, or waiting until enough versions are published or until the checkpoint before is written."""
+
+
+Archived: TypeAlias = Callable[[batch_pb2.Batch, Mapping[str, NDArray[np.float32]]], None]
+"""Keeps the log-probs of a batch."""
 
 
 @dataclass
@@ -110,7 +118,10 @@ class TrainingLoop:
         progress: Progress,
         claim: Claim,
         controls: Controls,
+        archived: Archived = lambda batch, logprobs: None,
     ) -> None:
+        """`archived` gets each batch, with the log-probs that its metrics have, and returns at once."""
+        self._archived = archived
         self._source = source
         self._learner = learner
         self._publisher = publisher
@@ -239,6 +250,7 @@ class TrainingLoop:
             with self._progress.computing():
                 metrics = self._learner.train(rows)
             skipped = self._source.finish(batch, skipped=metrics.outcome is Outcome.SKIPPED)
+        self._archived(batch.bound, metrics.logprobs)
         version = None if skipped else self._publish(batch)
         damaged, self._num_damaged = self._num_damaged, 0
         log.info(

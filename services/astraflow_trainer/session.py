@@ -35,7 +35,7 @@ from astraflow_trainer.controls import Controls
 from astraflow_trainer.heartbeat import Heartbeat
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.learner import PolicyLearner
-from astraflow_trainer.loop import LoopSettings, TrainingLoop
+from astraflow_trainer.loop import Archived, LoopSettings, TrainingLoop
 from astraflow_trainer.memory import keep_freed_memory
 from astraflow_trainer.model.checkpoint import CheckpointError, set_aside_damaged
 from astraflow_trainer.model.lora import write_adapter_config
@@ -75,14 +75,11 @@ class TrainingSession:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         """`heartbeat` is the first rank's, which speaks for all."""
-        self._settings = settings
-        self._heartbeat = heartbeat
-        self._client = client
-        self._joined = joined
+        self._settings, self._heartbeat = settings, heartbeat
+        self._client, self._joined = client, joined
         algorithm, roles = joined.policy.trainer.algorithm, joined.policy.advantages
         self._plugins = StepPlugins.made(algorithm, source=joined.source, roles=roles)
-        self._progress = progress
-        self._controls = controls
+        self._progress, self._controls = progress, controls
         self._store = store
         # Read once; writer and compactor take copies of it.
         self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)
@@ -209,6 +206,7 @@ class TrainingSession:
             placement=placement_of(self._settings),
             identity=claim.identity,
             seed=self._joined.recipe.run.seed,
+            keep_logprobs=self._joined.logprob_archive is not None,
             moved=self._progress.moved,
         )
         publisher = open_publisher(
@@ -261,6 +259,7 @@ class TrainingSession:
         with (
             compactor as notify,
             self._publish_worker(publisher, announcer, notify) as worker,
+            _archiving(self._joined, self._store) as archived,
         ):
             if newest is None or _must_publish(newest.version, start.version, lost=publisher.base_lost):
                 worker.submit(start.step, learner.published_bytes())
@@ -275,6 +274,7 @@ class TrainingSession:
                 progress=self._progress,
                 claim=claim,
                 controls=self._controls,
+                archived=archived,
             )
             loop.run(
                 LoopSettings(
@@ -380,6 +380,19 @@ def _reference_dir(
     )
     group.set_value("reference_dir", str(found.absolute()))
     return found
+
+
+@contextmanager
+def _archiving(joined: JoinedRun, store: ObjectStore) -> Iterator[Archived]:
+    """What keeps log-probs; its end waits for those that are not written, for a while."""
+    archive = joined.logprob_archive
+    if archive is None:
+        yield lambda batch, logprobs: None
+        return
+    from astraflow_archive.logprob_writer import LogprobWriter  # pyarrow is slow to import, and an extra
+
+    with LogprobWriter(store, joined.run_id, settings=archive) as writer:
+        yield writer.put
 
 
 def _begin_as_forked(learner: PolicyLearner, *, policy: ResolvedPolicy, source_dir: Path | None) -> None:

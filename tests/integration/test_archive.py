@@ -13,6 +13,7 @@ from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import NotFoundError, PreconditionError
+from astraflow.recipe.dataflow import ArchiveSettings
 from astraflow.rollout.v1.trajectory_pb2 import Trajectory
 from astraflow_dataflow.runs import registry
 from astraflow_dataflow.settings import DataflowServerSettings
@@ -126,6 +127,8 @@ async def test_a_share_keeps_whole_groups_of_tasks_chosen_by_their_ids(world: Wo
     hashes = {item.task_id: hashlib.sha1(item.task_id.encode()).digest()[0] for item in batch.items}
     kept = {item.trajectory_id for item in batch.items if hashes[item.task_id] < 128}
     assert 0 < len(kept) < 16
+    half = ArchiveSettings(share=0.5)
+    assert kept == {item.trajectory_id for item in batch.items if half.has_task(item.task_id)}
     await written(world, len(kept))
     assert set(await samples(world)) == kept
 

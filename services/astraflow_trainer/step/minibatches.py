@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.groups import FloatArray
 from astraflow_trainer.step.losses import StepCounts, token_weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class Packing:
 class Minibatch:
     """What this rank computes of one update."""
 
+    rows: Sequence[TrainingRow]
+    """R of them."""
     batches: list[MicroBatch]
     advantage_M: torch.Tensor
     """float32."""
@@ -64,6 +70,19 @@ class Minibatch:
         first = counts.cumsum(0) - counts
         place = torch.arange(len(batch.row_N)) - first.repeat_interleave(counts)
         return self.advantage_M[self.start_R[batch.row_N] + place]
+
+    def of_rows(self, values: Sequence[torch.Tensor]) -> dict[str, NDArray[np.float32]]:
+        """float32[T] by trajectory, of values float32[N] of each micro-batch; NaN where nothing is trained."""
+        found: dict[str, NDArray[np.float32]] = {}
+        for batch, value_N in zip(self.batches, values, strict=True):
+            start = 0
+            for place in batch.row_N.unique_consecutive().tolist():
+                row = self.rows[place]
+                value_T = np.full(row.num_tokens, np.nan, dtype=np.float32)
+                value_T[row.loss_mask] = value_N[start : start + row.num_trained_tokens].numpy()
+                found[row.trajectory_id] = value_T
+                start += row.num_trained_tokens
+        return found
 
 
 def minibatches(
@@ -102,6 +121,7 @@ def _minibatch(
     counts = StepCounts(num_tokens=num_tokens, num_rows=num_rows)
     flat = np.concatenate([np.zeros(0), *advantages])
     return Minibatch(
+        rows=rows,
         batches=packing.micro_batches(rows, ranks=ranks),
         advantage_M=torch.from_numpy(flat).float(),
         start_R=lengths.cumsum(0) - lengths,

@@ -35,6 +35,8 @@ class Computed:
     statistics: LossStatistics
     """Over all ranks."""
     region: StepRegion
+    logprobs: Sequence[torch.Tensor]
+    """float32[N] of each micro-batch: under the weights that the step, or else this update, began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,15 +81,25 @@ class Passes:
         scores = self.policy.score(batch)
         region = self._region([scores])
         statistics = self._backward(0, scores, region=region, is_last=True)
-        return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
+        return self._computed(statistics, region, logprobs=[scores.logprob_N.detach()])
 
     def _with(self, region: StepRegion) -> Computed:
         """Forward and backward under a region that is known."""
-        statistics = LossStatistics.empty()
+        statistics, logprobs = LossStatistics.empty(), list[torch.Tensor]()
         for number, batch in enumerate(self._begun(self.batches)):
             scores, is_last = self.policy.score(batch), number == len(self.batches) - 1
             statistics += self._backward(number, scores, region=region, is_last=is_last)
-        return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
+            logprobs.append(scores.logprob_N.detach())
+        return self._computed(statistics, region, logprobs=logprobs)
+
+    def _computed(
+        self, statistics: LossStatistics, region: StepRegion, *, logprobs: Sequence[torch.Tensor]
+    ) -> Computed:
+        return Computed(
+            statistics=statistics.over_ranks(self.ranks),
+            region=region,
+            logprobs=logprobs if self.starts is None else self.starts,
+        )
 
     def _with_step_bounds(self) -> Computed:
         """One forward pass where the bounds cut nothing; as a sample says beforehand, the first micro-batch of every
@@ -128,7 +140,7 @@ class Passes:
             which = differing[place] if place < len(differing) else None
             fresh = self.policy.score(batch)
             self._backward(which, fresh, region=region, instead_of=taken_as, is_last=place == most - 1)
-        return Computed(statistics=statistics.over_ranks(self.ranks), region=region)
+        return self._computed(statistics, region, logprobs=[known.logprob_N for known in scores])
 
     def _backward(
         self,

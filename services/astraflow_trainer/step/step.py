@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from astraflow.recipe import RowLimits
 from astraflow.recipe.advantage import AdvantageSettings
@@ -54,6 +55,8 @@ class StepSettings:
     """Capacity of every lane; None takes what is cheapest for the rows of the step."""
     gradient_sync: Literal["step", "micro_batch"] = "step"
     """How often ranks add gradients up."""
+    keep_logprobs: bool = False
+    """Whether the metrics have the log-probs of the tokens."""
 
 
 class Outcome(StrEnum):
@@ -108,6 +111,9 @@ class StepMetrics:
     """What long answers lost of their rewards, per row; `reward_mean` is without."""
     of_roles: Mapping[str, float] = field(default_factory=dict)
     """Rewards and advantages of each role, and running baselines after the step, by the names of their curves."""
+    logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
+    """float32[T] of each row of this rank that was trained on, by trajectory: before the row's first update; NaN where
+    nothing is trained. Where they are to be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,6 +134,8 @@ class _Update:
     gradient_norm: float
     region: StepRegion
     skip_reason: SkipReason
+    logprobs: Sequence[torch.Tensor]
+    """As `Computed` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +205,15 @@ def train_step(
         learning_rate=optimizer.learning_rate,
     )
     updates = list(_updates(plan.minibatches, work=work, optimizer=optimizer))
-    return _measured(updates, before=plan.metrics) if updates else plan.metrics
+    metrics = _measured(updates, before=plan.metrics) if updates else plan.metrics
+    if not settings.keep_logprobs:
+        return metrics
+    logprobs: dict[str, NDArray[np.float32]] = {}
+    for minibatch, update in zip(
+        plan.minibatches, updates, strict=False
+    ):  # those of the first epoch come first
+        logprobs |= minibatch.of_rows(update.logprobs)
+    return replace(metrics, logprobs=logprobs)
 
 
 def _updates(
@@ -221,6 +237,7 @@ def _updates(
                 gradient_norm=gradient_norm,
                 region=computed.region,
                 skip_reason=reason,
+                logprobs=computed.logprobs,
             )
 
 

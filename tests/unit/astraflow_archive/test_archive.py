@@ -1,10 +1,12 @@
 """The archive of a run: what goes in comes out exactly, once, page by page, and old files go."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.dataset
+import pyarrow.parquet
 import pytest
 
 from astraflow.columns import decode_columns
@@ -17,6 +19,7 @@ from astraflow.rollout.v1.trajectory_pb2 import LOGPROB_DTYPE_BF16, LOGPROB_DTYP
 from astraflow_archive import archive as module
 from astraflow_archive.archive import Archive
 from astraflow_archive.columns import Row
+from astraflow_archive.trainer_logprobs import write
 from astraflow_weights.store.file import FileStore
 from support.dataflow_world import make_trajectory
 
@@ -196,6 +199,57 @@ def test_files_that_are_too_old_or_too_many_are_deleted_oldest_first(
     assert listed(archive) == ["t3"]
     assert archive.collect(ArchiveSettings(), now_ms=T0_MS + 999 * day_ms) == 0
     assert (archive.delete(), listed(archive)) == (1, [])
+
+
+def test_a_sample_has_what_its_trainer_made_of_it(archive: Archive, store: FileStore) -> None:
+    rows = [row(number, step=number // 3 + 1) for number in range(6)]
+    dropped = row(6, step=1, reason="stale")
+    for held in rows:
+        held.sample.batch_id = "b"
+    archive.add([*rows, dropped], span=SPAN)
+    made = {f"t{n}": np.array([np.nan, -0.25 * n - 0.1], dtype=np.float32) for n in (0, 1, 3, 6)}
+    # Two ranks of step 1, one of step 2; t2, t4 and t5 were not trained on, and t6 was in no batch.
+    for step, names in ((1, ["t0"]), (1, ["t6", "t1"]), (2, ["t3"])):
+        write(store, "run", policy_id="solver", step=step, logprobs={name: made[name] for name in names})
+    ids = [sample.sample_id for sample in archive.page(ListSamplesRequest(), size=10).samples]
+    found = {
+        content.sample.item.trajectory_id: content.trainer_logprobs
+        for content in archive.contents(ids).samples
+    }
+    wanted = {name: made[name].astype("<f4").tobytes() for name in ("t0", "t1", "t3")}
+    assert found == dict.fromkeys(("t2", "t4", "t5", "t6"), b"") | wanted
+
+
+def test_a_step_that_is_replayed_adds_no_file(store: FileStore) -> None:
+    for value in (-1.0, -1.5):
+        logprobs = {name: np.full(3, value, dtype=np.float32) for name in ("t1", "t0")}
+        write(store, "run", policy_id="solver", step=7, logprobs=logprobs)
+    (info,) = store.list("run/")
+    table = pyarrow.parquet.read_table(io.BytesIO(store.get(info.key)))
+    assert table.to_pylist() == [
+        {"trajectory_id": name, "logprobs": [-1.0, -1.0, -1.0]} for name in ("t0", "t1")
+    ]
+
+
+def test_what_trainers_made_of_a_step_goes_with_its_last_sample(archive: Archive, store: FileStore) -> None:
+    for number, step in enumerate((1, 1, 2)):
+        ms = T0_MS + number
+        archive.add([row(number, step=step)], span=f"{ms}-0_{ms}-0")
+    for step in (1, 2, 3):  # the samples of step 3 are still to come
+        made = {"t": np.full(1, step, dtype=np.float32)}
+        write(store, "run", policy_id="solver", step=step, logprobs=made)
+
+    def kept() -> tuple[list[str], int]:
+        return listed(archive), len(list(store.list("run/archive=1/trainer_logprobs/")))
+
+    def size(folder: str = "") -> int:
+        return sum(info.size_bytes for info in store.list(f"run/archive=1/{folder}"))
+
+    pending = size(f"trainer_logprobs/policy=solver/step={3:020d}/")
+    for expected in ((["t1", "t2"], 3), (["t2"], 2), ([], 1)):
+        archive.collect(ArchiveSettings(keep_gib=(size() - pending - 1) / 2**30), now_ms=T0_MS)
+        assert kept() == expected
+    assert archive.delete() == 1
 
 
 def test_other_tools_read_the_files_as_one_table(archive: Archive, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from astraflow import errors
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.recipe.file import CodeFile, bundle_digest
+from astraflow_trainer import joined_run
 from astraflow_trainer.joined_run import JoinedRun, JoinStopped, find_run, join_run
 from support.scripted_batches import ScriptedBatches, serving
 from support.scripted_dataflow import RECIPE, RUN_ID, a_run
@@ -46,6 +47,18 @@ def test_one_of_several_policies_must_be_named(tmp_path: Path) -> None:
 def test_an_unknown_policy_is_refused_even_when_there_is_only_one(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="'judge' is not in the recipe, which has solver"):
         _join(ScriptedBatches(), tmp_path, policy_id="judge")
+
+
+def test_log_probs_for_the_archive_need_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = RECIPE.replace("dataflow: {", "dataflow: {archive: {trainer_logprobs: true}, ")
+    assert asking != RECIPE
+    script = ScriptedBatches(run=a_run(recipe_yaml=asking))
+    assert _join(script, tmp_path).recipe.dataflow.archive is not None
+    monkeypatch.setattr(joined_run, "find_spec", lambda _: None)
+    with pytest.raises(errors.InvalidArgumentError, match=r"pip install 'astraflow\[archive\]'"):
+        _join(script, tmp_path)
+    without = asking.replace("trainer_logprobs: true", "share: 0.5")
+    assert _join(ScriptedBatches(run=a_run(recipe_yaml=without)), tmp_path)
 
 
 def test_what_only_the_trainer_reads_may_come_from_another_file(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.text import Text
 
@@ -21,6 +23,8 @@ from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from astraflow.dataflow.v1.sample_pb2 import Sample
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at what was trained on or dropped.")
@@ -29,6 +33,13 @@ _PAGE = 200
 _TIMEOUT_S = 120.0
 _DEEPEST = 3.0
 """Natural log of the least likely token that colours still tell apart."""
+_DEEPEST_DIFFERENCE = math.log(2)
+"""Largest distance between trainer and engine that colours still tell apart: a ratio of 2."""
+_BY_ENGINE = "by the engine's log-prob: redder the less likely it found a token, deepest from -3 on"
+_BY_DIFFERENCE = (
+    "by trainer's less engine's log-prob: red where the trainer found a token less likely, blue where more, deepest "
+    "from a ratio of 2 on"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +115,7 @@ def show(
         Path | None, typer.Option(help="Folder with the policy's tokenizer.json; ids are shown without it.")
     ] = None,
 ) -> None:
-    """Show the tokens of one sample; those that are trained on by how likely the engine found them."""
+    """Show the tokens of one sample; those that are trained on by what trainer and engine made of them."""
     texts = None if tokenizer is None else TokenTexts.read(tokenizer)
     with options.client() as client:
         request = pb.GetSamplesRequest(run_id=options.run_id, sample_ids=[sample])
@@ -117,19 +128,76 @@ def show(
         f"{item.trajectory_id} of {content.sample.policy_id}, step {content.sample.step}: {content.sample.reason}, "
         f"reward {item.reward:g}, task {item.task_id}, versions {item.min_version} to {item.max_version}"
     )
-    console().print(coloured(content, texts))
+    screen, compares = console(), bool(content.trainer_logprobs)
+    typer.echo(_BY_DIFFERENCE if compares else _BY_ENGINE)
+    screen.print(
+        differences(content, texts)
+        if compares and (screen.no_color or not screen.color_system)
+        else coloured(content, texts)
+    )
 
 
 def coloured(content: pb.SampleContent, texts: TokenTexts | None) -> Text:
-    """Return the tokens: dim where they are not trained on, else redder the less likely they were."""
-    columns, shown = decode_columns(content.trajectory), Text()
-    for token_id, is_trained, logprob in zip(
-        columns.token_ids.tolist(), columns.loss_mask.tolist(), columns.logprobs.tolist(), strict=True
-    ):
-        text = f"{token_id} " if texts is None else texts.of(token_id)
-        faded = round(255 * (1 - min(-logprob, _DEEPEST) / _DEEPEST))
-        shown.append(text, style=f"rgb(255,{faded},{faded})" if is_trained else "dim")
+    """Return the tokens: dim where nothing is known, else by trainer less engine where the trainer's part is there,
+    and by the engine alone where not.
+    """
+    shown, compares = Text(), bool(content.trainer_logprobs)
+    for token in _tokens(content, texts):
+        value = token.difference if compares else token.engine
+        shown.append(
+            f"{token.text} " if texts is None else token.text, style=_style(value, compares=compares)
+        )
     return shown
+
+
+def differences(content: pb.SampleContent, texts: TokenTexts | None) -> Table:
+    """Return a line for each token: what engine and trainer made of it, in columns; for where there are no colours."""
+    figures = ("engine", "trainer", "trainer - engine")
+    rows = table("token", *figures, right=figures)
+    for token in _tokens(content, texts):
+        values = (token.engine, token.trainer, token.difference)
+        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        rows.add_row(Text(token.text if texts is None else repr(token.text)), *cells)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Token:
+    text: str
+    engine: float | None
+    """Log-prob; None where it was not sampled."""
+    trainer: float | None
+    """Log-prob; None where it was not trained on, or that is not known."""
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.engine is None or self.trainer is None else self.trainer - self.engine
+
+
+def _tokens(content: pb.SampleContent, texts: TokenTexts | None) -> list[_Token]:
+    columns = decode_columns(content.trajectory)
+    ids, mask = columns.token_ids.tolist(), columns.loss_mask.tolist()
+    engine = [value if held else None for value, held in zip(columns.logprobs.tolist(), mask, strict=True)]
+    trainer = _trainer_logprobs(content) or [None] * len(ids)
+    return [
+        _Token(text=str(token_id) if texts is None else texts.of(token_id), engine=behind, trainer=ahead)
+        for token_id, behind, ahead in zip(ids, engine, trainer, strict=True)
+    ]
+
+
+def _trainer_logprobs(content: pb.SampleContent) -> list[float | None] | None:
+    if not content.trainer_logprobs:
+        return None
+    found = np.frombuffer(content.trainer_logprobs, dtype="<f4").tolist()
+    return [None if math.isnan(value) else value for value in found]
+
+
+def _style(value: float | None, *, compares: bool) -> str:
+    if value is None:
+        return "dim"
+    deepest = _DEEPEST_DIFFERENCE if compares else _DEEPEST
+    faded = round(255 * (1 - min(abs(value), deepest) / deepest))
+    return f"rgb({faded},{faded},255)" if compares and value > 0 else f"rgb(255,{faded},{faded})"
 
 
 def _listed(client: Client, request: pb.ListSamplesRequest) -> Iterator[Sample]:
@@ -166,5 +234,6 @@ def _content(content: pb.SampleContent, texts: TokenTexts | None) -> dict[str, A
         "texts": None if texts is None else [texts.of(token_id) for token_id in ids],
         "loss_mask": columns.loss_mask.tolist(),
         "logprobs": columns.logprobs.tolist(),
+        "trainer_logprobs": _trainer_logprobs(content),
         "version_spans": columns.version_spans,
     }

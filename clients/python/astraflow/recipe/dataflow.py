@@ -6,6 +6,7 @@ keeps follows from its id alone, so its groups are kept whole.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -62,11 +63,29 @@ class ArchiveSettings(Section):
     """The oldest files are deleted while all together are larger than this, in GiB."""
     delete_with_run: bool = False
     """Whether deleting the run deletes its archive."""
+    trainer_logprobs: bool = False
+    """Whether trainers keep what they made of each token beside what is trained on; 4 bytes a token, compressed."""
 
     @property
     def reasons(self) -> str:
         """What is kept, as the dataflow server's functions read it: `dropped` is all but `trained`."""
         return " ".join("trained dropped" if name == "all" else name for name in self.keep)
+
+    def has_task(self, task_id: str) -> bool:
+        """Whether a task is in the share; the dataflow server's functions find the same."""
+        return (
+            int(hashlib.sha1(task_id.encode(), usedforsecurity=False).hexdigest()[:8], 16)
+            < self.share * 2**32
+        )
+
+    @model_validator(mode="after")
+    def _logprobs_belong_to_samples(self) -> ArchiveSettings:
+        if self.trainer_logprobs and not {"all", "trained"} & set(self.keep):
+            raise ValueError(
+                f"trainer_logprobs are kept beside what was trained on, and keep is {list(self.keep)}; add `trained` "
+                "to it, or leave trainer_logprobs out"
+            )
+        return self
 
 
 class EvaluationSettings(Section):

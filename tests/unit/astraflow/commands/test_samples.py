@@ -1,8 +1,12 @@
 """What `samples` shows of a sample, and which steps it asks for."""
 
-import pytest
+import math
 
-from astraflow.commands.samples import Chosen, coloured
+import numpy as np
+import pytest
+from rich.console import Console
+
+from astraflow.commands.samples import Chosen, coloured, differences
 from astraflow.dataflow.v1.sample_service_pb2 import SampleContent
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1.trajectory_pb2 import Trajectory
@@ -16,6 +20,34 @@ def test_tokens_are_redder_the_less_likely_they_were() -> None:
     assert [(shown.plain[span.start : span.end], span.style) for span in shown.spans] == [
         ("0 ", "dim"),
         ("1 ", "rgb(255,212,212)"),
+    ]
+
+
+def compared(*trainer: float) -> SampleContent:
+    """A prompt of one token and two sampled with log-prob −0.5, with what the trainer made of the three."""
+    body = Trajectory.FromString(make_trajectory("t", num_prompt=1, num_response=2).body)
+    return SampleContent(trajectory=body, trainer_logprobs=np.array(trainer, dtype="<f4").tobytes())
+
+
+def test_where_the_trainers_part_is_there_tokens_are_coloured_by_the_difference() -> None:
+    fifth = math.log(2) / 5  # of the deepest colour
+
+    def styles(*trainer: float) -> list[object]:
+        return [span.style for span in coloured(compared(*trainer), None).spans]
+
+    assert styles(math.nan, -0.5 - fifth, -0.5 + fifth) == ["dim", "rgb(255,204,204)", "rgb(204,204,255)"]
+    assert styles(math.nan, -0.5, -9.0) == ["dim", "rgb(255,255,255)", "rgb(255,0,0)"]
+    # Sampled, but taken out of the loss: the difference is not known.
+    assert styles(math.nan, math.nan, 0.0)[1:] == ["dim", "rgb(71,71,255)"]
+
+
+def test_without_colours_the_difference_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=80).print(differences(compared(math.nan, -0.75, math.nan), None))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["token", "engine", "trainer", "trainer", "-", "engine"],
+        ["0"],
+        ["1", "-0.5000", "-0.7500", "-0.2500"],
+        ["2", "-0.5000"],
     ]
 
 

@@ -75,6 +75,40 @@ def test_it_says_at_each_micro_batch_that_it_gets_on(make_policy: MakePolicy) ->
     assert len(moves) >= metrics.num_micro_batches > 2
 
 
+KEPT = {
+    "one pass": ({"loss": "none"}, 1000),
+    "micro-batches": ({"loss": "none"}, 20),
+    "bounds that cut": ({"loss": {"kind": "m2po", "budget": 0.1, "floor_low": 0.0, "floor_high": 0.0}}, 20),
+    "known bounds": ({"loss": "ppo_clip", "anchor": "proximal"}, 20),
+    "several updates": ({"loss": "ppo_clip", "anchor": "proximal", "minibatches": 2, "epochs": 2}, 20),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_model_made_of_each_token_before_the_step_is_kept(
+    name: str, make_policy: MakePolicy
+) -> None:
+    rows, (algorithm, budget) = make_rows(num_rows=12), KEPT[name]
+    settings = StepSettings(
+        algorithm=AlgorithmSettings.model_validate(algorithm),
+        tokens_per_microbatch=budget,
+        keep_logprobs=True,
+    )
+    kept = _run(policy := make_policy(), rows, settings)[0].logprobs
+    assert not same_bits(dict(policy.state_dict()), dict(make_policy().state_dict()))
+    assert len(kept) >= 8  # groups with unequal rewards
+    MasterOptimizer(before := make_policy(), settings=OptimizerSettings())  # which rounds the parameters
+    for row in rows:
+        if row.trajectory_id in kept:
+            (alone,) = pack([row], token_budget=1000)
+            with torch.no_grad():
+                expected = before.score(alone).logprob_N.numpy()
+            found = kept[row.trajectory_id]
+            np.testing.assert_allclose(found[row.loss_mask], expected, atol=1e-5)
+            assert np.isnan(found[~row.loss_mask]).all()
+    assert not _run(make_policy(), rows, replace(settings, keep_logprobs=False))[0].logprobs
+
+
 def test_a_row_that_does_not_fit_takes_its_group_with_it_and_the_rest_is_trained(
     make_policy: MakePolicy,
 ) -> None:

@@ -163,6 +163,12 @@ class SampleContent(_message.Message):
 
     SAMPLE_FIELD_NUMBER: _builtins.int
     TRAJECTORY_FIELD_NUMBER: _builtins.int
+    TRAINER_LOGPROBS_FIELD_NUMBER: _builtins.int
+    trainer_logprobs: _builtins.bytes
+    """What the trainer made of each token, before the first update that it was in: natural log at the sampling
+    temperature, IEEE binary32, little-endian, 4 bytes per token; NaN where it was not trained on. Empty when there is
+    none: `dataflow.archive.trainer_logprobs` was off, the sample was not trained on, or the trainer could not write it.
+    """
     @_builtins.property
     def sample(self) -> _sample_pb2.Sample:
         """What it is."""
@@ -176,10 +182,11 @@ class SampleContent(_message.Message):
         *,
         sample: _sample_pb2.Sample | None = ...,
         trajectory: _trajectory_pb2.Trajectory | None = ...,
+        trainer_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample", "trainer_logprobs", b"trainer_logprobs", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
