@@ -83,8 +83,9 @@ def test_diff_prints_the_keys_that_differ_once_both_are_resolved(tmp_path: Path)
         "trainer.algorithm.kl.coefficient: unset → 0.1",
         'trainer.algorithm.kl.estimator: unset → "k3"',
         'trainer.algorithm.kl.reference: unset → "behavior"',
+        'trainer.algorithm.kl.placement: unset → "loss"',
     ]
-    assert finished.stderr == "4 keys differ\n"
+    assert finished.stderr == "5 keys differ\n"
     printed = json.loads(CliRunner().invoke(app, ["diff", str(QUICKSTART), str(small), "--json"]).stdout)
     assert printed["run.steps"] == {"before": "50", "after": "5"}
 
