@@ -266,7 +266,7 @@ class TrainingLoop:
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
-            metrics=_named(metrics, batch)
+            metrics=_named(metrics, batch, num_unread=self._source.num_left_out)
             | {"damaged_checkpoints": float(damaged)}
             | self._source.measured()
             | self._blocked.taken(),
@@ -298,7 +298,7 @@ class TrainingLoop:
         self._progress.durable(step)
 
 
-def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
+def _named(metrics: StepMetrics, batch: StepBatch, *, num_unread: int) -> dict[str, float]:
     """Flatten what is worth a curve into named numbers."""
     staleness = batch.staleness()
     named = {
@@ -311,7 +311,7 @@ def _named(metrics: StepMetrics, batch: StepBatch) -> dict[str, float]:
         "clip_high": metrics.clip_high,
         "num_trajectories": float(metrics.num_rows),
         "num_trained_trajectories": float(metrics.num_trained_rows),
-        "num_left_out_trajectories": float(metrics.num_left_out),
+        "num_left_out_trajectories": float(metrics.num_left_out + num_unread),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         **batch.completions(),

@@ -408,18 +408,18 @@ class DataflowMachine(RuleBasedStateMachine):
             self.publish(9, server)
 
     @precondition(lambda self: self.bound)
-    @rule(which=st.integers(0, 9), server=any_of, step=st.integers(0, 1))
-    def nack(self, which: int, server: int, step: int) -> None:
-        """A trainer gives a batch back."""
+    @rule(which=st.integers(0, 9), server=any_of, step=st.integers(0, 1), quarantine=st.booleans())
+    def nack(self, which: int, server: int, step: int, quarantine: bool) -> None:
+        """A trainer gives a batch back, for good or not."""
         trainer, wanted = self._trainer(which, server), max(1, self.model.finished + step)
-        reply = self._try(trainer.nack(wanted))
+        reply = self._try(trainer.quarantine(wanted) if quarantine else trainer.nack(wanted))
         if self._is_fenced(trainer, reply):
             return
-        problem = self.model.give_back(wanted)
+        problem = self.model.give_back(wanted, dropped="quarantined" if quarantine else "")
         if problem == "NotFoundError":
             assert reply == 0
         else:
-            assert reply == (problem or GROUPS_PER_STEP)
+            assert reply == (problem or GROUPS_PER_STEP * (GROUP_SIZE if quarantine else 1))
 
     @precondition(lambda self: self.bound)
     @rule(server=any_of, discard=st.booleans())
@@ -431,7 +431,7 @@ class DataflowMachine(RuleBasedStateMachine):
         if self.voided is not None and self.voided.batch_id == batch.batch_id:
             assert not isinstance(reply, str), "a repetition has the same answer"
             return
-        problem = self.model.give_back(batch.step, discard=discard)
+        problem = self.model.give_back(batch.step, dropped="voided" if discard else "")
         groups = (0, GROUP_SIZE * GROUPS_PER_STEP) if discard else (GROUPS_PER_STEP, 0)
         assert reply == (problem or groups)
         if not problem:

@@ -259,17 +259,19 @@ class Model:
                 del self.unpublished[step]
         return stage
 
-    def give_back(self, step: int, *, discard: bool = False) -> str:
-        """The batch of a step is not trained on; the error, if there is one."""
+    def give_back(self, step: int, *, dropped: str = "") -> str:
+        """The batch of a step is not trained on, nor ever where it is dropped for a reason; the error, if there is
+        one.
+        """
         batch = self.batches.get(step)
         if batch is None:
             return "NotFoundError"
         if batch.stage in ("trained", "skipped"):
             return "PreconditionError"
         del self.batches[step], self.unpublished[step]
-        if not discard:
+        if not dropped:
             self.ready |= set(batch.groups)
-        self._move(batch.groups, "in_batch", "voided" if discard else "ready")
+        self._move(batch.groups, "in_batch", dropped or "ready")
         self._end_step()
         return ""
 

@@ -148,7 +148,7 @@ class Walk:
     async def give_back(self) -> None:
         assert self.trainer is not None
         with contextlib.suppress(PreconditionError):
-            await self.trainer.nack(self.step)
+            await self.rng.choice([self.trainer.nack, self.trainer.quarantine])(self.step)
             self.batch = None
 
     async def void(self) -> None:

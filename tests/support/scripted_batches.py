@@ -5,6 +5,7 @@ It hands out one batch of two trajectories per step, answers as told, and writes
 """
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,9 @@ from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import run_service_pb2_grpc as runs_grpc
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.dataflow.v1 import version_service_pb2_grpc as versions_grpc
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.server.v1 import server_info_pb2
+from astraflow.trajectories import batch_digest
 from astraflow_kit.server_info import server_info
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_weights.codec.shards import ShardedModel, whole
@@ -70,10 +72,14 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What the next polls for a batch wait for; afterwards there is one."""
     on_acquire: Callable[[int], object] = lambda _step: None
     """Called while a poll for a batch is under way."""
-    num_lost: int = 0
+    gone: set[str] = field(default_factory=set)
+    """Trajectories whose payloads are gone from the server."""
+    spoil: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
+    """What became of the payloads of some trajectories."""
+    spoiled_batches: deque[Callable[[batch_pb2.Batch], object]] = field(default_factory=deque)
+    """What became of the batches that are handed out next."""
     packs: bool = True
     """False: payloads are sent each alone, as a server of an earlier release does."""
-    """Payloads of each batch, from its end, that never arrive."""
     faults: dict[str, deque[AstraflowError]] = field(default_factory=dict)
     """Rpc name to the errors of its next calls."""
     run: run_pb2.Run = field(default_factory=a_run)
@@ -119,16 +125,30 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         finished = request.step <= self.last_finished_step
         stage = pb.BATCH_STAGE_TRAINED if finished else pb.BATCH_STAGE_UNSPECIFIED
         batch = batch_of(request.step, base_version=request.base_version)
+        if self.spoiled_batches:
+            self.spoiled_batches.popleft()(batch)
         return pb.AcquireBatchResponse(batch=batch, stage=stage)
 
     def FetchBatch(self, request: pb.FetchBatchRequest, context: Any) -> Iterator[pb.FetchBatchResponse]:
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
         self.fetched.append(list(request.trajectory_ids))
-        known = [item.trajectory_id for item in batch_of(request.step).items]
-        chosen = [name for name in known if not request.trajectory_ids or name in request.trajectory_ids]
+        items = batch_of(request.step, base_version=self.base_versions[-1]).items
+        chosen = [
+            item
+            for item in items
+            if not request.trajectory_ids or item.trajectory_id in request.trajectory_ids
+        ]
+        for item in chosen:
+            if item.trajectory_id in self.gone:
+                gone = {"payload_missing": item.trajectory_id}
+                error = NotFoundError(f"the payload of {item.trajectory_id} is gone", metadata=gone)
+                context.abort_with_status(rpc_status.to_status(to_status(error)))
         # In another order than the batch's: rows must not depend on how payloads travel.
-        sent = [(name, _payload(name)) for name in reversed(chosen[: BATCH_SIZE - self.num_lost])]
+        sent = [
+            (item.trajectory_id, self.spoil.get(item.trajectory_id, bytes)(_payload(item)))
+            for item in reversed(chosen)
+        ]
         if request.pack_bytes and self.packs:
             pack = [pb.FetchedTrajectory(trajectory_id=name, body=body) for name, body in sent]
             yield pb.FetchBatchResponse(trajectories=pack)
@@ -141,6 +161,12 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         stage = pb.BatchStage.Name(request.stage).removeprefix("BATCH_STAGE_").lower()
         self.events.append(f"{stage} {request.step}")
         return pb.AckBatchResponse(stage=request.stage)
+
+    def NackBatch(self, request: pb.NackBatchRequest, context: Any) -> pb.NackBatchResponse:
+        self._act("NackBatch", context, epoch=request.trainer_epoch)
+        self.events.append(f"nack {request.step} {request.batch_id} {request.reason}")
+        assert request.quarantine
+        return pb.NackBatchResponse(quarantined_trajectories=BATCH_SIZE)
 
     def RenewBatch(self, request: pb.RenewBatchRequest, context: Any) -> pb.RenewBatchResponse:
         self.renewals.append(request)
@@ -237,7 +263,7 @@ class ScriptedStore:
 
 def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
     """The batch of a step, always the same."""
-    return batch_pb2.Batch(
+    batch = batch_pb2.Batch(
         batch_id=f"b{step}",
         policy_id=POLICY,
         step=step,
@@ -257,11 +283,13 @@ def batch_of(step: int, *, base_version: int = 0) -> batch_pb2.Batch:
                 member=1,
                 turn=index,
                 truncated=index == 1,
+                response_digest=zlib.crc32(np.asarray([2, 3], dtype="<i4").tobytes()),
             )
             for index in range(BATCH_SIZE)
         ],
-        digest=bytes([step]) * 32,
     )
+    batch.digest = batch_digest(item.trajectory_id for item in batch.items)
+    return batch
 
 
 @contextmanager
@@ -278,14 +306,18 @@ def serving(script: ScriptedBatches) -> Iterator[Client]:
         server.stop(0).wait()
 
 
-def _payload(trajectory_id: str) -> bytes:
+def _payload(item: batch_pb2.BatchItem) -> bytes:
     columns = Columns(
         token_ids=np.asarray([1, 2, 3], dtype=np.int32),
         loss_mask=np.asarray([False, True, True]),
         logprobs=np.asarray([0.0, -1.0, -2.0], dtype=np.float32),
-        version_spans=((1, 3, 0),),
+        version_spans=(
+            ((1, 2, item.min_version), (2, 3, item.max_version))
+            if item.max_version
+            else ((1, 3, item.max_version),)
+        ),
     )
-    trajectory = encode_columns(columns, trajectory_id=trajectory_id)
+    trajectory = encode_columns(columns, trajectory_id=item.trajectory_id)
     trajectory.sampling.temperature = 0.5
     trajectory.version_spans[0].recomputed = True
     return trajectory.SerializeToString()

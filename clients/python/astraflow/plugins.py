@@ -506,7 +506,7 @@ class Curator(Protocol):
 class ReadyGroup(_OfTrajectories):
     """One group that a batch may take. `arrival` counts the groups of the run in the order they became ready.
 
-    Of its trajectories `finish_reason`, `metrics` and `response_digest` are not kept.
+    Of its trajectories `finish_reason` and `metrics` are not kept.
     """
 
     group_id: str

@@ -7,14 +7,18 @@ raised as `BadTrajectory` with its slug from `REASONS` and a sentence that says 
 
 from __future__ import annotations
 
+import hashlib
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from astraflow._contract.rpcs import bounds_of
+from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
@@ -29,7 +33,10 @@ __all__ = [
     "MAX_TRAJECTORIES",
     "REASONS",
     "BadTrajectory",
+    "Described",
     "Trained",
+    "batch_digest",
+    "check_body",
     "check_columns",
     "check_reward",
     "check_row",
@@ -125,6 +132,30 @@ class VersionedSpan(Span, Protocol):
         """Weight version, at least 0."""
 
 
+class Described(Protocol):
+    """What a header, or an item of a batch, says of a trajectory."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Its name."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+
+    @property
+    def num_trainable_tokens(self) -> int:
+        """Set bits of the loss mask."""
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version in its trainable spans."""
+
+    @property
+    def max_version(self) -> int:
+        """Newest version in its trainable spans."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The trainable part of a good trajectory."""
@@ -132,6 +163,47 @@ class Trained:
     num_tokens: int
     min_version: int
     max_version: int
+
+
+def check_body(body: bytes, described: Described) -> tuple[trajectory_pb2.Trajectory, int]:
+    """Return a serialized Trajectory that is as it is described, and the digest of its response: CRC-32 of its
+    trainable token ids, 1 where that is 0. O(T) through views. Raises BadTrajectory.
+    """
+    name, num_tokens = described.trajectory_id, described.num_tokens
+    try:
+        trajectory = trajectory_pb2.Trajectory.FromString(body)
+    except DecodeError:
+        raise BadTrajectory(
+            "bad_body", f"the body of {name} ({len(body)} bytes) is not a serialized Trajectory"
+        ) from None
+    if trajectory.trajectory_id != name:
+        raise BadTrajectory(
+            "id_mismatch", f"the body says trajectory_id {trajectory.trajectory_id!r}, its header {name!r}"
+        )
+    _check_sizes(trajectory, name=name, num_tokens=num_tokens)
+    token_ids = np.frombuffer(trajectory.token_ids, dtype="<i4")
+    loss_mask = unpack_mask(trajectory.loss_mask, num_tokens)
+    trained = check_columns(
+        name,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        logprobs=decode_logprobs(trajectory),
+        version_spans=trajectory.version_spans,
+        num_trainable=described.num_trainable_tokens,
+    )
+    if (trained.min_version, trained.max_version) != (described.min_version, described.max_version):
+        raise BadTrajectory(
+            "version_mismatch",
+            f"{name}: trainable spans hold versions {trained.min_version}–{trained.max_version}, the header says "
+            f"{described.min_version}–{described.max_version}",
+        )
+    check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
+    return trajectory, zlib.crc32(token_ids[loss_mask].tobytes()) or 1
+
+
+def batch_digest(trajectory_ids: Iterable[str]) -> bytes:
+    """`Batch.digest`: sha256 over the ids in order, each followed by a newline; 32 bytes."""
+    return hashlib.sha256("".join(f"{item}\n" for item in trajectory_ids).encode()).digest()
 
 
 def check_columns(
@@ -234,6 +306,27 @@ def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajec
         "bad_spans",
         f"{name}: {what} span [{span.start}, {span.end}) is not ascending and disjoint within {num_tokens} tokens",
     )
+
+
+def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int) -> None:
+    """Compare the bytes of each column with the tokens that the header names, and the mask's last bits with 0."""
+    width = 2 if trajectory.logprob_dtype == trajectory_pb2.LOGPROB_DTYPE_BF16 else 4
+    mask = trajectory.loss_mask
+    for column, held, needed in (
+        ("token_ids", len(trajectory.token_ids), 4 * num_tokens),
+        ("logprobs", len(trajectory.logprobs), width * num_tokens),
+        ("loss_mask", len(mask), (num_tokens + 7) // 8),
+    ):
+        if held != needed:
+            raise BadTrajectory(
+                "length_mismatch",
+                f"{name}: {column} holds {held} bytes, the {num_tokens} tokens of the header need {needed}",
+            )
+    used_bits = num_tokens & 7
+    if used_bits and mask[-1] >> used_bits:
+        raise BadTrajectory(
+            "mask_padding", f"{name}: padding bits after token {num_tokens - 1} are set; clear them"
+        )
 
 
 def _check_token_ids(name: str, token_ids: NDArray[np.integer]) -> None:

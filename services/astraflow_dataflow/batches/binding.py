@@ -7,7 +7,6 @@ between binding and sealing is repaired by the next reader with equal bytes. Cal
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow.plugins import StepRequest
+from astraflow.trajectories import batch_digest
 from astraflow_dataflow.batches.needs import suited
 from astraflow_dataflow.batches.replay import priorities
 from astraflow_dataflow.batches.selecting import ready_group, selection
@@ -120,7 +120,7 @@ class Batching:
         batch = await self.store.batches.batch(context.run_id, request)
         if batch.digest:
             return batch
-        batch.digest = batch_digest([item.trajectory_id for item in batch.items])
+        batch.digest = batch_digest(item.trajectory_id for item in batch.items)
         ages = histogram(
             (item.min_version for item in batch.items if not item.use), base_version=batch.base_version
         )
@@ -201,8 +201,3 @@ def _without_offer(
     if isinstance(reply, Candidates):
         raise TypeError("an offer was not asked for")
     return reply
-
-
-def batch_digest(trajectory_ids: Sequence[str]) -> bytes:
-    """sha256 over the ids in order, each followed by a newline; 32 bytes."""
-    return hashlib.sha256("".join(f"{item}\n" for item in trajectory_ids).encode()).digest()

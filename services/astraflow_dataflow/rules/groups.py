@@ -177,4 +177,5 @@ def item_of(
         member=header.member,
         turn=header.turn,
         truncated=header.finish_reason == TRUNCATED,
+        response_digest=header.response_digest,
     )

@@ -1,31 +1,27 @@
 """The wall in front of training: every pushed episode is checked before it may be counted as good.
 
 Pure. What a trajectory must be is written in `astraflow.trajectories`; here is what only the server can tell: whether
-header and body agree, and whether ids, versions, policies and side data belong to the run. Columns are read through
-numpy views. The first problem is raised as `BadTrajectory`. Called by ingest.
+ids, versions, policies and side data belong to the run. The first problem is raised as `BadTrajectory`. Called by
+ingest.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
 from astraflow._contract.bounds import judge
 from astraflow.blobs import blob_problem
-from astraflow.columns import decode_logprobs, unpack_mask
 from astraflow.recipe import RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import (
     BadTrajectory,
-    check_columns,
+    check_body,
     check_row,
     check_spans,
     check_trainable,
-    check_turns,
 )
 
 LOST_VERSIONS = 16
@@ -91,14 +87,8 @@ def _check_frame(episode: trajectory_pb2.Episode) -> None:
 def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation) -> None:
     header, body = item.header, item.body
     _check_header(header, expectation=expectation)
-    try:
-        trajectory = trajectory_pb2.Trajectory.FromString(body)
-    except DecodeError:
-        raise BadTrajectory(
-            "bad_body",
-            f"the body of {header.trajectory_id} ({len(body)} bytes) is not a serialized Trajectory",
-        ) from None
-    _check_body(trajectory, header)
+    # The digest is the only use of the body that filters have; what the client wrote there is replaced.
+    trajectory, header.response_digest = check_body(body, header)
     if problem := judge(trajectory, otherwise="out_of_bounds"):
         raise BadTrajectory(problem[0], f"{header.trajectory_id}: {problem[1]}")
     if not expectation.demand:
@@ -141,56 +131,6 @@ def _check_demand(header: trajectory_pb2.TrajectoryHeader, *, demand: Mapping[st
             "wrong_version",
             f"{header.trajectory_id}: evaluation demands version {wanted} of {header.policy_id} throughout, "
             f"got {header.min_version}–{header.max_version}; fail such a lease with version_unavailable",
-        )
-
-
-def _check_body(trajectory: trajectory_pb2.Trajectory, header: trajectory_pb2.TrajectoryHeader) -> None:
-    """Check a decoded body against its header, which gets the digest of its response. O(T) through views."""
-    name, num_tokens = header.trajectory_id, header.num_tokens
-    if trajectory.trajectory_id != name:
-        raise BadTrajectory(
-            "id_mismatch", f"the body says trajectory_id {trajectory.trajectory_id!r}, its header {name!r}"
-        )
-    _check_sizes(trajectory, name=name, num_tokens=num_tokens)
-    token_ids = np.frombuffer(trajectory.token_ids, dtype="<i4")
-    loss_mask = unpack_mask(trajectory.loss_mask, num_tokens)
-    trained = check_columns(
-        name,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        logprobs=decode_logprobs(trajectory),
-        version_spans=trajectory.version_spans,
-        num_trainable=header.num_trainable_tokens,
-    )
-    if trained.min_version != header.min_version or trained.max_version != header.max_version:
-        raise BadTrajectory(
-            "version_mismatch",
-            f"{name}: trainable spans hold versions {trained.min_version}–{trained.max_version}, the header says "
-            f"{header.min_version}–{header.max_version}",
-        )
-    check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
-    # The only use of the body that filters have; what the client wrote there is replaced.
-    header.response_digest = zlib.crc32(token_ids[loss_mask].tobytes()) or 1
-
-
-def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int) -> None:
-    """Compare the bytes of each column with the tokens that the header names, and the mask's last bits with 0."""
-    width = 2 if trajectory.logprob_dtype == trajectory_pb2.LOGPROB_DTYPE_BF16 else 4
-    mask = trajectory.loss_mask
-    for column, held, needed in (
-        ("token_ids", len(trajectory.token_ids), 4 * num_tokens),
-        ("logprobs", len(trajectory.logprobs), width * num_tokens),
-        ("loss_mask", len(mask), (num_tokens + 7) // 8),
-    ):
-        if held != needed:
-            raise BadTrajectory(
-                "length_mismatch",
-                f"{name}: {column} holds {held} bytes, the {num_tokens} tokens of the header need {needed}",
-            )
-    used_bits = num_tokens & 7
-    if used_bits and mask[-1] >> used_bits:
-        raise BadTrajectory(
-            "mask_padding", f"{name}: padding bits after token {num_tokens - 1} are set; clear them"
         )
 
 

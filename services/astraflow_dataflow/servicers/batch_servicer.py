@@ -105,16 +105,15 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
         run = await self._run(request.run_id, request.policy_id)
-        returned = await self.store.batches.nack(run.run_id, request)
+        reply = await self.store.batches.nack(run.run_id, request)
         await self.durability.barrier()
-        log.info(
-            "batch.given_back",
-            policy_id=request.policy_id,
-            step=request.step,
-            reason=request.reason,
-            groups=returned,
-        )
-        return pb.NackBatchResponse(returned_groups=returned)
+        said = {"policy_id": request.policy_id, "step": request.step, "reason": request.reason}
+        if request.quarantine:
+            num_dropped = reply.quarantined_trajectories
+            log.warning("batch.quarantined", batch_id=request.batch_id, dropped=num_dropped, **said)
+        else:
+            log.info("batch.given_back", groups=reply.returned_groups, **said)
+        return reply
 
     async def VoidBatch(self, request: pb.VoidBatchRequest, context: Context) -> pb.VoidBatchResponse:
         run = await self._run(request.run_id, request.policy_id)

@@ -126,7 +126,7 @@ class _History:
         elif rest[0].startswith("evaluated_"):
             place = trace_pb2.TRAJECTORY_PLACE_EVALUATED
         else:
-            place, reason = dropped, rest[0]
+            place, reason = dropped, ": ".join(rest[: 2 if kind == "D" else 1])
         self.groups[gid] = _Whereabouts(place=place, ms=ms, reason=reason, batch_id=batch_id, step=step)
 
     def _requeued(self) -> None:

@@ -160,9 +160,17 @@ class BatchStore:
         ]
         return _stage(await self._connection.call(Keys(run_id), "ack", *arguments, *pairs))
 
-    async def nack(self, run_id: str, request: pb.NackBatchRequest) -> int:
-        """Return the step's groups to the ready set. Raises FencedError, PreconditionError once it was trained on."""
-        return as_int(await self._connection.call(Keys(run_id), "nack", *_step_of(request)))
+    async def nack(self, run_id: str, request: pb.NackBatchRequest) -> pb.NackBatchResponse:
+        """Return the step's groups to the ready set, or quarantine them.
+
+        Raises FencedError, PreconditionError once it was trained on.
+        """
+        why = (request.reason or "unnamed") if request.quarantine else ""
+        arguments = (*_step_of(request), request.batch_id, why)
+        returned, dropped = as_list(await self._connection.call(Keys(run_id), "nack", *arguments))
+        return pb.NackBatchResponse(
+            returned_groups=as_int(returned), quarantined_trajectories=as_int(dropped)
+        )
 
     async def void(
         self, run_id: str, policy_id: str, *, step: int, batch_id: str, discard: bool, reason: str

@@ -315,9 +315,12 @@ def _damage(point: StepPoint) -> str:
 
 def _left_out(point: StepPoint) -> str:
     number = round(point.metrics.get("num_left_out_trajectories", 0))
-    if not number:
-        return ""
-    return f"  LEFT OUT: {number} trajectories that cannot be trained on, see batch.group_left_out in the trainer's log"
+    batches = round(point.metrics.get("num_quarantined_batches", 0))
+    said = "trajectories that cannot be trained on, see batch.group_left_out in the trainer's log"
+    words = f"  LEFT OUT: {number} {said}" if number else ""
+    if batches:
+        words += f"  QUARANTINED: {batches} batches that are not what they say, see batch.quarantined there"
+    return words
 
 
 def _evaluating_text(item: admin_service_pb2.Evaluation) -> str:

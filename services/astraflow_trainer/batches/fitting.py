@@ -16,7 +16,7 @@ import torch
 from astraflow.recipe import RowLimits
 from astraflow.trajectories import BadTrajectory, check_row
 from astraflow_kit.log import get_logger
-from astraflow_trainer.batches.rows import TrainingRow
+from astraflow_trainer.batches.rows import Group, TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 
 log = get_logger(__name__)
@@ -33,32 +33,29 @@ class Fitting:
 
 def fitting_rows(rows: Sequence[TrainingRow], *, limits: RowLimits, ranks: Ranks) -> Fitting:
     """Leave out every group (of one task and role) with a row beyond `limits` on any rank; a collective."""
-    problems = _problems(rows, limits)
-    found = [
-        group for part in ranks.all_gather(json.dumps(list(problems)).encode()) for group in json.loads(part)
-    ]
-    if not found:
+    unfit = groups_left_out(_problems(rows, limits), ranks=ranks)
+    if not unfit:
         return Fitting(rows, 0)
-    unfit = {(task_id, role) for task_id, role in found}
-    kept = [row for row in rows if _group(row) not in unfit]
-    num_left_out = ranks.sum(torch.tensor(len(rows) - len(kept)))
+    kept = [row for row in rows if row.group not in unfit]
+    return Fitting(kept, int(ranks.sum(torch.tensor(len(rows) - len(kept)))))
+
+
+def groups_left_out(problems: Mapping[Group, BadTrajectory], *, ranks: Ranks) -> set[Group]:
+    """Return the groups with a problem on any rank, having named this rank's; a collective."""
     for (task_id, role), problem in problems.items():
         log.warning(
             "batch.group_left_out", task_id=task_id, role=role, reason=problem.slug, detail=problem.detail
         )
-    return Fitting(kept, int(num_left_out))
+    everybodys = ranks.all_gather(json.dumps(list(problems)).encode())
+    return {(task_id, role) for part in everybodys for task_id, role in json.loads(part)}
 
 
-def _problems(rows: Sequence[TrainingRow], limits: RowLimits) -> Mapping[tuple[str, str], BadTrajectory]:
+def _problems(rows: Sequence[TrainingRow], limits: RowLimits) -> Mapping[Group, BadTrajectory]:
     """What is wrong with the first bad row of each group."""
-    problems: dict[tuple[str, str], BadTrajectory] = {}
+    problems: dict[Group, BadTrajectory] = {}
     for row in rows:
         try:
             check_row(row.trajectory_id, row.token_ids, limits)
         except BadTrajectory as problem:
-            problems.setdefault(_group(row), problem)
+            problems.setdefault(row.group, problem)
     return problems
-
-
-def _group(row: TrainingRow) -> tuple[str, str]:
-    return row.origin.task_id, row.origin.role

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
+from astraflow_trainer.batches.accepting import group_of
+from astraflow_trainer.batches.fitting import groups_left_out
 from astraflow_trainer.batches.precision import LogprobPrecision
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import RUN_FINISHED, BatchSource, StepBatch
@@ -72,6 +74,8 @@ class RankBatches:
         self._is_first = ranks.index == 0
         self._received: list[_Received] = []
         self._precision = LogprobPrecision()
+        self.num_left_out = 0
+        """Trajectories of the latest `fetch` that are left out, over all ranks."""
 
     def unit_of_work(self, step: int) -> AbstractContextManager[None]:
         """Log and call under the step's correlation id inside the block."""
@@ -113,8 +117,13 @@ class RankBatches:
             self._source.record_intent(batch)
 
     def fetch(self, batch: StepBatch) -> list[TrainingRow]:
-        """Return this rank's rows; a collective."""
-        rows = self._source.fetch(batch, items=self._share(batch))
+        """Return this rank's rows, without groups of which a payload, of any rank, cannot be trained on; a
+        collective.
+        """
+        fetched = self._source.fetch(batch, items=self._share(batch))
+        left_out = groups_left_out(self._source.problems, ranks=self._ranks)
+        self.num_left_out = sum(group_of(item) in left_out for item in batch.bound.items) if left_out else 0
+        rows = [row for row in fetched if row.group not in left_out]
         mine = _Received(
             num_bytes=self._source.fetched_bytes,
             num_trajectories=len(rows),
@@ -135,6 +144,7 @@ class RankBatches:
             "num_stale_tokens": float(sum(rank.num_stale_tokens for rank in self._received)),
             "num_version_spans_max": float(max((rank.num_spans_max for rank in self._received), default=0)),
             "bf16_logprobs": float(any(rank.are_bf16 for rank in self._received)),
+            "num_quarantined_batches": float(self._source.num_quarantined),
         }
         if len(self._received) > 1:
             for index, rank in enumerate(self._received):

@@ -7,12 +7,16 @@ contract messages by the batch source; read by packing and the training step.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from astraflow.plugins import VersionSpan
 from astraflow.trajectories import check_columns, check_reward, check_trainable
+
+Group: TypeAlias = tuple[str, str]
+"""Task and role: rows that are compared, and left out, together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class TrainingRow:
         check_trainable(
             self.trajectory_id, first_token_trained=bool(self.loss_mask[0]), temperature=self.temperature
         )
+
+    @property
+    def group(self) -> Group:
+        """The group that the row is of."""
+        return self.origin.task_id, self.origin.role
 
     @property
     def num_tokens(self) -> int:

@@ -23,17 +23,16 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.columns import decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow.errors import AstraflowError, InternalError, NotFoundError, PreconditionError, RetryableError
-from astraflow.plugins import VersionSpan
 from astraflow.recipe import BatchSettings
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.trajectories import BadTrajectory
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
-from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
+from astraflow_trainer.batches.accepting import BadBatch, accepted_row, bad_batch, group_of
+from astraflow_trainer.batches.rows import Group, TrainingRow
 from astraflow_trainer.batches.stale import corrected
 
 log = get_logger(__name__)
@@ -41,6 +40,8 @@ log = get_logger(__name__)
 _LONG_POLL_S = 5.0
 _FETCH_TIMEOUT_S = 120.0
 _PACK_BYTES = 2**20
+_MAX_QUARANTINED = 3
+"""Batches in a row, so that what is wrong with a server does not cost a run its data."""
 # Renewals come again, and the end of a trainer waits for nobody.
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -163,6 +164,10 @@ class BatchSource:
         """Payload bytes that the latest `fetch` received."""
         self.num_stale_tokens = 0
         """Tokens of the latest `fetch` that are masked or count for less."""
+        self.problems: dict[Group, BadTrajectory] = {}
+        """Groups of the latest `fetch` with a payload that cannot be trained on."""
+        self.num_quarantined = 0
+        """Batches that the latest `acquire` gave back, never to be bound again."""
 
     def claim(
         self,
@@ -221,8 +226,9 @@ class BatchSource:
     ) -> StepBatch | None:
         """Return the batch of `step`, waiting until there is one; None when `stopped` says so first.
 
-        `waiting` is called with the server's reason after each empty poll. Raises FencedError when a newer epoch
-        exists.
+        `waiting` is called with the server's reason after each empty poll. A batch that is not what it says is
+        quarantined, and another one waited for. Raises FencedError when a newer epoch exists, InternalError when
+        several batches are of no use in turn, or one that was trained on is not what it says any more.
         """
         request = batch_service_pb2.AcquireBatchRequest(
             **self._held,
@@ -230,14 +236,42 @@ class BatchSource:
             base_version=base_version,
             wait_duration=Duration(seconds=int(_LONG_POLL_S)),
         )
+        self.num_quarantined = 0
         while not stopped():
             response = self._client.call(
                 self._client.batches.AcquireBatch, request, timeout_s=_LONG_POLL_S + 10.0
             )
-            if response.HasField("batch"):
-                return StepBatch.of(response)
-            waiting(response.waiting_for or "ready_groups")
+            if not response.HasField("batch"):
+                waiting(response.waiting_for or "ready_groups")
+                continue
+            batch = StepBatch.of(response)
+            problem = bad_batch(batch.bound, policy_id=self._policy_id, step=step)
+            if problem is None:
+                return batch
+            self._quarantine(batch, problem, step=step)
         return None
+
+    def _quarantine(self, batch: StepBatch, problem: BadBatch, *, step: int) -> None:
+        """Give a batch back for good. Raises InternalError where another one would not help."""
+        said = f"batch {batch.bound.batch_id!r} of step {step} cannot be trained on, {problem.slug}: {problem.detail}"
+        if batch.finished_before:
+            raise InternalError(
+                f"{said}; the step was trained on it, so no other can take its place: what the server's Redis holds is "
+                "damaged, restore it from its backup"
+            )
+        if self.num_quarantined == _MAX_QUARANTINED:
+            raise InternalError(
+                f"{said}; so were the {_MAX_QUARANTINED} before it, which are quarantined: server and trainer differ, "
+                "see that they are of one release, then start the trainer again"
+            )
+        log.error(
+            "batch.quarantined", batch_id=batch.bound.batch_id, reason=problem.slug, detail=problem.detail
+        )
+        request = batch_service_pb2.NackBatchRequest(
+            **self._held, step=step, reason=problem.slug, quarantine=True, batch_id=batch.bound.batch_id
+        )
+        self._client.call(self._client.batches.NackBatch, request)
+        self.num_quarantined += 1
 
     def record_intent(self, batch: StepBatch) -> None:
         """Tell the server, before training, what the step will train on. Harmless for a replayed step."""
@@ -248,26 +282,28 @@ class BatchSource:
     def fetch(
         self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None
     ) -> list[TrainingRow]:
-        """Return the rows of `items`, some of the batch's, in their order; None means all of them."""
+        """Return the rows of `items`, some of the batch's, in their order; None means all of them.
+
+        One whose payload is gone, or is not what its item says, is missing: `problems` has it.
+        """
         wanted = batch.bound.items if items is None else items
         self.fetched_bytes = 0
-        by_id = dict(self._payloads(batch, wanted)) if wanted else {}
-        missing = [item.trajectory_id for item in wanted if item.trajectory_id not in by_id]
-        if missing:
-            raise InternalError(
-                f"batch {batch.bound.batch_id} of step {batch.bound.step}: {len(missing)} of {len(wanted)} payloads "
-                f"did not arrive, the first is {missing[0]}; the server's log says why"
-            )
-        rows = [_row(item, by_id[item.trajectory_id]) for item in wanted]
-        as_trained = [
+        bodies, base_version = self._bodies(batch, wanted), batch.bound.base_version
+        rows: list[TrainingRow] = []
+        self.problems, self.num_stale_tokens = {}, 0
+        for item in wanted:
+            try:
+                row = accepted_row(item, bodies.pop(item.trajectory_id, None), base_version=base_version)
+            except BadTrajectory as problem:
+                self.problems.setdefault(group_of(item), problem)
+                continue
+            num_stale = 0
             # What is replayed on purpose has a bound of its own.
-            (row, 0)
-            if item.use
-            else corrected(row, base_version=batch.bound.base_version, settings=self._settings)
-            for item, row in zip(wanted, rows, strict=True)
-        ]
-        self.num_stale_tokens = sum(num_stale for _, num_stale in as_trained)
-        return [row for row, _ in as_trained]
+            if not item.use:
+                row, num_stale = corrected(row, base_version=base_version, settings=self._settings)
+            rows.append(row)
+            self.num_stale_tokens += num_stale
+        return rows
 
     def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
         """Record, in the ledger and at the server, that the optimizer step was taken or skipped.
@@ -343,21 +379,30 @@ class BatchSource:
             ),
         )
 
-    def _payloads(
-        self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]
-    ) -> Iterator[tuple[str, trajectory_pb2.Trajectory]]:
+    def _bodies(self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]) -> dict[str, bytes]:
+        """Return the payloads that the server still has, by trajectory."""
+        wanted, bodies = [item.trajectory_id for item in items], dict[str, bytes]()
+        while wanted:
+            try:
+                bodies = dict(self._payloads(batch, wanted))
+                break
+            except NotFoundError as error:
+                gone = error.metadata.get("payload_missing")
+                if gone not in wanted:
+                    raise
+                wanted.remove(gone)
+        return bodies
+
+    def _payloads(self, batch: StepBatch, trajectory_ids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         request = batch_service_pb2.FetchBatchRequest(
-            **self._held,
-            step=batch.bound.step,
-            trajectory_ids=[item.trajectory_id for item in items],
-            pack_bytes=_PACK_BYTES,
+            **self._held, step=batch.bound.step, trajectory_ids=trajectory_ids, pack_bytes=_PACK_BYTES
         )
         fetch = self._client.batches.FetchBatch
         for response in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
             # A server of an earlier release knows no packs.
             for item in response.trajectories or [response]:
                 self.fetched_bytes += len(item.body)
-                yield item.trajectory_id, trajectory_pb2.Trajectory.FromString(item.body)
+                yield item.trajectory_id, item.body
 
 
 @contextmanager
@@ -376,21 +421,3 @@ def _in_background(call: Callable[[], bool], *, period_s: float, name: str) -> I
     finally:
         done.set()
         thread.join()
-
-
-def _row(item: batch_pb2.BatchItem, trajectory: trajectory_pb2.Trajectory) -> TrainingRow:
-    columns = decode_columns(trajectory)
-    return TrainingRow(
-        trajectory_id=item.trajectory_id,
-        origin=RowOrigin(item.task_id, item.role, item.member, item.turn, item.source),
-        token_ids=columns.token_ids,
-        loss_mask=columns.loss_mask,
-        behavior_logprobs=columns.logprobs,
-        version_spans=tuple(
-            VersionSpan(span.start, span.end, span.version, span.recomputed)
-            for span in trajectory.version_spans
-        ),
-        reward=item.reward,
-        temperature=trajectory.sampling.temperature,
-        truncated=item.truncated,
-    )

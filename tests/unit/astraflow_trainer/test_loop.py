@@ -51,7 +51,7 @@ class Bookkeeper:
     _step: int = 0
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
-        self._step = int(rows[0].origin.task_id.removeprefix("task-"))
+        self._step = int(rows[0].origin.task_id.removeprefix("task-")) if rows else self._step + 1
         self.events.append(f"train {self._step}")
         self.on_train(self._step)
         skipped = self._step in self.skips
@@ -192,6 +192,20 @@ def test_a_skipped_step_publishes_nothing_and_keeps_the_version(bench: Bench) ->
     assert bench.about("trained", "skipped") == ["trained 1", "skipped 2", "trained 3"]
     assert bench.about("publish") == ["publish 1", "publish 3"]
     assert bench.versions() == [1, None, 2]
+
+
+def test_a_bad_batch_costs_no_step_and_a_bad_payload_its_group_alone(bench: Bench) -> None:
+    bench.script.spoiled_batches.append(lambda batch: batch.items.pop())
+    bench.script.spoil["t2-1"] = lambda _: b""
+    bench.learner.skips = frozenset({2})
+    bench.run(last_step=3)
+    assert bench.about("nack", "train", "trained", "skipped") == [
+        *("nack 1 b1 digest_mismatch", "train 1", "trained 1"),
+        *("train 2", "skipped 2", "train 3", "trained 3"),
+    ]
+    names = ("num_quarantined_batches", "num_left_out_trajectories")
+    numbers = [tuple(record.metrics[name] for name in names) for record in bench.progress.records_after(0)]
+    assert numbers == [(1, 0), (0, 2), (0, 0)]
 
 
 def test_a_finished_step_leaves_its_numbers(bench: Bench) -> None:

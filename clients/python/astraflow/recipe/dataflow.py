@@ -31,6 +31,7 @@ Kept = Literal[
     "run_finished",
     "skipped",
     "voided",
+    "quarantined",
     "superseded",
     "fenced",
     "late_closed",

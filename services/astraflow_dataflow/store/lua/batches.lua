@@ -59,15 +59,15 @@ local function unbind(P, policy, step, id)
   switch_plugins(P)
 end
 
--- Drops the trajectories of a batch that nobody may train on; returns how many.
-local function discard(P, id)
+-- Drops the trajectories of a batch that nobody may train on as `reason`, for `detail` if there is one; returns how many.
+local function discard(P, id, reason, detail)
   local f = call('HMGET', K.batch(P, id), 'groups', 'n', 'step')
   for _, gid in ipairs(split(f[1])) do
-    note_group(P, gid, 'D', 'voided')
-    retire_group(P, gid, 'voided', f[3], id)
+    note_group(P, gid, 'D', reason, detail)
+    retire_group(P, gid, reason, f[3], id)
   end
   count(P, 'in_batch', -tonumber(f[2]))
-  count(P, 'dropped:voided', tonumber(f[2]))
+  count(P, 'dropped:' .. reason, tonumber(f[2]))
   emit(P, 'work')
   return tonumber(f[2])
 end
@@ -82,7 +82,7 @@ local function accept_loss(P, policy, identity, step)
   for _, bound in ipairs(call('HKEYS', K.steps(P, policy))) do
     if tonumber(bound) > finished and tonumber(bound) <= step then
       local id = call('HGET', K.steps(P, policy), bound)
-      discard(P, id)
+      discard(P, id, 'voided')
       unbind(P, policy, bound, id)
       call('UNLINK', K.batch(P, id))
     end
@@ -405,22 +405,28 @@ local function return_groups(P, policy, gids, n, reason)
   return #gids
 end
 
--- nack: policy, epoch, step. Groups return to the ready set with their old scores. Returns how many.
-SIGNATURE.nack = { 'policy', 'epoch', 'step' }
+-- nack: policy, epoch, step, batch or '' for whichever is bound, why its groups are quarantined or '' where they return to the ready set with their
+-- old scores. Returns { groups returned, trajectories dropped }.
+SIGNATURE.nack = { 'policy', 'epoch', 'step', 'batch', 'quarantine' }
 function F.nack(keys, a)
   local P, policy = keys[1], a.policy
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
   local id = call('HGET', K.steps(P, policy), a.step)
-  if not id then return 0 end
+  if not id or (a.batch ~= '' and a.batch ~= id) then return { 0, 0 } end
   local f = call('HMGET', K.batch(P, id), 'stage', 'groups', 'n')
   if STAGE_ORDER[f[1]] == 2 then
     return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
   end
-  local returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
+  local returned, dropped = 0, 0
+  if a.quarantine == '' then
+    returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
+  else
+    dropped = discard(P, id, 'quarantined', a.quarantine)
+  end
   unbind(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
-  return returned
+  return { returned, dropped }
 end
 
 -- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.
@@ -439,7 +445,7 @@ function F.void(keys, a)
   if a.action == 'return' then
     returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'voided')
   else
-    dropped = discard(P, a.batch)
+    dropped = discard(P, a.batch, 'voided')
   end
   unbind(P, policy, a.step, a.batch)
   call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)

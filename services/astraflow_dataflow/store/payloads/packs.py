@@ -156,7 +156,9 @@ class Payloads:
         """The error of a payload that was to be read and is not there."""
         if place.outside is None:
             return NotFoundError(
-                f"the payload of {place.trajectory_id} is gone; give the batch back and acquire the step again"
+                f"the payload of {place.trajectory_id} is gone; train without its group, or nack the batch with "
+                "`quarantine` and acquire the step again",
+                metadata={"payload_missing": place.trajectory_id},
             )
         self._note(LOST, f"the payload of {place.trajectory_id} in run {run_id} is gone")
         return UnavailableError(

@@ -218,6 +218,21 @@ def test_lines_leave_out_steps_of_before_a_resume() -> None:
     assert "step    7" in lines[0]
 
 
+def test_the_line_of_a_step_says_what_could_not_be_trained_on() -> None:
+    view, output, observation = _lines()
+    unfit = {"num_left_out_trajectories": 4.0, "num_quarantined_batches": 1.0}
+    observation.steps = [
+        StepPoint("solver", 1, 9.0, {"reward_mean": 0.5}),
+        StepPoint("solver", 2, 9.0, unfit),
+    ]
+    view.show(observation, doing="running")
+    good, bad = (line for line in output.getvalue().splitlines() if "solver step" in line)
+    assert "LEFT OUT: 4 trajectories" in bad
+    assert "QUARANTINED: 1 batches that are not what they say" in bad
+    assert "LEFT OUT" not in good
+    assert "QUARANTINED" not in good
+
+
 def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
     view, output, observation = _lines()
     observation.steps.clear()

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from astraflow.errors import FencedError
 from astraflow_trainer.batches.rank_batches import RankBatches, balanced_shares
@@ -59,7 +60,12 @@ def test_every_rank_gets_the_batch_that_the_first_one_acquired(bench: Bench, rep
     bench.script.last_finished_step = int(replayed)
     first, second = bench.run(lambda batches, _: _acquire(batches))
     bound = second.bound
-    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (1, "b1", b"\1" * 32, 4)
+    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (
+        1,
+        "b1",
+        scripted_batches.batch_of(1).digest,
+        4,
+    )
     assert list(bound.items) == list(first.bound.items)
     assert second.staleness() == first.staleness()
     assert first.finished_before == second.finished_before == replayed
@@ -84,6 +90,30 @@ def test_a_rank_without_a_share_fetches_nothing(bench: Bench) -> None:
     found = bench.run(lambda batches, _: len(batches.fetch(_acquire(batches))), size=3)
     assert found == [1, 1, 0]
     assert len(bench.script.fetched) == 2
+
+
+def test_a_group_with_a_bad_payload_on_one_rank_is_left_out_on_all(bench: Bench) -> None:
+    bench.script.spoil["t1-1"] = lambda _: b"damaged"
+
+    def fetch(batches: RankBatches, _: int) -> tuple[int, int]:
+        return len(batches.fetch(_acquire(batches))), batches.num_left_out
+
+    with capture_logs() as lines:
+        assert bench.run(fetch) == [(0, 2), (0, 2)]
+    said = [line for line in lines if line["event"] == "batch.group_left_out"]
+    assert [(line["task_id"], line["reason"]) for line in said] == [("task-1", "bad_body")]
+    bench.script.spoil.clear()
+    assert bench.run(fetch) == [(1, 0), (1, 0)]
+
+
+def test_a_batch_that_the_first_rank_quarantines_is_never_seen_by_the_others(bench: Bench) -> None:
+    bench.script.spoiled_batches.append(lambda batch: batch.items.pop())
+
+    def taken(batches: RankBatches, _: int) -> tuple[int, float]:
+        return len(_acquire(batches).bound.items), batches.measured()["num_quarantined_batches"]
+
+    assert bench.run(taken) == [(2, 1.0), (2, 0.0)]
+    assert [event for event in bench.script.events if "nack" in event] == ["nack 1 b1 digest_mismatch"]
 
 
 def test_only_the_first_rank_tells_the_server_how_far_a_step_is(bench: Bench) -> None:

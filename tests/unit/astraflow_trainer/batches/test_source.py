@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from astraflow import errors
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.plugins import VersionSpan
+from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
@@ -64,7 +67,7 @@ def test_waiting_for_a_batch_tells_the_servers_reasons(trainer: Trainer) -> None
     batch = trainer.acquire(4, base_version=2, waiting=reasons.append, stopped=lambda: False)
     assert batch is not None
     bound = batch.bound
-    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (4, "b4", b"\4" * 32, 2)
+    assert (bound.step, bound.batch_id, bound.digest, bound.base_version) == (4, "b4", batch_of(4).digest, 2)
     assert reasons == ["policy_version", "ready_groups"]
     assert trainer.script.base_versions == [2, 2, 2]
 
@@ -84,10 +87,109 @@ def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Tra
     assert rows[0].temperature == 0.5
 
 
-def test_a_payload_that_does_not_arrive_is_an_error_that_names_it(trainer: Trainer) -> None:
-    trainer.script.num_lost = 1
-    with pytest.raises(errors.InternalError, match="1 of 2 payloads did not arrive, the first is t1-1"):
+def _body(change: Callable[[trajectory_pb2.Trajectory], object]) -> Callable[[bytes], bytes]:
+    """A payload with a change."""
+
+    def changed(body: bytes) -> bytes:
+        trajectory = trajectory_pb2.Trajectory.FromString(body)
+        change(trajectory)
+        return trajectory.SerializeToString()
+
+    return changed
+
+
+def _set(**fields: Any) -> Callable[[bytes], bytes]:
+    return _body(lambda trajectory: [setattr(trajectory, name, value) for name, value in fields.items()])
+
+
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "no message": (lambda _: b"\xff\xff\xff", "bad_body"),
+    "cut short": (_body(lambda body: body.ClearField("logprobs")), "length_mismatch"),
+    "of another trajectory": (_set(trajectory_id="t9-1"), "id_mismatch"),
+    "another mask": (_set(loss_mask=b"\4"), "mask_mismatch"),
+    "other tokens": (_set(token_ids=np.asarray([1, 2, 4], dtype="<i4").tobytes()), "digest_mismatch"),
+    "another version": (_body(lambda body: setattr(body.version_spans[0], "version", 5)), "version_mismatch"),
+    "versions of too few tokens": (
+        _body(lambda body: setattr(body.version_spans[0], "end", 2)),
+        "spans_not_covering",
+    ),
+    "no temperature": (_body(lambda body: body.ClearField("sampling")), "bad_temperature"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), SPOILED.values(), ids=SPOILED)
+def test_a_payload_that_is_not_what_its_item_says_is_a_problem_of_its_group(
+    trainer: Trainer, spoil: Callable[[bytes], bytes], reason: str
+) -> None:
+    trainer.script.spoil["t1-1"] = spoil
+    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
+    [(group, problem)] = trainer.problems.items()
+    assert (group, problem.slug) == (("task-1", POLICY), reason)
+    assert "t1-1" in problem.detail
+    trainer.script.spoil.clear()
+    assert len(trainer.fetch(trainer.take())) == 2
+    assert trainer.problems == {}
+
+
+def test_a_payload_that_is_gone_is_a_problem_of_its_group_and_the_others_come(trainer: Trainer) -> None:
+    trainer.script.gone.add("t1-0")
+    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-1"]
+    assert trainer.problems["task-1", POLICY].slug == "payload_missing"
+    trainer.script.fail("FetchBatch", errors.NotFoundError("no batch is bound to step 1"))
+    with pytest.raises(errors.NotFoundError, match="no batch is bound"):
         trainer.fetch(trainer.take())
+
+
+def test_a_trajectory_of_a_version_that_its_step_cannot_know_is_a_problem(trainer: Trainer) -> None:
+    trainer.script.spoiled_batches.append(lambda batch: setattr(batch.items[1], "max_version", 1))
+    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
+    problem = trainer.problems["task-1", POLICY]
+    assert (problem.slug, problem.detail) == (
+        "future_version",
+        "t1-1: sampled from version 1, its step starts from 0",
+    )
+
+
+BAD_BATCHES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "of other trajectories than its digest": (lambda batch: batch.items.pop(), "digest_mismatch"),
+    "without a digest": (lambda batch: batch.ClearField("digest"), "digest_mismatch"),
+    "of another policy": (lambda batch: setattr(batch, "policy_id", "judge"), "wrong_policy"),
+    "of another step": (lambda batch: setattr(batch, "step", 7), "wrong_step"),
+    "without trajectories": (lambda batch: batch.ClearField("items"), "empty"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_a_batch_that_is_not_what_it_says_is_quarantined_and_the_next_one_taken(
+    trainer: Trainer, spoil: Callable[[Any], object], reason: str
+) -> None:
+    trainer.script.spoiled_batches.append(spoil)
+    with capture_logs() as lines:
+        assert trainer.take().bound == batch_of(1)
+    assert trainer.script.events[-3:] == ["acquire 1", f"nack 1 b1 {reason}", "acquire 1"]
+    assert [(line["event"], line["reason"]) for line in lines] == [("batch.quarantined", reason)]
+    assert trainer.num_quarantined == 1
+    trainer.take(2)
+    assert trainer.num_quarantined == 0
+
+
+def test_a_server_whose_batches_are_all_bad_ends_the_trainer_before_it_costs_the_run_its_data(
+    trainer: Trainer,
+) -> None:
+    trainer.script.spoiled_batches.extend([lambda batch: batch.ClearField("digest")] * 9)
+    with pytest.raises(
+        errors.InternalError, match=r"'b1' of step 1 .* digest_mismatch: .*; so were the 3 before it"
+    ):
+        trainer.take()
+    assert sum(event.startswith("nack") for event in trainer.script.events) == 3
+
+
+def test_a_batch_that_was_trained_on_is_never_given_back(trainer: Trainer) -> None:
+    trainer.script.last_finished_step = 1
+    trainer.script.spoiled_batches.append(lambda batch: batch.items.pop())
+    with pytest.raises(errors.InternalError, match="the step was trained on it"):
+        trainer.take()
+    assert not any(event.startswith("nack") for event in trainer.script.events)
 
 
 @pytest.mark.parametrize(("skipped", "stage"), [(False, "trained"), (True, "skipped")])
@@ -97,7 +199,7 @@ def test_intent_and_outcome_carry_batch_and_digest(trainer: Trainer, skipped: bo
     trainer.finish(batch, skipped=skipped)
     assert trainer.script.events[-2:] == ["intent 2", f"{stage} 2"]
     for ack in trainer.script.acks:
-        assert (ack.batch_id, ack.digest, ack.trainer_epoch) == ("b2", b"\2" * 32, 3)
+        assert (ack.batch_id, ack.digest, ack.trainer_epoch) == ("b2", batch_of(2).digest, 3)
 
 
 def test_the_ledger_names_what_a_step_trained_on(trainer: Trainer) -> None:
@@ -105,7 +207,7 @@ def test_the_ledger_names_what_a_step_trained_on(trainer: Trainer) -> None:
     trainer.finish(trainer.take(2), skipped=True)
     first, second = trainer.lines()
     ids = [item.trajectory_id for item in batch_of(1).items]
-    bound = {"step": 1, "epoch": 3, "batch_id": "b1", "digest": "01" * 32}
+    bound = {"step": 1, "epoch": 3, "batch_id": "b1", "digest": batch_of(1).digest.hex()}
     assert first == {**bound, "stage": "TRAINED", "trajectory_ids": ids}
     assert (second["step"], second["stage"]) == (2, "SKIPPED")
 

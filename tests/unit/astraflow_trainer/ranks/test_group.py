@@ -1,6 +1,7 @@
 """Ranks that cannot meet say so, in bounded time; a group of one needs nobody."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from astraflow.errors import FencedError, UnavailableError
+from astraflow_kit.lifecycle import ExitCode, exit_code_of
 from astraflow_kit.ports import free_port
+from astraflow_trainer.ranks import group as group_module
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.ranks.reductions import OneRank
+from astraflow_trainer.ranks.watch import RankWatch
 from astraflow_trainer.settings import RankSettings
 
 
@@ -27,6 +31,38 @@ def test_one_rank_is_a_group_that_nobody_else_can_end() -> None:
     error = FencedError("epoch 4 holds the policy")
     assert group.explain(error) is error
     group.farewell(error)
+
+
+NCCL_TIMED_OUT = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 600000 ms"
+)
+FAULTS = {
+    "the GPU is lost": (
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        "rank 0 lost cuda:1: CUDA error: an illegal memory access",
+    ),
+    "NCCL timed out": (
+        dist.DistBackendError(NCCL_TIMED_OUT),
+        "the other ranks of 1 do not answer: [Rank 1] Watchdog caught",
+    ),
+    "NCCL failed": (
+        RuntimeError("NCCL communicator was aborted on rank 1"),
+        "the other ranks of 1 do not answer: NCCL communicator was aborted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_lost_gpu_or_exchange_is_named_and_all_ranks_start_again_from_the_last_checkpoint(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "_FAREWELL_S", 0.0)
+    alone = join_rank_group(RankSettings(), timeout_s=1.0)
+    group = replace(alone, device=torch.device("cuda:1"), watch=RankWatch(0, 2, {}))
+    reason = group.explain(error)
+    assert isinstance(reason, UnavailableError)
+    assert reason.message.startswith(said)
+    assert exit_code_of(reason) is ExitCode.UNAVAILABLE == 75
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -40,7 +40,8 @@ type TrajectoryAccount struct {
 	// In a group that is not complete.
 	Assembling uint64 `protobuf:"varint,5,opt,name=assembling,proto3" json:"assembling,omitempty"`
 	// Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed,
-	// no_credit, run_finished, stale, skipped, voided, run_deleted, and `routed_NAME` of a route of the recipe.
+	// no_credit, run_finished, stale, skipped, voided, quarantined, run_deleted, and `routed_NAME` of a route of the
+	// recipe.
 	// docs/data-path.md says what each means.
 	Dropped map[string]uint64 `protobuf:"bytes,6,rep,name=dropped,proto3" json:"dropped,omitempty" protobuf_key:"bytes,1,opt,name=key,proto3" protobuf_val:"varint,2,opt,name=value,proto3"`
 	// Used for evaluation, also by a route of the recipe.

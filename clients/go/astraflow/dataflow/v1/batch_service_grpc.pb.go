@@ -32,12 +32,15 @@ type BatchServiceClient interface {
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
 	// empty response with `waiting_for`; `run_finished` says that there will be none.
 	AcquireBatch(ctx context.Context, in *AcquireBatchRequest, opts ...grpc.CallOption) (*AcquireBatchResponse, error)
-	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
+	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+	// good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
 	FetchBatch(ctx context.Context, in *FetchBatchRequest, opts ...grpc.CallOption) (BatchService_FetchBatchClient, error)
 	// Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
 	// than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
 	AckBatch(ctx context.Context, in *AckBatchRequest, opts ...grpc.CallOption) (*AckBatchResponse, error)
-	// Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent.
+	// Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+	// `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
 	NackBatch(ctx context.Context, in *NackBatchRequest, opts ...grpc.CallOption) (*NackBatchResponse, error)
 	// Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent.
 	RenewBatch(ctx context.Context, in *RenewBatchRequest, opts ...grpc.CallOption) (*RenewBatchResponse, error)
@@ -191,12 +194,15 @@ type BatchServiceServer interface {
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
 	// empty response with `waiting_for`; `run_finished` says that there will be none.
 	AcquireBatch(context.Context, *AcquireBatchRequest) (*AcquireBatchResponse, error)
-	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
+	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+	// good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
 	FetchBatch(*FetchBatchRequest, BatchService_FetchBatchServer) error
 	// Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
 	// than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
 	AckBatch(context.Context, *AckBatchRequest) (*AckBatchResponse, error)
-	// Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent.
+	// Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+	// `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
 	NackBatch(context.Context, *NackBatchRequest) (*NackBatchResponse, error)
 	// Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent.
 	RenewBatch(context.Context, *RenewBatchRequest) (*RenewBatchResponse, error)

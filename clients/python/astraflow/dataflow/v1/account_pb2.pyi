@@ -73,7 +73,8 @@ class TrajectoryAccount(_message.Message):
     @_builtins.property
     def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed,
-        no_credit, run_finished, stale, skipped, voided, run_deleted, and `routed_NAME` of a route of the recipe.
+        no_credit, run_finished, stale, skipped, voided, quarantined, run_deleted, and `routed_NAME` of a route of the
+        recipe.
         docs/data-path.md says what each means.
         """
 

@@ -38,6 +38,7 @@ class BatchItem(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     USE_FIELD_NUMBER: _builtins.int
+    RESPONSE_DIGEST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     group_id: _builtins.str
@@ -66,6 +67,10 @@ class BatchItem(_message.Message):
     """Whether its last answer was cut off by a limit of tokens: `finish_reason` is `length`."""
     use: _builtins.int
     """0 when its group is trained on for the first time, n when it is replayed for the n-th time."""
+    response_digest: _builtins.int
+    """CRC-32 of its trainable token ids, 1 where that is 0, as the server saw them when it accepted it. 0: bound by an
+    earlier release, nothing to compare with.
+    """
     def __init__(
         self,
         *,
@@ -83,10 +88,11 @@ class BatchItem(_message.Message):
         turn: _builtins.int = ...,
         truncated: _builtins.bool = ...,
         use: _builtins.int = ...,
+        response_digest: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "response_digest", b"response_digest", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -589,6 +589,8 @@ class NackBatchRequest(_message.Message):
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -599,6 +601,12 @@ class NackBatchRequest(_message.Message):
     """Step of the batch."""
     reason: _builtins.str
     """Slug for people and logs."""
+    quarantine: _builtins.bool
+    """The batch cannot be trained on by anybody, for `reason`: its groups do not return. Groups that it replays were
+    trained on before; they go back to where replay draws from.
+    """
+    batch_id: _builtins.str
+    """When set, another batch that is bound to the step stays as it is."""
     def __init__(
         self,
         *,
@@ -607,10 +615,12 @@ class NackBatchRequest(_message.Message):
         trainer_epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         reason: _builtins.str = ...,
+        quarantine: _builtins.bool = ...,
+        batch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_id", b"policy_id", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "policy_id", b"policy_id", "quarantine", b"quarantine", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -623,16 +633,20 @@ class NackBatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RETURNED_GROUPS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     returned_groups: _builtins.int
     """Groups that returned to the ready set."""
+    quarantined_trajectories: _builtins.int
+    """Trajectories that ended as dropped{quarantined}."""
     def __init__(
         self,
         *,
         returned_groups: _builtins.int = ...,
+        quarantined_trajectories: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["returned_groups", b"returned_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined_trajectories", b"quarantined_trajectories", "returned_groups", b"returned_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

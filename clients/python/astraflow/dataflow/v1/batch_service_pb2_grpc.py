@@ -129,7 +129,8 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchBatch(self, request, context):
-        """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only.
+        """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+        good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +145,9 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def NackBatch(self, request, context):
-        """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent.
+        """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+        `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

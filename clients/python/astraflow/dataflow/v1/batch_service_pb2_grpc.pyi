@@ -55,13 +55,18 @@ class BatchServiceStub:
     empty response with `waiting_for`; `run_finished` says that there will be none.
     """
     FetchBatch: _grpc.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]
-    """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
+    """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+    good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
+    """
     AckBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]
     """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
     than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
     """
     NackBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]
-    """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
+    """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+    `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+    """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
     VoidBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]
@@ -102,13 +107,18 @@ class BatchServiceAsyncStub(BatchServiceStub):
     empty response with `waiting_for`; `run_finished` says that there will be none.
     """
     FetchBatch: _aio.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]  # type: ignore[assignment]
-    """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
+    """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+    good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
+    """
     AckBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AckBatchRequest, _batch_service_pb2.AckBatchResponse]  # type: ignore[assignment]
     """Records a stage of the step: INTENT before training, then TRAINED or SKIPPED. Atomic, idempotent. A digest other
     than the bound batch's answers ALREADY_EXISTS (CONFLICT), TRAINED without INTENT answers FAILED_PRECONDITION.
     """
     NackBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]  # type: ignore[assignment]
-    """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
+    """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+    `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+    """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
     VoidBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.VoidBatchRequest, _batch_service_pb2.VoidBatchResponse]  # type: ignore[assignment]
@@ -171,7 +181,9 @@ class BatchServiceServicer:
         request: _batch_service_pb2.FetchBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_batch_service_pb2.FetchBatchResponse], _abc.AsyncIterator[_batch_service_pb2.FetchBatchResponse]]:
-        """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only."""
+        """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
+        good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
+        """
 
     def AckBatch(
         self,
@@ -187,7 +199,10 @@ class BatchServiceServicer:
         request: _batch_service_pb2.NackBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_service_pb2.NackBatchResponse, _abc.Awaitable[_batch_service_pb2.NackBatchResponse]]:
-        """Unbinds a batch that was not trained on; its groups return to the ready set in their old order. Atomic, idempotent."""
+        """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
+        `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
+        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+        """
 
     def RenewBatch(
         self,
