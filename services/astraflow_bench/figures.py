@@ -13,19 +13,22 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """`subject` says whose figure it is, empty where that is plain; `least` and `most` bound a target."""
+    """`subject` says whose figure it is, empty where that is plain; `least` and `most` bound a target.
+
+    `value` is None where nothing was measured; `unit` says why.
+    """
 
     what: str
     subject: str
-    value: float
+    value: float | None
     unit: str
     least: float | None = None
     most: float | None = None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None for what is no target."""
-        if self.least is None and self.most is None:
+        """Whether the target is met; None for what is no target or was not measured."""
+        if self.value is None or (self.least is None and self.most is None):
             return None
         return (self.least is None or self.value >= self.least) and (
             self.most is None or self.value <= self.most

@@ -38,12 +38,16 @@ def trainer(
         list[int] | None, typer.Option(min=1, help="Ranks; repeat it. Default: 1, 2, 4.")
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of the loop that publishes.")] = 4,
+    toy: Annotated[
+        bool, typer.Option("--toy", help="Run section gpu on the CPU, with this model, to see that it works.")
+    ] = False,
     as_json: AsJson = False,
     write: WriteFolder = None,
 ) -> None:
     """What a training step costs: packing, logits, losses, ranks, publishing and checkpoints, and where its time goes.
 
-    Beside padded and separate passes, whole logits, PPO, and one rank. Status 1: a target was missed.
+    Beside padded and separate passes, whole logits, PPO, one rank, a plain loop, and TRL; on a GPU where one is.
+    Status 1: a target was missed.
     """
     require_known(only or (), SECTIONS)
     if hidden % 64:
@@ -51,7 +55,7 @@ def trainer(
     sizes = TrainerSizes(
         hidden=hidden, layers=layers, rows=rows, median=median, outlier=outlier, turns=turns,
         logit_tokens=logit_tokens, logit_vocab=logit_vocab, logit_hidden=logit_hidden,
-        ranks=tuple(sorted(set(ranks or (1, 2, 4)))), steps=steps,
+        ranks=tuple(sorted(set(ranks or (1, 2, 4)))), steps=steps, toy=toy,
     )  # fmt: skip
     _measure(sizes, only or list(SECTIONS), as_json=as_json, write=write)
 

@@ -65,9 +65,15 @@ def say(text: str) -> None:
 def _rows(figures: Sequence[Figure]) -> list[str]:
     rows = ["| figure | subject | value | target | met |", "|---|---|---|---|---|"]
     for figure in figures:
-        value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
+        value = _shown(figure.value)
         least, most = figure.least, figure.most
         target = f"≥ {least:g}" if least is not None else f"≤ {most:g}" if most is not None else ""
         met = {True: "yes", False: "**no**", None: ""}[figure.met]
         rows.append(f"| {figure.what} | {figure.subject} | {value} {figure.unit} | {target} | {met} |")
     return rows
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "unmeasured:"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -13,12 +13,14 @@ import torch
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.trainer.blocking import measure_blocking
+from astraflow_bench.trainer.gpu import measure_gpu
 from astraflow_bench.trainer.logits import measure_logits
 from astraflow_bench.trainer.losses import measure_losses
 from astraflow_bench.trainer.packing import measure_packing
 from astraflow_bench.trainer.ranks import measure_ranks
 from astraflow_bench.trainer.sizes import TrainerSizes
 from astraflow_bench.trainer.split import measure_split
+from astraflow_bench.trainer.trainers import measure_trainers
 from astraflow_trainer.memory import keep_freed_memory
 
 _MEASURES: Mapping[str, Callable[[TrainerSizes, Path], list[Figure]]] = {
@@ -28,6 +30,8 @@ _MEASURES: Mapping[str, Callable[[TrainerSizes, Path], list[Figure]]] = {
     "ranks": measure_ranks,
     "blocking": measure_blocking,
     "split": measure_split,
+    "trainers": measure_trainers,
+    "gpu": measure_gpu,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SECTIONS = ("packing", "logits", "losses", "ranks", "blocking", "split")
+SECTIONS = ("packing", "logits", "losses", "ranks", "blocking", "split", "trainers", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +34,5 @@ class TrainerSizes:
     """Numbers of processes, one of them 1."""
     steps: int
     """Steps of the loop that publishes and checkpoints."""
+    toy: bool = False
+    """Whether section `gpu` runs on the CPU, with this model."""

@@ -21,6 +21,7 @@ from astraflow_bench.figures import Figure, cpu_seconds, least_cpu_seconds
 )
 def test_a_target_is_met_within_its_limits(limits: dict[str, float], met: bool | None) -> None:
     assert Figure(what="it", subject="", value=2.0, unit="×", **limits).met is met
+    assert Figure(what="it", subject="", value=None, unit="no GPU", **limits).met is None
 
 
 def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does_not() -> None:
