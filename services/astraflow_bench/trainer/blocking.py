@@ -54,6 +54,7 @@ class _SameRows:
 
     def __init__(self, rows: Sequence[TrainingRow]) -> None:
         self._rows = rows
+        self.num_left_out = 0
 
     def unit_of_work(self, _step: int) -> AbstractContextManager[None]:
         return nullcontext()
