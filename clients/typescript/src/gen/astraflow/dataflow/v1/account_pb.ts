@@ -58,7 +58,8 @@ export type TrajectoryAccount = Message<"astraflow.dataflow.v1.TrajectoryAccount
 
   /**
    * Dropped, by reason: poison, superseded, fenced, late_closed, incomplete, expired, filtered, filter_failed,
-   * no_credit, run_finished, stale, skipped, voided, run_deleted, and `routed_NAME` of a route of the recipe.
+   * no_credit, run_finished, stale, skipped, voided, quarantined, run_deleted, and `routed_NAME` of a route of the
+   * recipe.
    * docs/data-path.md says what each means.
    *
    * @generated from field: map<string, uint64> dropped = 6;

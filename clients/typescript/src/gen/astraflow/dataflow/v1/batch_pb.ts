@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/batch.proto.
  */
 export const file_astraflow_dataflow_v1_batch: GenFile = /*@__PURE__*/
-  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSKNAgoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDRIRCgl0cnVuY2F0ZWQYDSABKAgSCwoDdXNlGA4gASgNIpEBCgVCYXRjaBIQCghiYXRjaF9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDAoEc3RlcBgDIAEoBBIUCgxiYXNlX3ZlcnNpb24YBCABKAQSLwoFaXRlbXMYBSADKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQmF0Y2hJdGVtEg4KBmRpZ2VzdBgGIAEoDEKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM");
+  fileDesc("CiFhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYmF0Y2gucHJvdG8SFWFzdHJhZmxvdy5kYXRhZmxvdy52MSKmAgoJQmF0Y2hJdGVtEhUKDXRyYWplY3RvcnlfaWQYASABKAkSEAoIZ3JvdXBfaWQYAiABKAkSDwoHdGFza19pZBgDIAEoCRISCgpudW1fdG9rZW5zGAQgASgNEhwKFG51bV90cmFpbmFibGVfdG9rZW5zGAUgASgNEg4KBnJld2FyZBgGIAEoARITCgttaW5fdmVyc2lvbhgHIAEoBBITCgttYXhfdmVyc2lvbhgIIAEoBBIMCgRyb2xlGAkgASgJEg4KBnNvdXJjZRgKIAEoCRIOCgZtZW1iZXIYCyABKA0SDAoEdHVybhgMIAEoDRIRCgl0cnVuY2F0ZWQYDSABKAgSCwoDdXNlGA4gASgNEhcKD3Jlc3BvbnNlX2RpZ2VzdBgPIAEoByKRAQoFQmF0Y2gSEAoIYmF0Y2hfaWQYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEgwKBHN0ZXAYAyABKAQSFAoMYmFzZV92ZXJzaW9uGAQgASgEEi8KBWl0ZW1zGAUgAygLMiAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhdGNoSXRlbRIOCgZkaWdlc3QYBiABKAxCgAEKGGlvLmFzdHJhZmxvdy5kYXRhZmxvdy52MVABWkpnaXRodWIuY29tL2FzdHJhZmxvdy9hc3RyYWZsb3cvY2xpZW50cy9nby9hc3RyYWZsb3cvZGF0YWZsb3cvdjE7ZGF0YWZsb3d2MaoCFUFzdHJhZmxvdy5EYXRhZmxvdy5WMWIGcHJvdG8z");
 
 /**
  * One trajectory of a batch, without its payload.
@@ -117,6 +117,14 @@ export type BatchItem = Message<"astraflow.dataflow.v1.BatchItem"> & {
    * @generated from field: uint32 use = 14;
    */
   use: number;
+
+  /**
+   * CRC-32 of its trainable token ids, 1 where that is 0, as the server saw them when it accepted it. 0: bound by an
+   * earlier release, nothing to compare with.
+   *
+   * @generated from field: fixed32 response_digest = 15;
+   */
+  responseDigest: number;
 };
 
 /**
