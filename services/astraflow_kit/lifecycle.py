@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -134,7 +135,7 @@ def begin(service: str, settings: ProcessSettings) -> None:
     log, arm failpoints.
     """
     share_arenas()
-    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=False)
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
     log_lines.configure(service, level=settings.log_level, log_format=settings.log_format)
