@@ -6,6 +6,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import redis
 
 from astraflow.dataflow.v1.batch_service_pb2 import VOID_ACTION_DISCARD
 from astraflow.dataflow.v1.run_service_pb2 import DeleteRunResponse
@@ -224,6 +225,8 @@ async def test_while_the_payloads_redis_is_away_nodes_keep_what_they_have_and_wh
     over_two: World, other: ValkeyServer
 ) -> None:
     trainer, node = await over_two.started(dataset="Counting")
+    with redis.Redis(port=other.port) as own:
+        own.config_set("appendfsync", "no")  # with it a busy disk may hold back what a kill then loses
     leases = await node.lease(2)
     await node.complete(leases[0])
     other.kill()
