@@ -6,7 +6,7 @@ time gets the same tasks. Made by `data_plugins`, and by whoever needs the data 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -97,7 +97,7 @@ class Turns:
     def place(self, index: int) -> tuple[str, int] | None:
         """Return (source, index in it); None past the end of all."""
         taken = dict.fromkeys(self.weights, 0)
-        for turn, times in self._stretches():
+        for turn, times in self._stretches:
             if index < times * len(turn):
                 full, position = divmod(index, len(turn))
                 name = turn[position]
@@ -108,16 +108,19 @@ class Turns:
                 taken[name] += times * turn.count(name)
         return None
 
-    def _stretches(self) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield turns that are equal and how often they follow each other: at most two for each source that ends."""
+    @cached_property
+    def _stretches(self) -> list[tuple[Sequence[str], int]]:
+        """Turns that are equal and how often they follow each other: at most two for each source that ends."""
         left = dict(self.ends)
+        stretches: list[tuple[Sequence[str], int]] = []
         while any(left.values()):
             sizes = {name: min(weight, left[name]) for name, weight in self.weights.items() if left[name]}
             turn = _spread(sizes)
             times = min(left[name] // size for name, size in sizes.items())
-            yield turn, times
+            stretches.append((turn, times))
             for name, size in sizes.items():
                 left[name] -= times * size
+        return stretches
 
 
 def _spread(sizes: Mapping[str, int]) -> list[str]:

@@ -113,7 +113,7 @@ def diff(
 ) -> None:
     """Print the keys in which OTHER differs from RECIPE, once both are resolved. --set holds for both.
 
-    Example: astraflow recipe diff recipes/math recipes/math/small.yaml
+    Example: astraflow recipe diff quickstart my-task
     """
     before, after = (load_recipe(path, overrides=overrides or ()) for path in (recipe, other))
     differing = differences(before.recipe, after.recipe)
