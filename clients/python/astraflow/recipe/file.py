@@ -88,7 +88,7 @@ class LoadedRecipe:
 
     @property
     def folder(self) -> Path | None:
-        """Where the file and its code lie."""
+        """Where the file lies."""
         return self.file.parent if self.file is not None else None
 
     @property
@@ -103,17 +103,20 @@ def load_recipe(
     """Read and validate `folder/recipe.yaml` with `key.path=value` overrides applied.
 
     `folder` may also be the path of a YAML file, or the name of a recipe that comes with this release. `options` are
-    those that stand for a key: errors name them, as they name `--set` for the others.
+    those that stand for a key: errors name them, as they name `--set` for the others. The code is that beside the file,
+    or, where no recipe.py is, beside the first of those it extends that has one.
 
     Raises RecipeError naming file and line, or option, nearest key and remedy.
     """
     path = _recipe_path(folder)
     document = Document()
-    for layer, text in reversed(_extended(path)):
+    layers = _extended(path)
+    for layer, text in reversed(layers):
         document.lay(text, source=str(layer))
     document.values.pop(_EXTENDS, None)
     recipe = _validated(document, overrides=overrides, options=options)
-    return LoadedRecipe(recipe, _dump(recipe), read_code(path.parent), path, document)
+    code = next(filter(None, (read_code(layer.parent) for layer, _ in layers)), ())
+    return LoadedRecipe(recipe, _dump(recipe), code, path, document)
 
 
 def parse_recipe(

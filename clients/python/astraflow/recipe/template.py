@@ -22,6 +22,8 @@ _SCHEMA = ".recipe.schema.json"
 """Hidden, so that it does not travel with the run."""
 _NAME = re.compile(r"^(  name: )\S+", re.MULTILINE)
 _SCHEMA_LINE = re.compile(r"^# yaml-language-server: .*$", re.MULTILINE)
+_EXTENDED = re.compile(r"^extends: \.\./([a-z0-9-]+)/", re.MULTILINE)
+"""A recipe that is another folder's with changes cannot be copied alone."""
 _README = """# {name}
 
 Made by `astraflow recipe init` from the recipe `{source}` of AstraFlow {version}. It runs as it is, without a GPU:
@@ -66,6 +68,11 @@ def write_recipe(folder: Path, *, source: str) -> list[Path]:
     if source not in shipped:
         raise InvalidArgumentError(
             f"--from {source}: no recipe of this release; there are {', '.join(shipped)}"
+        )
+    base = _EXTENDED.search((shipped[source] / "recipe.yaml").read_text(encoding="utf-8"))
+    if base is not None:
+        raise InvalidArgumentError(
+            f"--from {source}: that recipe is {base[1]} with a few keys changed; begin with --from {base[1]}"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidArgumentError(f"{folder} is not empty; give a new name")

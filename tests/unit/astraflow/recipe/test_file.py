@@ -458,3 +458,17 @@ def test_a_chain_of_files_has_a_bound(tmp_path: Path) -> None:
 def test_text_in_no_file_extends_nothing() -> None:
     with pytest.raises(RecipeError, match=r"r\.yaml:2: `extends` names a file beside this one"):
         parse_recipe("run: {}\nextends: recipe.yaml\n", source="r.yaml")
+
+
+def test_a_file_without_code_beside_it_has_that_of_the_first_it_extends_with_some(tmp_path: Path) -> None:
+    for name, text in (
+        ("base", GOOD),
+        ("middle", "extends: ../base/recipe.yaml"),
+        ("top", "extends: ../middle/recipe.yaml"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text(text)
+    (tmp_path / "base" / "recipe.py").write_text("base = 1")
+    assert load_recipe(tmp_path / "top").code == (CodeFile("recipe.py", b"base = 1"),)
+    (tmp_path / "middle" / "recipe.py").write_text("middle = 1")
+    assert load_recipe(tmp_path / "top").code == (CodeFile("recipe.py", b"middle = 1"),)

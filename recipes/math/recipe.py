@@ -1,0 +1,122 @@
+"""GSM8K from a folder, and at small size generated word problems of the same shape, with flawed demonstrations.
+
+Invariant: a problem belongs to one split for ever: GSM8K's by its files, a generated one by a hash of its two numbers.
+The dataflow server reads `Gsm8k` or `Sums`, trainers' warm starts the demonstrations; both sizes have the workflow and
+the reward that recipe.yaml names.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from astraflow.plugins import Demonstration, Message, TaskSpec
+from astraflow.task_files import RowTasks, read_rows
+
+ASK = "\n\nThink step by step, and give the final answer within \\boxed{}."
+FETCH = (
+    "git clone https://github.com/openai/grade-school-math data/grade-school-math, or give the folder: "
+    "--set run.dataset.with.folder=FOLDER"
+)
+NAMES = ("Ann", "Ben", "Cal", "Dee", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon")
+THINGS = ("apples", "coins", "books", "cards", "shells", "pens")
+TEMPLATES = (
+    "{name} has {a} {thing} and gets {b} more. How many now?",
+    "{name} buys {a} {thing}, then {b} more. How many in total?",
+    "There are {a} {thing} here and {b} there. How many in all?",
+)
+HELD_OUT_SHARE = 0.1
+
+
+class Gsm8k(RowTasks[dict[str, Any]]):
+    """GSM8K as its authors publish it: `train.jsonl` and `test.jsonl` (or .gz) of `question` and `answer`."""
+
+    def __init__(
+        self, *, seed: int, folder: Path = Path("data/grade-school-math/grade_school_math/data")
+    ) -> None:
+        fields = {"question": str, "answer": str}
+        train, test = (read_rows(folder / f"{split}.jsonl", fields=fields, remedy=FETCH) for split in SPLITS)
+        super().__init__(train=train, heldout=test, seed=seed)
+
+    def task(self, task_id: str, row: dict[str, Any]) -> TaskSpec:
+        """The question, and the answer behind the `####` of its solution."""
+        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        data = {"answer": answer, "problem": row["question"]}
+        return TaskSpec(task_id, (Message("user", row["question"] + ASK),), data)
+
+
+SPLITS = ("train", "test")
+
+
+class Sums:
+    """Endless sums of two numbers in words; called by the dataflow server at small size."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def train(self, index: int) -> TaskSpec:
+        """Training task `index`."""
+        return _task(f"train-{index}", random.Random(f"train/{self._seed}/{index}"), held_out=False)
+
+    def heldout(self, index: int) -> TaskSpec:
+        """Held-out task `index`; its two numbers occur in no training task and no demonstration."""
+        return _task(f"heldout-{index}", random.Random(f"heldout/{self._seed}/{index}"), held_out=True)
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether the ordered pair is held out."""
+    digest = hashlib.blake2b(f"{a}+{b}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64
+
+
+def careful_answer(a: int, b: int) -> str:
+    """Column by column, always right: `7+5=2c 4+3=8 \\boxed{82}` for 47 and 35 (c is the carry)."""
+    ones = a % 10 + b % 10
+    return f"{a % 10}+{b % 10}={ones % 10}{'c' * (ones // 10)} {a // 10}+{b // 10}={(a + b) // 10} \\boxed{{{a + b}}}"
+
+
+def careful_check(a: int, b: int, proposed: int) -> str:
+    """The sum column by column beside what is proposed, always right: `7+5=2c:2y 4+3=8:8y approve`."""
+    ones, tens = a % 10 + b % 10, (a + b) // 10
+    first = (
+        f"{a % 10}+{b % 10}={ones % 10}{'c' * (ones // 10)}:{proposed % 10}{'ny'[ones % 10 == proposed % 10]}"
+    )
+    second = f"{a // 10}+{b // 10}={tens}:{proposed // 10}{'ny'[tens == proposed // 10]}"
+    return f"{first} {second} {'approve' if a + b == proposed else 'reject'}"
+
+
+def demonstrations(seed: int) -> Iterator[Demonstration]:
+    """The solver's: half careful, half a guess. Reinforcement learning is to tell them apart."""
+    for index in count():
+        rng = random.Random(f"solver/{seed}/{index}")
+        a, b, question = _draw(rng, held_out=False)
+        answer = careful_answer(a, b) if index % 2 else f"\\boxed{{{rng.randint(20, 99)}}}"
+        yield Demonstration((Message("user", question),), answer)
+
+
+def verifier_demonstrations(seed: int) -> Iterator[Demonstration]:
+    """The verifier's, as `verifier_prompt` of math-multi-agent asks: half careful, half the toss of a coin."""
+    for index in count():
+        rng = random.Random(f"verifier/{seed}/{index}")
+        a, b, question = _draw(rng, held_out=False)
+        proposed = rng.choice(
+            (a + b, a + b, min(99, a + b + rng.choice((-10, -1, 1, 10))), rng.randint(20, 99))
+        )
+        check = careful_check(a, b, proposed) if index % 2 else rng.choice(("approve", "reject"))
+        yield Demonstration((Message("user", f"{question} Answer: {proposed}"),), check)
+
+
+def _draw(rng: random.Random, *, held_out: bool) -> tuple[int, int, str]:
+    while True:
+        a, b = rng.randint(10, 89), rng.randint(10, 89)
+        if a + b <= 99 and is_held_out(a, b) is held_out:
+            break
+    text = rng.choice(TEMPLATES).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), a=a, b=b)
+    return a, b, text
+
+
+def _task(task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+    a, b, question = _draw(rng, held_out=held_out)
+    return TaskSpec(task_id, (Message("user", question),), {"answer": str(a + b), "problem": question})

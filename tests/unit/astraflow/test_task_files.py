@@ -1,0 +1,58 @@
+"""Rows of files: packed or not, under one name, and wrong ones by file and line."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from astraflow.errors import RecipeError
+from astraflow.plugins import TaskSpec
+from astraflow.task_files import RowTasks, read_rows
+
+FIELDS = {"prompt|text": str, "task_id": int}
+
+
+class Numbers(RowTasks[int]):
+    def task(self, task_id: str, row: int) -> TaskSpec:
+        return TaskSpec(task_id, (), {"row": row})
+
+
+def test_a_file_may_be_packed_and_call_a_field_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "a", "task_id": 1}\n\n')
+    with gzip.open(tmp_path / "packed.jsonl.gz", "wt") as file:
+        file.write('{"text": "a", "task_id": 1, "more": []}')
+    for name in ("plain.jsonl", "packed.jsonl", "packed.jsonl.gz"):
+        (row,) = read_rows(tmp_path / name, fields=FIELDS, remedy="")
+        assert (row["prompt"], row["task_id"]) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", r"rows.jsonl:2: not JSON \(.*\); a row is one JSON object on one line"),
+        ("[]", "rows.jsonl:2: a list; a row is one JSON object"),
+        ("{}", r"rows.jsonl:2: no 'prompt\|text'; the row has nothing"),
+        ('{"prompt": "a", "task_id": "1"}', "rows.jsonl:2: 'task_id' is '1'; give a int"),
+    ],
+)
+def test_a_malformed_row_is_named_with_file_and_line(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "task_id": 1}}\n{line}\n')
+    with pytest.raises(RecipeError, match=words):
+        read_rows(tmp_path / "rows.jsonl", fields=FIELDS, remedy="")
+
+
+def test_a_missing_and_an_empty_file_name_what_brings_the_data(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, words in (("none.jsonl", "there is no file"), ("empty.jsonl", "has no rows")):
+        with pytest.raises(RecipeError, match=f"{words}.*: git clone it"):
+            read_rows(tmp_path / name, fields={}, remedy="git clone it")
+
+
+def test_every_epoch_has_each_row_once_in_an_order_of_its_own() -> None:
+    tasks = Numbers(train=range(50), heldout=(-1, -2), seed=1)
+    drawn = [task.data["row"] for task in map(tasks.train, range(100)) if task is not None]
+    assert sorted(drawn[:50]) == sorted(drawn[50:]) == list(range(50))
+    assert drawn[:50] != drawn[50:]
+    assert Numbers(train=range(50), heldout=(), seed=1).train(7) == tasks.train(7)
+    assert [task.data["row"] if task else None for task in map(tasks.heldout, range(3))] == [-1, -2, None]
+    assert Numbers(train=(), heldout=(1,), seed=1).train(0) is None
