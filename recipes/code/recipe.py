@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.plugins import Demonstration, Message, TaskSpec
-from astraflow.task_files import RowTasks, read_rows
 
 GITHUB = "https://raw.githubusercontent.com"
 FETCH_MBPP = (

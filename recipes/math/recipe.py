@@ -12,8 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.plugins import Demonstration, Message, TaskSpec
-from astraflow.task_files import RowTasks, read_rows
 
 ASK = "\n\nThink step by step, and give the final answer within \\boxed{}."
 FETCH = (

@@ -4,8 +4,8 @@ Invariant: that of `RowTasks`, with numbers for rows. Named by a recipe as
 `astraflow_environment.adapters.task_numbers:TaskNumbers`.
 """
 
+from astraflow.data.task_files import RowTasks
 from astraflow.plugins import Message, TaskSpec
-from astraflow.task_files import RowTasks
 
 
 class TaskNumbers(RowTasks[int]):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.errors import RecipeError
 from astraflow.plugins import TaskSpec
-from astraflow.task_files import RowTasks, read_rows
 
 FIELDS = {"prompt|text": str, "task_id": int}
 

@@ -1,0 +1,1 @@
+"""Task data in files, for data sets of recipes."""
