@@ -115,8 +115,8 @@ schema: $(TEST_STAMP) ## Rewrite docs/recipe.schema.json from the recipe's setti
 locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what images install
 	@$(PIP) uv==0.13.9 && $(BIN)/python deploy/docker/lock.py
 
-dashboards: ## Rewrite Grafana's dashboards from the tables in deploy/compose/observe
-	@python3 deploy/compose/observe/make_dashboards.py
+dashboards: $(TEST_STAMP) ## Rewrite Grafana's dashboards and docs/metrics.md from their tables
+	@$(BIN)/python deploy/grafana/generate.py
 
 images: ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
 	@for image in valkey tools dataflow trainer raas; do \

@@ -294,6 +294,7 @@ class RunKeeper:
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
+        self._dataflow.reporting.redis_waits()  # its gauge says so while nothing else can be read
         try:
             run_ids = await self._dataflow.store.runs.ids()
             if payloads := await self._dataflow.store.payloads.look(run_ids):

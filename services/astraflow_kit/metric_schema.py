@@ -66,20 +66,36 @@ _ENTRIES = (
         buckets=TOKENS,
     ),
     _counter("astraflow_dataflow_archived_total", "Trajectories written to archives."),
-    _gauge("astraflow_dataflow_archive_given_up", "Trajectories that never got into an archive."),
+    _gauge("astraflow_dataflow_archive_given_up", "Trajectories that never got into an archive.", "run"),
     _counter("astraflow_dataflow_steps_total", "Stages of steps recorded.", "policy", "stage"),
-    _gauge("astraflow_dataflow_version", "Newest announced version.", "policy"),
-    _gauge("astraflow_dataflow_ready_groups", "Complete groups that no batch has taken.", "policy"),
-    _gauge("astraflow_dataflow_outstanding_groups", "Groups leased and not complete.", "policy"),
-    _gauge("astraflow_dataflow_credit_groups", "Groups that may be leased now.", "policy"),
-    _gauge("astraflow_dataflow_acceptance", "Share of groups that survive filters.", "policy"),
-    _gauge("astraflow_dataflow_trajectories", "Trajectories of a run by place.", "place"),
-    _gauge("astraflow_dataflow_conservation_error", "Trajectories unaccounted for; not 0 is a defect."),
-    _gauge("astraflow_dataflow_weight_faults", "Faulty weight versions that nodes report."),
-    _gauge("astraflow_dataflow_plugin_faults", "Faults of a plug-in so far.", "kind", "plugin"),
-    _gauge("astraflow_dataflow_shadow_decisions", "Tasks or groups a shadow decided on.", "kind", "plugin"),
-    _gauge("astraflow_dataflow_shadow_differences", "Those decided otherwise.", "kind", "plugin"),
-    _gauge("astraflow_dataflow_nodes_connected", "Nodes with an open working session."),
+    _gauge("astraflow_dataflow_version", "Newest announced version.", "run", "policy"),
+    _gauge("astraflow_dataflow_ready_groups", "Complete groups that no batch has taken.", "run", "policy"),
+    _gauge("astraflow_dataflow_outstanding_groups", "Groups leased and not complete.", "run", "policy"),
+    _gauge("astraflow_dataflow_credit_groups", "Groups that may be leased now.", "run", "policy"),
+    _gauge("astraflow_dataflow_acceptance", "Share of groups that survive filters.", "run", "policy"),
+    _gauge("astraflow_dataflow_trajectories", "Trajectories of a run by place.", "run", "place"),
+    _gauge(
+        "astraflow_dataflow_conservation_error", "Trajectories unaccounted for; not 0 is a defect.", "run"
+    ),
+    _gauge("astraflow_dataflow_weight_faults", "Faulty weight versions that nodes report.", "run"),
+    _gauge("astraflow_dataflow_plugin_faults", "Faults of a plug-in so far.", "run", "kind", "plugin"),
+    _gauge(
+        "astraflow_dataflow_shadow_decisions", "Tasks or groups a shadow decided on.", "run", "kind", "plugin"
+    ),
+    _gauge("astraflow_dataflow_shadow_differences", "Those decided otherwise.", "run", "kind", "plugin"),
+    _gauge(
+        "astraflow_dataflow_wait_seconds", "What waits now, since when.", "run", "policy", "stage", "reason"
+    ),
+    _gauge("astraflow_dataflow_redis_wait_seconds", "What Redis lacks now, since when.", "reason"),
+    _gauge(
+        "astraflow_dataflow_staleness_versions",
+        "Versions behind of the groups that steps took lately: p50, p99, max.",
+        *("run", "policy", "stat"),
+    ),
+    _gauge("astraflow_dataflow_version_bytes", "Size of the newest version.", "run", "policy", "kind"),
+    _gauge("astraflow_dataflow_version_density", "Share of weights it changed.", "run", "policy"),
+    _gauge("astraflow_dataflow_version_lag", "Versions that the last node is behind.", "run", "policy"),
+    _gauge("astraflow_dataflow_nodes_connected", "Nodes with an open working session.", "run"),
     # raas
     _counter("astraflow_raas_leases_total", "Leases taken, by task's purpose.", "purpose"),
     _counter("astraflow_raas_leases_ended_total", "Leases ended, by outcome.", "outcome"),
@@ -128,6 +144,14 @@ _ENTRIES = (
         "stat",
     ),
     _gauge("astraflow_trainer_truncated", "Share of them that a limit cut off.", "policy"),
+    _gauge("astraflow_trainer_zero_signal", "Share of its groups whose rewards were all alike.", "policy"),
+    _gauge("astraflow_trainer_staleness_versions", "Of its tokens: mean, max.", "policy", "stat"),
+    _gauge("astraflow_trainer_gradient_norm", "Before clipping.", "policy"),
+    _gauge(
+        "astraflow_trainer_clipped", "Share of tokens cut from above (up), below (down).", "policy", "side"
+    ),
+    _gauge("astraflow_trainer_ratio_max", "Largest ratio to the anchor.", "policy"),
+    _counter("astraflow_trainer_seconds_total", "Time by part of a step: wait, train.", "policy", "part"),
     _gauge("astraflow_trainer_entropy_nats", "Of the next token, in the last step.", "policy"),
     _gauge("astraflow_trainer_mismatch_kl_nats", "KL(engine, trainer) per token.", "policy"),
     _counter(

@@ -5,7 +5,7 @@ label combinations, so a label that turns out unbounded costs memory for neither
 make one `Metrics`, pass it down, and the HTTP pages render it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -15,7 +15,7 @@ from astraflow_kit.metric_schema import SCHEMA, Kind, Metric
 from astraflow_kit.nearest import did_you_mean
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-MAX_SERIES = 500
+MAX_SERIES = 1000
 OVERFLOW = "other"
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -47,6 +47,25 @@ class Metrics:
         """Move a gauge by `amount`, up or down."""
         self._series(self._gauges, name, labels).inc(amount)
 
+    def replace(self, name: str, values: Mapping[tuple[str, ...], float], **fixed: str) -> None:
+        """Set those series of a gauge that have the labels `fixed`, and drop the others of them that it has.
+
+        `values` is by the values of its further labels, in the schema's order.
+        """
+        further = [label for label in self._schema[name].labels if label not in fixed]
+        wanted = [dict(zip(further, key, strict=True)) | fixed for key in values]
+        order = self._schema[name].labels
+        kept = {tuple(labels[label] for label in order) for labels in wanted}
+        self._drop(name, [series for series in self._having(name, fixed) if series not in kept])
+        for labels, value in zip(wanted, values.values(), strict=True):
+            self.set(name, value, **labels)
+
+    def forget(self, **labels: str) -> None:
+        """Drop the series with these labels of every metric that has them: what they are about is no more."""
+        for name, entry in self._schema.items():
+            if labels.keys() <= set(entry.labels):
+                self._drop(name, self._having(name, labels))
+
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Record one value in a histogram, in the unit its name ends with."""
         self._series(self._histograms, name, labels).observe(value)
@@ -63,6 +82,17 @@ class Metrics:
             self._gauges[name] = Gauge(name, about, labels, registry=registry)
         else:
             self._histograms[name] = Histogram(name, about, labels, registry=registry, buckets=entry.buckets)
+
+    def _having(self, name: str, labels: Mapping[str, str]) -> list[tuple[str, ...]]:
+        order = self._schema[name].labels
+        places = [(order.index(label), value) for label, value in labels.items()]
+        return [series for series in self._seen[name] if all(series[at] == value for at, value in places)]
+
+    def _drop(self, name: str, series: Iterable[tuple[str, ...]]) -> None:
+        family = self._counters.get(name) or self._gauges.get(name) or self._histograms[name]
+        for values in series:
+            family.remove(*values)
+            self._seen[name].discard(values)
 
     def _series(self, family: Mapping[str, M], name: str, labels: Mapping[str, str]) -> M:
         if name not in family:

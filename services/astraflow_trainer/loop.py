@@ -312,6 +312,7 @@ def _named(metrics: StepMetrics, batch: StepBatch, *, num_unread: int) -> dict[s
         "num_trajectories": float(metrics.num_rows),
         "num_trained_trajectories": float(metrics.num_trained_rows),
         "num_left_out_trajectories": float(metrics.num_left_out + num_unread),
+        "num_groups": float(metrics.num_groups),
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         **batch.completions(),

@@ -32,6 +32,7 @@ from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind, get_logger
+from astraflow_kit.metric_schema import SCHEMA
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
 from astraflow_kit.plugins import make
@@ -327,6 +328,25 @@ def _feeds(
     return feeds(trackers, subject, metrics=metrics)
 
 
+_GAUGES = {
+    ("astraflow_trainer_reward",): "reward_mean",
+    ("astraflow_trainer_truncated",): "truncated_fraction",
+    **{
+        ("astraflow_trainer_completion_tokens", stat): f"completion_tokens_{stat}"
+        for stat in ("mean", "p50", "p90", "max")
+    },
+    ("astraflow_trainer_staleness_versions", "mean"): "staleness_mean",
+    ("astraflow_trainer_staleness_versions", "max"): "staleness_max",
+    ("astraflow_trainer_gradient_norm",): "grad_norm",
+    ("astraflow_trainer_clipped", "up"): "clip_fraction_up",
+    ("astraflow_trainer_clipped", "down"): "clip_fraction_down",
+    ("astraflow_trainer_ratio_max",): "ratio_max",
+    ("astraflow_trainer_entropy_nats",): "entropy",
+    ("astraflow_trainer_mismatch_kl_nats",): "mismatch_kl",
+}
+"""Metrics of a step by the gauge, with its labels after the policy, that shows them."""
+
+
 def _observe(
     metrics: Metrics, trackers: Sequence[TrackerFeed], record: StepRecord, *, policy_id: str
 ) -> None:
@@ -334,18 +354,17 @@ def _observe(
         tracker.put(record)
     metrics.set("astraflow_trainer_step", record.step, policy=policy_id)
     named = record.metrics
-    metrics.set("astraflow_trainer_reward", named["reward_mean"], policy=policy_id)
-    metrics.set("astraflow_trainer_truncated", named["truncated_fraction"], policy=policy_id)
-    for stat in ("mean", "p50", "p90", "max"):
-        num_tokens = named[f"completion_tokens_{stat}"]
-        metrics.set("astraflow_trainer_completion_tokens", num_tokens, policy=policy_id, stat=stat)
-    if "entropy" in named:  # not where nothing was computed
-        metrics.set("astraflow_trainer_entropy_nats", named["entropy"], policy=policy_id)
-        metrics.set("astraflow_trainer_mismatch_kl_nats", named["mismatch_kl"], policy=policy_id)
-    if record.metrics["damaged_checkpoints"]:
-        metrics.increment(
-            "astraflow_trainer_damaged_checkpoints_total", record.metrics["damaged_checkpoints"]
-        )
+    for (name, *labels), step_metric in _GAUGES.items():
+        if step_metric in named:  # not where nothing was computed
+            labelled = dict(zip(SCHEMA[name].labels[1:], labels, strict=True))
+            metrics.set(name, named[step_metric], policy=policy_id, **labelled)
+    if num_groups := named["num_groups"]:
+        zero_signal = named["num_zero_variance_groups"] / num_groups
+        metrics.set("astraflow_trainer_zero_signal", zero_signal, policy=policy_id)
+    for part, seconds in (("wait", record.wait_s), ("train", record.train_s)):
+        metrics.increment("astraflow_trainer_seconds_total", seconds, policy=policy_id, part=part)
+    if named["damaged_checkpoints"]:
+        metrics.increment("astraflow_trainer_damaged_checkpoints_total", named["damaged_checkpoints"])
     for path, cause in itertools.product(("publish", "checkpoint"), ("copy", "wait")):
         blocked_s = record.metrics[f"{path}_{cause}_s"]
         metrics.observe(f"astraflow_trainer_{path}_blocked_seconds", blocked_s, cause=cause)

@@ -27,6 +27,7 @@ from astraflow_kit.ports import free_port
 from astraflow_weights.store import open_store
 from support.containers import BASE, IMAGES, Compose, DockerDaemon
 from support.development import wait_for
+from support.source_tree import REPOSITORY
 
 pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -242,7 +243,10 @@ def test_prometheus_scrapes_every_daemon_and_knows_every_panel(prometheus: str) 
 
     daemons = {"dataflow", "raas", "trainer"}
     wait_for(lambda: scraped() == daemons, what="a scrape of each", timeout_s=PATIENCE_S, period_s=1.0)
-    for path in (Compose.folder / "observe/dashboards").glob("*.json"):
+    with urllib.request.urlopen(f"{prometheus}/api/v1/rules", timeout=10) as answer:
+        (group,) = json.load(answer)["data"]["groups"]
+    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}  # not asked yet
+    for path in (REPOSITORY / "deploy/grafana/dashboards").glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
                 asked(target["expr"].replace("$__rate_interval", "1m"))  # what does not parse is a 400

@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from support.containers import LOCKS, entries_of
 from support.source_tree import REPOSITORY
 
 COMPOSE = REPOSITORY / "deploy/compose"
-DASHBOARDS = COMPOSE / "observe/dashboards"
+GRAFANA = REPOSITORY / "deploy/grafana"
+DASHBOARDS = GRAFANA / "dashboards"
 IMAGE_LOCKS = sorted(lock for lock in LOCKS.glob("*.txt") if lock.stem != "torch-cuda")
 CUDA = re.compile(r"^(nvidia-|cuda-|triton|torch)")
 # With the names that histograms and counters are exported by.
@@ -54,19 +57,27 @@ def test_the_locks_have_all_that_the_extras_ask_for() -> None:
         assert names - locked == set(), f"{image}: run `make locks`"
 
 
+def alerts() -> list[dict[str, Any]]:
+    (group,) = YAML(typ="safe").load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
 def expressions() -> list[tuple[str, str]]:
     boards = [json.loads(path.read_text()) for path in sorted(DASHBOARDS.glob("*.json"))]
-    return [
+    panels = [
         (panel["title"], target["expr"])
         for board in boards
         for panel in board["panels"]
         for target in panel["targets"]
     ]
+    return panels + [(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
 @pytest.mark.parametrize(("title", "expression"), expressions())
-def test_a_panel_asks_for_metrics_and_labels_that_exist(title: str, expression: str) -> None:
+def test_a_panel_or_an_alert_asks_for_metrics_and_labels_that_exist(title: str, expression: str) -> None:
     metrics = re.findall(r"\bastraflow_\w+", expression)
+    if title == "DaemonDown":  # of Prometheus' own `up`
+        return
     assert metrics, title
     assert [name for name in metrics if name not in EXPORTED] == []
     known = set.union(*(EXPORTED[name] for name in metrics)) | ADDED_BY_PROMETHEUS
@@ -77,11 +88,37 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(title: str, expression: 
     assert asked <= known
 
 
-def test_the_dashboards_are_what_the_tables_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = runpy.run_path(str(COMPOSE / "observe/make_dashboards.py"))
+def test_the_dashboards_and_the_page_are_what_the_tables_make() -> None:
+    made = runpy.run_path(str(GRAFANA / "generate.py"))
+    assert (REPOSITORY / "docs/metrics.md").read_text() == made["page"](), "run `make dashboards`"
     for name, (title, panels) in made["DASHBOARDS"].items():
         fresh = made["dashboard"](name, title, panels)
         assert json.loads((DASHBOARDS / f"{name}.json").read_text()) == fresh, "run `make dashboards`"
+
+
+def test_each_alert_is_played_has_a_remedy_and_a_severity() -> None:
+    cases = YAML(typ="safe").load((GRAFANA / "alerts_test.yaml").read_text())["tests"]
+    assert [case["name"] for case in cases] == ["a healthy run", *(rule["alert"] for rule in alerts())]
+    for rule in alerts():
+        page, _, heading = rule["annotations"]["runbook"].partition("#")
+        titles = re.findall(r"^#+ (.*)$", (REPOSITORY / page).read_text(), re.MULTILINE)
+        assert not heading or heading in [title.lower().replace(" ", "-") for title in titles]
+        assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
+
+
+@pytest.mark.ci
+def test_alerts_fire_for_what_they_are_for_and_not_for_a_healthy_run() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("not installed: promtool")
+    done = subprocess.run(
+        [promtool, "test", "rules", "alerts_test.yaml"],
+        cwd=GRAFANA,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def services() -> dict[str, dict[str, Any]]:

@@ -68,8 +68,8 @@ async def test_pages_show_what_the_contract_says(serving: DataflowProcess) -> No
     assert page(serving, "/healthz") == "ok\n"
     assert json.loads(page(serving, "/readyz"))["ready"] is True
     metrics = page(serving, "/metrics")
-    assert "astraflow_dataflow_conservation_error 0.0" in metrics
-    assert 'astraflow_dataflow_version{policy="solver"} 0.0' in metrics
+    assert 'astraflow_dataflow_conservation_error{run="run"} 0.0' in metrics
+    assert 'astraflow_dataflow_version{policy="solver",run="run"} 0.0' in metrics
 
 
 def test_sigterm_ends_the_server_with_status_zero(serving: DataflowProcess) -> None:

@@ -25,6 +25,7 @@ from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
+from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
@@ -35,8 +36,6 @@ from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 
 log = get_logger(__name__)
-
-_PLACES = ("ingested", "trained", "in_batch", "ready", "assembling", "evaluated")
 
 
 @dataclass
@@ -66,12 +65,10 @@ class Reporting:
         nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
         evaluations = await self.store.evaluations.all(context.run_id)
         connected = [node for node in nodes if node.connected]
-        self.metrics.set("astraflow_dataflow_nodes_connected", len(connected))
-        faults = sum(len(node.weight_faults) for node in connected)
-        self.metrics.set("astraflow_dataflow_weight_faults", faults)
         waits = await self._waits(context, audit, nodes, evaluations)
         versions = {version.policy_id: version for version in await self.versions.newest(context)}
         note_lags(nodes, {policy_id: version.version for policy_id, version in versions.items()})
+        self._gauges(context.run_id).fleet(connected, versions.values())
         policies = [policy_message(policy) for policy in audit.policies]
         for policy in policies:
             if policy.policy_id in versions:
@@ -101,7 +98,7 @@ class Reporting:
         if context.recipe.dataflow.archive is None:
             return None
         state = await self.store.archive.state(context.run_id)
-        self.metrics.set("astraflow_dataflow_archive_given_up", state.given_up)
+        self._gauges(context.run_id).archive(state)
         return admin_service_pb2.ArchiveStatus(
             waiting=state.waiting,
             waiting_bytes=state.waiting_bytes,
@@ -113,10 +110,7 @@ class Reporting:
 
     def _shadows(self, context: RunContext) -> list[admin_service_pb2.ShadowPlugin]:
         shadows = context.plugins.shadows.all()
-        for shadow in shadows:
-            named = {"kind": shadow.kind, "plugin": shadow.name}
-            self.metrics.set("astraflow_dataflow_shadow_decisions", shadow.asked, **named)
-            self.metrics.set("astraflow_dataflow_shadow_differences", shadow.differs, **named)
+        self._gauges(context.run_id).shadows(shadows)
         return [admin_service_pb2.ShadowPlugin(**vars(shadow)) for shadow in shadows]
 
     async def _routes(self, run_id: str) -> list[admin_service_pb2.RouteCount]:
@@ -147,6 +141,7 @@ class Reporting:
         """The run was deleted."""
         for known in (self._books, self._large, self._recounts):
             known.pop(run_id, None)
+        self.metrics.forget(run=run_id)
 
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         """Return what each stage waits for, and everything known of a task when one is named.
@@ -200,10 +195,7 @@ class Reporting:
         refused = await self.store.admin.refused(context.run_id, connected)
         self._clock.look(audit.now_ms, monotonic_s=time.monotonic())
         faults = context.plugins.faults
-        for fault in faults.all():
-            self.metrics.set(
-                "astraflow_dataflow_plugin_faults", fault.count, kind=fault.kind, plugin=fault.name
-            )
+        self._gauges(context.run_id).plugin_faults(faults.all())
         waits = current_waits(
             audit,
             nodes,
@@ -220,17 +212,20 @@ class Reporting:
             waits += archive_waits(archive, now_ms=audit.now_ms)
         book = self._books.setdefault(context.run_id, WaitBook())
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
+        self._gauges(context.run_id).waits(waited)
         told = [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
         return [*self.redis_waits(), *told]
 
     def redis_waits(self) -> list[admin_service_pb2.Wait]:
         """What Redis, or the holder of payloads, lacks now, without asking it; empty when nothing."""
         now_ms = int(time.time() * 1000)
-        return [
-            wait_message(problem, max(0, now_ms - (problem.since_ms or now_ms)), now_ms=now_ms)
-            for problem in (self.redis.problem, self.store.payloads.problem)
-            if problem
-        ]
+        problems = filter(None, (self.redis.problem, self.store.payloads.problem))
+        waited = [(problem, max(0, now_ms - (problem.since_ms or now_ms))) for problem in problems]
+        self.metrics.replace(
+            "astraflow_dataflow_redis_wait_seconds",
+            {(problem.reason,): waited_ms / 1000 for problem, waited_ms in waited},
+        )
+        return [wait_message(problem, waited_ms, now_ms=now_ms) for problem, waited_ms in waited]
 
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""
@@ -255,7 +250,7 @@ class Reporting:
             if policy.outstanding != policy.charged:
                 counts = {"outstanding": policy.outstanding, "charged": policy.charged}
                 log.error("credit.broken", run_id=context.run_id, policy_id=policy.policy_id, **counts)
-        self._export(audit, account)
+        self._gauges(context.run_id).account(audit.policies, account)
         return audit, account
 
     async def recount_large(self, context: RunContext) -> None:
@@ -268,21 +263,8 @@ class Reporting:
         if found is not None:
             self._recounts[context.run_id] = found
 
-    def _export(self, audit: Audit, account: TrajectoryAccount) -> None:
-        counts = {place: getattr(account, place) for place in _PLACES}
-        counts |= {f"dropped_{reason}": count for reason, count in account.dropped.items()}
-        for place, count in counts.items():
-            self.metrics.set("astraflow_dataflow_trajectories", count, place=place)
-        self.metrics.set("astraflow_dataflow_conservation_error", account.conservation_error)
-        for policy in audit.policies:
-            name = policy.policy_id
-            self.metrics.set(
-                "astraflow_dataflow_version", -1 if policy.version is None else policy.version, policy=name
-            )
-            self.metrics.set("astraflow_dataflow_ready_groups", policy.ready, policy=name)
-            self.metrics.set("astraflow_dataflow_outstanding_groups", policy.outstanding, policy=name)
-            self.metrics.set("astraflow_dataflow_credit_groups", policy.credit, policy=name)
-            self.metrics.set("astraflow_dataflow_acceptance", policy.acceptance, policy=name)
+    def _gauges(self, run_id: str) -> RunGauges:
+        return RunGauges(self.metrics, run_id)
 
 
 def failures_message(failures: TaskFailures) -> admin_service_pb2.TaskFailures:

@@ -10,6 +10,7 @@ SCHEMA = {
     for entry in (
         Metric("astraflow_drops_total", Kind.COUNTER, "Dropped.", ("reason",)),
         Metric("astraflow_ready", Kind.GAUGE, "Ready."),
+        Metric("astraflow_waits", Kind.GAUGE, "Waits.", ("run", "reason")),
         Metric("astraflow_wait_seconds", Kind.HISTOGRAM, "Waits.", buckets=(0.1, 1.0)),
     )
 }
@@ -60,3 +61,31 @@ def test_an_unbounded_label_overflows_into_one_series() -> None:
     assert text.count("astraflow_drops_total{") == MAX_SERIES + 1
     assert f'reason="{OVERFLOW}"}} 50.0' in text
     assert 'reason="r0"} 2.0' in text
+
+
+def series(metrics: Metrics, name: str) -> dict[str, float]:
+    lines = (
+        line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if line.startswith(f"{name}{{")
+    )
+    return {labels.removeprefix(name): float(value) for labels, value in lines}
+
+
+def test_what_is_over_leaves_the_page() -> None:
+    metrics = Metrics(SCHEMA)
+    metrics.replace("astraflow_waits", {("groups",): 3.0, ("node",): 1.0}, run="a")
+    metrics.replace("astraflow_waits", {("groups",): 7.0}, run="b")
+    metrics.replace("astraflow_waits", {("node",): 2.0}, run="a")
+    assert series(metrics, "astraflow_waits") == {
+        '{reason="groups",run="b"}': 7.0,
+        '{reason="node",run="a"}': 2.0,
+    }
+
+
+def test_a_run_that_is_forgotten_makes_room_for_another() -> None:
+    metrics = Metrics(SCHEMA)
+    metrics.increment("astraflow_drops_total", reason="stale")
+    for number in range(MAX_SERIES + 50):
+        metrics.set("astraflow_waits", 1.0, run=f"r{number}", reason="node")
+        metrics.forget(run=f"r{number}")
+    assert series(metrics, "astraflow_waits") == {}
+    assert series(metrics, "astraflow_drops_total") == {'{reason="stale"}': 1.0}
