@@ -328,7 +328,7 @@ def _feeds(
     return feeds(trackers, subject, metrics=metrics)
 
 
-_GAUGES = {
+_GAUGES: Mapping[tuple[str, ...], str] = {
     ("astraflow_trainer_reward",): "reward_mean",
     ("astraflow_trainer_truncated",): "truncated_fraction",
     **{
