@@ -249,7 +249,9 @@ class TrainingLoop:
             trained_from = time.monotonic()
             with self._progress.computing():
                 metrics = self._learner.train(rows)
-            skipped = self._source.finish(batch, skipped=metrics.outcome is Outcome.SKIPPED)
+            skipped = self._source.finish(
+                batch, skipped=metrics.outcome is Outcome.SKIPPED, mismatch_kl=metrics.mismatch_kl
+            )
         self._archived(batch.bound, metrics.logprobs)
         version = None if skipped else self._publish(batch)
         damaged, self._num_damaged = self._num_damaged, 0

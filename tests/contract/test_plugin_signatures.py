@@ -23,6 +23,10 @@ CALLS = {
         "step": "(self, action: Message) -> Observation",
     },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
+    "MeasuringFilter": {
+        "__call__": "(self, group: Group) -> bool",
+        "measured": "(self, step: MeasuredStep) -> None",
+    },
     "Policy": {
         "chat": (
             "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"
@@ -63,6 +67,8 @@ VALUES = {
     "Episode": "trajectories metrics",
     "GenerateResult": "token_ids logprobs version_spans text finish_reason",
     "Group": "task trajectories policy role group_id verdict",
+    "MeasuredStep": "policy step trajectories",
+    "MeasuredTrajectory": "mismatch_kl node_id source version",
     "Message": "role content tool_calls tool_call_id name",
     "Observation": "messages reward done metrics tools",
     "ReadyGroup": "group_id trajectories arrival task_id role source",
@@ -76,7 +82,7 @@ VALUES = {
     ),
     "TrajectorySummary": (
         "reward trajectory_id num_tokens num_trainable_tokens min_version max_version finish_reason metrics "
-        "response_digest"
+        "response_digest node_id"
     ),
 }
 

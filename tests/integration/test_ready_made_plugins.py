@@ -29,6 +29,7 @@ FILTERS = {
     "duplicates:Duplicates": "{max_share: 0.9}",
     "reward_range:RewardRange": "{lowest: 0.2, highest: 0.8}",
     "metric_range:MetricRange": "{metric: none}",
+    "agreement:Agreement": "{}",
 }
 SELECTORS = (
     "fifo:Fifo",

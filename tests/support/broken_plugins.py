@@ -2,7 +2,7 @@
 
 import sys
 
-from astraflow.plugins import Group, TaskSpec, TrainedTokens
+from astraflow.plugins import Group, MeasuredStep, TaskSpec, TrainedTokens
 from support.dataflow_world import Counting
 
 
@@ -108,3 +108,15 @@ class Loss:
     def __call__(self, tokens: TrainedTokens) -> object:
         """Never answers."""
         raise IndexError("no such token")
+
+
+class Measuring:
+    """A filter that keeps every group and cannot learn."""
+
+    def __call__(self, group: Group) -> bool:
+        """Keep it."""
+        return True
+
+    def measured(self, step: MeasuredStep) -> None:
+        """Fail."""
+        raise LookupError("no such step")

@@ -415,10 +415,16 @@ class Trainer:
         client = self.world.client
         return [item async for item in client.stream(client.batches.FetchBatch, request)]
 
-    async def ack(self, batch: batch_pb2.Batch, *stages: int, digest: bytes | None = None) -> int:
+    async def ack(
+        self,
+        batch: batch_pb2.Batch,
+        *stages: int,
+        digest: bytes | None = None,
+        mismatch_kl: Sequence[float] = (),
+    ) -> int:
         """Record stages one after the other, the intent before TRAINED; return the last that was recorded."""
         recorded, digest = 0, batch.digest if digest is None else digest
-        named = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest}
+        named = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest, "mismatch_kl": mismatch_kl}
         before = [batches.BATCH_STAGE_INTENT] if stages[0] == batches.BATCH_STAGE_TRAINED else []
         for stage in (*before, *stages):
             recorded = (await self._ask(batches.AckBatchResponse, **named, stage=stage)).stage

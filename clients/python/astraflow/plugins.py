@@ -27,6 +27,9 @@ __all__ = [
     "GenerateResult",
     "Group",
     "Loss",
+    "MeasuredStep",
+    "MeasuredTrajectory",
+    "MeasuringFilter",
     "Message",
     "MissingCapability",
     "Observation",
@@ -441,6 +444,7 @@ class TrajectorySummary:
     finish_reason: str = "stop"
     metrics: Mapping[str, float] = field(default_factory=dict)
     response_digest: int = 0
+    node_id: str = ""
 
 
 class _OfTrajectories:
@@ -486,6 +490,36 @@ class Filter(Protocol):
     def __call__(self, group: Group) -> bool:
         """Return True to keep the group. One that raises, or returns something else, drops it as
         `filter_failed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTrajectory:
+    """A trajectory that was trained on for the first time, and how far trainer and engine were apart on it."""
+
+    mismatch_kl: float
+    """Mean over its trained tokens of the k3 estimate of KL(engine ‖ trainer), in nats, as the step began: what kernels
+    and precision make of it, and the versions between sampling and training."""
+    node_id: str = ""
+    source: str = ""
+    version: int = 0
+    """Newest that sampled it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """What the trainer of a policy measured in a step."""
+
+    policy: str
+    step: int
+    trajectories: Sequence[MeasuredTrajectory]
+
+
+@runtime_checkable
+class MeasuringFilter(Filter, Protocol):
+    """A filter that learns from what trainers measured; needs a `state`."""
+
+    def measured(self, step: MeasuredStep) -> None:
+        """Learn from a step that was trained on. May be called again for the same one, after a lost answer."""
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow.plugins import StepRequest
 from astraflow.trajectories import batch_digest
+from astraflow_dataflow.batches.measuring import inform_filters, measured_step
 from astraflow_dataflow.batches.needs import suited
 from astraflow_dataflow.batches.replay import priorities
 from astraflow_dataflow.batches.selecting import ready_group, selection
@@ -179,8 +180,11 @@ class Batching:
         return [body for body in bodies if body is not None]
 
     async def ack(self, context: RunContext, request: pb.AckBatchRequest) -> pb.BatchStage.ValueType:
-        """Record a stage of the step. Raises FencedError, ConflictError, NotFoundError."""
+        """Record a stage of the step, and let filters learn what its trainer measured. Raises FencedError,
+        ConflictError, NotFoundError, InvalidArgumentError.
+        """
         batch, batch_id = await self._manifest(context, request), request.batch_id
+        measured = measured_step(batch, request.mismatch_kl)
         if batch.batch_id == batch_id and batch.digest != request.digest:
             raise ConflictError(
                 f"the digest is not that of batch {batch_id}; fetch the batch again and train on what was handed out"
@@ -190,6 +194,8 @@ class Batching:
         found = priorities(batch) if by_priority and request.stage == pb.BATCH_STAGE_TRAINED else {}
         recorded = await self.store.batches.ack(context.run_id, request, priorities=found)
         failpoints.hit("dataflow.acked")
+        if recorded == pb.BATCH_STAGE_TRAINED:
+            await inform_filters(self.store, context, measured)
         policy_id, stage = request.policy_id, stage_name(recorded)
         log.info("batch.acked", policy_id=policy_id, step=request.step, batch_id=batch_id, stage=stage)
         return recorded

@@ -56,13 +56,13 @@ def group_id(task_id: str, *, policy_id: str, role: str) -> str:
 
 
 def placed_headers(episode: trajectory_pb2.Episode) -> Iterator[trajectory_pb2.TrajectoryHeader]:
-    """Yield copies of an episode's headers, in its order, that say which member and turn they are of."""
+    """Yield copies of an episode's headers, in its order, that say which member, turn and node they are of."""
     turns: Counter[tuple[str, str]] = Counter()
     for item in episode.trajectories:
         header = trajectory_pb2.TrajectoryHeader()
         header.CopyFrom(item.header)
         part = header.policy_id, header.role or header.policy_id
-        header.member, header.turn = episode.member, turns[part]
+        header.member, header.turn, header.node_id = episode.member, turns[part], episode.node_id
         turns[part] += 1
         yield header
 
@@ -178,4 +178,5 @@ def item_of(
         turn=header.turn,
         truncated=header.finish_reason == TRUNCATED,
         response_digest=header.response_digest,
+        node_id=header.node_id,
     )

@@ -9,17 +9,19 @@ in silence. The training loop runs the same way on every rank, over a `RankBatch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+
+import torch
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow_trainer.batches.accepting import group_of
 from astraflow_trainer.batches.fitting import groups_left_out
 from astraflow_trainer.batches.precision import LogprobPrecision
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.batches.source import RUN_FINISHED, BatchSource, StepBatch
+from astraflow_trainer.batches.source import NOT_MEASURED, RUN_FINISHED, BatchSource, StepBatch
 from astraflow_trainer.controls import Controls, Orders
 from astraflow_trainer.ranks.reductions import Ranks
 
@@ -153,10 +155,14 @@ class RankBatches:
             named["fetched_share_max"] = max(rank.num_bytes for rank in self._received) / max(1, total)
         return named
 
-    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
-        """The first rank writes the ledger and acks; returns whether the step counts as skipped."""
+    def finish(self, batch: StepBatch, *, skipped: bool, mismatch_kl: Mapping[str, float]) -> bool:
+        """The first rank writes the ledger and acks, with what all ranks measured; returns whether the step counts as
+        skipped. `mismatch_kl` is of this rank's rows, by trajectory. A collective.
+        """
+        mine = [mismatch_kl.get(item.trajectory_id, NOT_MEASURED) for item in batch.bound.items]
+        of_all = self._ranks.max(torch.tensor(mine, dtype=torch.float32)).tolist()
         if self._is_first:
-            return self._source.finish(batch, skipped=skipped)
+            return self._source.finish(batch, skipped=skipped, mismatch_kl=of_all)
         return batch.skipped_before if batch.finished_before else skipped
 
     def mark_durable(self, step: int) -> None:

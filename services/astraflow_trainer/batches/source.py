@@ -46,6 +46,8 @@ _MAX_QUARANTINED = 3
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
 SKIPPED = batch_service_pb2.BATCH_STAGE_SKIPPED
+NOT_MEASURED = -1.0
+"""What a trajectory that nothing was measured of has for its mismatch."""
 RUN_FINISHED = "run_finished"
 """What the server says a batch waits for when there will be none."""
 
@@ -305,8 +307,9 @@ class BatchSource:
             self.num_stale_tokens += num_stale
         return rows
 
-    def finish(self, batch: StepBatch, *, skipped: bool) -> bool:
-        """Record, in the ledger and at the server, that the optimizer step was taken or skipped.
+    def finish(self, batch: StepBatch, *, skipped: bool, mismatch_kl: Sequence[float] = ()) -> bool:
+        """Record, in the ledger and at the server, that the optimizer step was taken or skipped. `mismatch_kl` is of
+        each item of the batch, in its order.
 
         Returns whether it counts as skipped: for a replayed step that is what was recorded the first time.
         """
@@ -316,14 +319,15 @@ class BatchSource:
             skipped = batch.skipped_before
         self._ledger.append(batch, epoch=self.epoch, stage="SKIPPED" if skipped else "TRAINED")
         if not batch.finished_before:
+            measured = () if skipped else mismatch_kl
             try:
-                self._ack(batch, SKIPPED if skipped else TRAINED)
+                self._ack(batch, SKIPPED if skipped else TRAINED, mismatch_kl=measured)
             except PreconditionError as error:
                 if error.metadata.get("lacks") != "intent":
                     raise
                 # Redis lost its last second, and in it the intent; the batch is still bound.
                 self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
-                self._ack(batch, TRAINED)
+                self._ack(batch, TRAINED, mismatch_kl=measured)
         failpoints.hit("trainer.step_acked")
         return skipped
 
@@ -367,7 +371,13 @@ class BatchSource:
             return False
         return True
 
-    def _ack(self, batch: StepBatch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
+    def _ack(
+        self,
+        batch: StepBatch,
+        stage: batch_service_pb2.BatchStage.ValueType,
+        *,
+        mismatch_kl: Sequence[float] = (),
+    ) -> None:
         self._client.call(
             self._client.batches.AckBatch,
             batch_service_pb2.AckBatchRequest(
@@ -376,6 +386,7 @@ class BatchSource:
                 batch_id=batch.bound.batch_id,
                 digest=batch.bound.digest,
                 stage=stage,
+                mismatch_kl=mismatch_kl,
             ),
         )
 

@@ -9,6 +9,7 @@ Shape legend: R rows of this rank in an update, M their trained tokens, row by r
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from astraflow.recipe.algorithm import Aggregation
+from astraflow.recipe.algorithm import Aggregation, KlEstimator
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.groups import FloatArray
 from astraflow_trainer.step.losses import StepCounts, token_weights
+from astraflow_trainer.step.losses.kl import kl_estimate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,6 +84,19 @@ class Minibatch:
                 value_T[row.loss_mask] = value_N[start : start + row.num_trained_tokens].numpy()
                 found[row.trajectory_id] = value_T
                 start += row.num_trained_tokens
+        return found
+
+    def mismatch_of_rows(self, logprobs: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Mean over the tokens of each row of the k3 estimate of KL(engine ‖ trainer), in nats, by trajectory;
+        `logprobs` are the trainer's, float32[N] of each micro-batch. Rows without a finite one are left out.
+        """
+        found: dict[str, float] = {}
+        for batch, logprob_N in zip(self.batches, logprobs, strict=True):
+            kl_N = kl_estimate(batch.behavior_logprob_N, reference_N=logprob_N, estimator=KlEstimator.K3)
+            places, counts = torch.unique_consecutive(batch.row_N, return_counts=True)
+            for place, kl in zip(places.tolist(), kl_N.split(counts.tolist()), strict=True):
+                if math.isfinite(mean := float(kl.mean())):
+                    found[self.rows[place].trajectory_id] = mean
         return found
 
 

@@ -111,6 +111,8 @@ class StepMetrics:
     """What long answers lost of their rewards, per row; `reward_mean` is without."""
     of_roles: Mapping[str, float] = field(default_factory=dict)
     """Rewards and advantages of each role, and running baselines after the step, by the names of their curves."""
+    mismatch_kl: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
+    """As `Minibatch.mismatch_of_rows` has it, of each row of this rank that was trained on, before its first update."""
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
     """float32[T] of each row of this rank that was trained on, by trajectory: before the row's first update; NaN where
     nothing is trained. Where they are to be kept."""
@@ -206,14 +208,15 @@ def train_step(
     )
     updates = list(_updates(plan.minibatches, work=work, optimizer=optimizer))
     metrics = _measured(updates, before=plan.metrics) if updates else plan.metrics
-    if not settings.keep_logprobs:
-        return metrics
     logprobs: dict[str, NDArray[np.float32]] = {}
+    mismatch: dict[str, float] = {}
     for minibatch, update in zip(
         plan.minibatches, updates, strict=False
     ):  # those of the first epoch come first
-        logprobs |= minibatch.of_rows(update.logprobs)
-    return replace(metrics, logprobs=logprobs)
+        mismatch |= minibatch.mismatch_of_rows(update.logprobs)
+        if settings.keep_logprobs:
+            logprobs |= minibatch.of_rows(update.logprobs)
+    return replace(metrics, logprobs=logprobs, mismatch_kl=mismatch)
 
 
 def _updates(

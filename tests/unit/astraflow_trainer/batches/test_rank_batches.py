@@ -118,16 +118,18 @@ def test_a_batch_that_the_first_rank_quarantines_is_never_seen_by_the_others(ben
 
 def test_only_the_first_rank_tells_the_server_how_far_a_step_is(bench: Bench) -> None:
 
-    def step(batches: RankBatches, _: int) -> None:
+    def step(batches: RankBatches, rank: int) -> None:
         batch = _acquire(batches)
         batches.record_intent(batch)
+        last = batch.bound.items[-1].trajectory_id
         with batches.kept_alive(batch, lease_s=60.0):
-            batches.finish(batch, skipped=False)
+            batches.finish(batch, skipped=False, mismatch_kl={last: 0.5} if rank else {})
         batches.mark_durable(1)
 
     bench.run(step)
     told = [event for event in bench.script.events if event.split()[0] in ("intent", "trained", "durable")]
     assert told == ["intent 1", "trained 1", "durable 1"]
+    assert list(bench.script.acks[-1].mismatch_kl) == [-1.0, 0.5]
     assert (bench.folder / "0").exists()
     assert not (bench.folder / "1").exists()
 

@@ -202,6 +202,16 @@ def test_intent_and_outcome_carry_batch_and_digest(trainer: Trainer, skipped: bo
         assert (ack.batch_id, ack.digest, ack.trainer_epoch) == ("b2", batch_of(2).digest, 3)
 
 
+@pytest.mark.parametrize(("skipped", "told"), [(False, [0.5, -1.0]), (True, [])])
+def test_what_was_measured_of_each_item_is_told_with_a_trained_step(
+    trainer: Trainer, skipped: bool, told: list[float]
+) -> None:
+    batch = trainer.take()
+    trainer.record_intent(batch)
+    trainer.finish(batch, skipped=skipped, mismatch_kl=[0.5, -1.0])
+    assert [list(ack.mismatch_kl) for ack in trainer.script.acks] == [[], told]
+
+
 def test_the_ledger_names_what_a_step_trained_on(trainer: Trainer) -> None:
     trainer.finish(trainer.take(1), skipped=False)
     trainer.finish(trainer.take(2), skipped=True)

@@ -94,7 +94,8 @@ def test_what_the_model_made_of_each_token_before_the_step_is_kept(
         tokens_per_microbatch=budget,
         keep_logprobs=True,
     )
-    kept = _run(policy := make_policy(), rows, settings)[0].logprobs
+    metrics = _run(policy := make_policy(), rows, settings)[0]
+    kept = metrics.logprobs
     assert not same_bits(dict(policy.state_dict()), dict(make_policy().state_dict()))
     assert len(kept) >= 8  # groups with unequal rewards
     MasterOptimizer(before := make_policy(), settings=OptimizerSettings())  # which rounds the parameters
@@ -106,6 +107,10 @@ def test_what_the_model_made_of_each_token_before_the_step_is_kept(
             found = kept[row.trajectory_id]
             np.testing.assert_allclose(found[row.loss_mask], expected, atol=1e-5)
             assert np.isnan(found[~row.loss_mask]).all()
+            apart = expected - row.behavior_logprobs[row.loss_mask]
+            k3 = float(np.mean(np.exp(apart) - 1 - apart))
+            assert metrics.mismatch_kl[row.trajectory_id] == pytest.approx(k3, rel=1e-3)
+    assert metrics.mismatch_kl.keys() == kept.keys()
     assert not _run(make_policy(), rows, replace(settings, keep_logprobs=False))[0].logprobs
 
 

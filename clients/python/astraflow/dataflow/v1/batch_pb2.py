@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!astraflow/dataflow/v1/batch.proto\x12\x15\x61straflow.dataflow.v1\"\xa6\x02\n\tBatchItem\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0f\n\x07task_id\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_trainable_tokens\x18\x05 \x01(\r\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x13\n\x0bmin_version\x18\x07 \x01(\x04\x12\x13\n\x0bmax_version\x18\x08 \x01(\x04\x12\x0c\n\x04role\x18\t \x01(\t\x12\x0e\n\x06source\x18\n \x01(\t\x12\x0e\n\x06member\x18\x0b \x01(\r\x12\x0c\n\x04turn\x18\x0c \x01(\r\x12\x11\n\ttruncated\x18\r \x01(\x08\x12\x0b\n\x03use\x18\x0e \x01(\r\x12\x17\n\x0fresponse_digest\x18\x0f \x01(\x07\"\x91\x01\n\x05\x42\x61tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12/\n\x05items\x18\x05 \x03(\x0b\x32 .astraflow.dataflow.v1.BatchItem\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!astraflow/dataflow/v1/batch.proto\x12\x15\x61straflow.dataflow.v1\"\xb7\x02\n\tBatchItem\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0f\n\x07task_id\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1c\n\x14num_trainable_tokens\x18\x05 \x01(\r\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x13\n\x0bmin_version\x18\x07 \x01(\x04\x12\x13\n\x0bmax_version\x18\x08 \x01(\x04\x12\x0c\n\x04role\x18\t \x01(\t\x12\x0e\n\x06source\x18\n \x01(\t\x12\x0e\n\x06member\x18\x0b \x01(\r\x12\x0c\n\x04turn\x18\x0c \x01(\r\x12\x11\n\ttruncated\x18\r \x01(\x08\x12\x0b\n\x03use\x18\x0e \x01(\r\x12\x17\n\x0fresponse_digest\x18\x0f \x01(\x07\x12\x0f\n\x07node_id\x18\x10 \x01(\t\"\x91\x01\n\x05\x42\x61tch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12/\n\x05items\x18\x05 \x03(\x0b\x32 .astraflow.dataflow.v1.BatchItem\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x0c\x42\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\030io.astraflow.dataflow.v1P\001ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\252\002\025Astraflow.Dataflow.V1'
   _globals['_BATCHITEM']._serialized_start=61
-  _globals['_BATCHITEM']._serialized_end=355
-  _globals['_BATCH']._serialized_start=358
-  _globals['_BATCH']._serialized_end=503
+  _globals['_BATCHITEM']._serialized_end=372
+  _globals['_BATCH']._serialized_start=375
+  _globals['_BATCH']._serialized_end=520
 # @@protoc_insertion_point(module_scope)

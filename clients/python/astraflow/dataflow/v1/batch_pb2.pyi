@@ -39,6 +39,7 @@ class BatchItem(_message.Message):
     TRUNCATED_FIELD_NUMBER: _builtins.int
     USE_FIELD_NUMBER: _builtins.int
     RESPONSE_DIGEST_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     group_id: _builtins.str
@@ -71,6 +72,8 @@ class BatchItem(_message.Message):
     """CRC-32 of its trainable token ids, 1 where that is 0, as the server saw them when it accepted it. 0: bound by an
     earlier release, nothing to compare with.
     """
+    node_id: _builtins.str
+    """Node that made it; empty when it was bound by an earlier release."""
     def __init__(
         self,
         *,
@@ -89,10 +92,11 @@ class BatchItem(_message.Message):
         truncated: _builtins.bool = ...,
         use: _builtins.int = ...,
         response_digest: _builtins.int = ...,
+        node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "response_digest", b"response_digest", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "max_version", b"max_version", "member", b"member", "min_version", b"min_version", "node_id", b"node_id", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "response_digest", b"response_digest", "reward", b"reward", "role", b"role", "source", b"source", "task_id", b"task_id", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turn", b"turn", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -523,6 +523,7 @@ class AckBatchRequest(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    MISMATCH_KL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -537,6 +538,13 @@ class AckBatchRequest(_message.Message):
     """The batch's digest."""
     stage: Global___BatchStage.ValueType
     """Stage reached."""
+    @_builtins.property
+    def mismatch_kl(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """With TRAINED, how far the trainer was from the engine that sampled: for each item of the batch, in its order, the
+        mean over its trained tokens of the k3 estimate of the KL divergence, in nats, before the first update that it was
+        in; -1 where nothing was measured. Empty where the trainer measures nothing. Filters learn from it.
+        """
+
     def __init__(
         self,
         *,
@@ -547,10 +555,11 @@ class AckBatchRequest(_message.Message):
         batch_id: _builtins.str = ...,
         digest: _builtins.bytes = ...,
         stage: Global___BatchStage.ValueType = ...,
+        mismatch_kl: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "digest", b"digest", "policy_id", b"policy_id", "run_id", b"run_id", "stage", b"stage", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "digest", b"digest", "mismatch_kl", b"mismatch_kl", "policy_id", b"policy_id", "run_id", b"run_id", "stage", b"stage", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -287,6 +287,7 @@ class TrajectoryHeader(_message.Message):
     MEMBER_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     RESPONSE_DIGEST_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Equal to the body's trajectory_id."""
     policy_id: _builtins.str
@@ -315,6 +316,8 @@ class TrajectoryHeader(_message.Message):
     """
     response_digest: _builtins.int
     """CRC-32 of the trainable token ids, 1 where that is 0; of a trajectory for training. The server sets it likewise."""
+    node_id: _builtins.str
+    """Node that its episode names. The server sets it likewise."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named numbers of this trajectory, for filters and curators; finite."""
@@ -335,10 +338,11 @@ class TrajectoryHeader(_message.Message):
         member: _builtins.int = ...,
         turn: _builtins.int = ...,
         response_digest: _builtins.int = ...,
+        node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "max_version", b"max_version", "member", b"member", "metrics", b"metrics", "min_version", b"min_version", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "policy_id", b"policy_id", "response_digest", b"response_digest", "reward", b"reward", "role", b"role", "trajectory_id", b"trajectory_id", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "max_version", b"max_version", "member", b"member", "metrics", b"metrics", "min_version", b"min_version", "node_id", b"node_id", "num_tokens", b"num_tokens", "num_trainable_tokens", b"num_trainable_tokens", "policy_id", b"policy_id", "response_digest", b"response_digest", "reward", b"reward", "role", b"role", "trajectory_id", b"trajectory_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
