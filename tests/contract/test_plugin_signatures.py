@@ -23,10 +23,7 @@ CALLS = {
         "step": "(self, action: Message) -> Observation",
     },
     "Filter": {"__call__": "(self, group: Group) -> bool"},
-    "MeasuringFilter": {
-        "__call__": "(self, group: Group) -> bool",
-        "measured": "(self, step: MeasuredStep) -> None",
-    },
+    "Measuring": {"measured": "(self, step: MeasuredStep) -> None"},
     "Policy": {
         "chat": (
             "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"

@@ -82,6 +82,15 @@ async def test_what_is_kept_is_bounded_and_ends_with_the_run(world: World, redis
     await world.has_account(trained=12)
 
 
+@pytest.mark.parametrize("order", ["recent", "uniform"])
+async def test_the_newest_are_replayed_or_any_as_the_order_says(world: World, order: str) -> None:
+    trainer, node = await world.started(**replaying(order=order, max_uses=99, max_staleness=99))
+    found = [await step(trainer, node, number) for number in range(1, 13)]
+    replayed = [[name for name, use in uses.items() if use] for uses in found[1:]]
+    # Drawn of 1, 2, … 11 alike, always the newest comes once in 11! = 39,916,800.
+    assert (replayed == [[f"train-{number}"] for number in range(11)]) is (order == "recent")
+
+
 async def test_the_largest_advantages_come_first_by_priority(world: World) -> None:
     trainer, node = await world.started(**replaying(order="priority", max_uses=9))
     await step(trainer, node, 1)

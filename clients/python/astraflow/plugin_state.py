@@ -1,19 +1,70 @@
-"""The state of a plug-in that survives the server: a small mapping of JSON values.
+"""What data plug-ins know of trajectories, and what they remember: a small mapping of JSON values.
 
-A class whose constructor names a parameter `state` is given one. The dataflow server saves what a call changed
-when the call is over, and loads it again after a restart. Tests of a plug-in make an empty one.
+Part of `astraflow.plugins`, which has these names. The state of a plug-in survives the server: a class whose
+constructor names a parameter `state` is given one. The dataflow server saves what a call changed when the call is over,
+and loads it again after a restart. Tests of a plug-in make an empty one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 JsonValue: TypeAlias = Any
 MAX_STATE_BYTES = 16 * 1024 * 1024
 MAX_VALUE_BYTES = 64 * 1024
 MAX_KEY_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectorySummary:
+    """What the server knows of one trajectory without reading its tokens; versions are weight versions.
+
+    In a run it is the contract's own message, to be read only; tests make these. Equal responses have equal digests.
+    """
+
+    reward: float
+    trajectory_id: str = ""
+    num_tokens: int = 0
+    num_trainable_tokens: int = 0
+    min_version: int = 0
+    max_version: int = 0
+    finish_reason: str = "stop"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    response_digest: int = 0
+    node_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTrajectory:
+    """A trajectory that was trained on for the first time, and how far trainer and engine were apart on it."""
+
+    mismatch_kl: float
+    """Mean over its trained tokens of the k3 estimate of KL(engine ‖ trainer), in nats, as the step began: what kernels
+    and precision make of it, and the versions between sampling and training."""
+    node_id: str = ""
+    source: str = ""
+    version: int = 0
+    """Newest that sampled it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """What the trainer of a policy measured in a step."""
+
+    policy: str
+    step: int
+    trajectories: Sequence[MeasuredTrajectory]
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """What a filter with a `state` may have besides, to learn from what was trained on."""
+
+    def measured(self, step: MeasuredStep) -> None:
+        """Learn from a step that was trained on. May be called again for the same one, after a lost answer."""
 
 
 class PluginState(MutableMapping[str, JsonValue]):

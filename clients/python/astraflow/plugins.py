@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from astraflow.plugin_state import PluginState
+from astraflow.plugin_state import (
+    MeasuredStep,
+    MeasuredTrajectory,
+    Measuring,
+    PluginState,
+    TrajectorySummary,
+)
 from astraflow.rewards import MissingCapability, Reward, RewardFailed, RewardLimits, Score, Scorer
 
 __all__ = [
@@ -29,7 +35,7 @@ __all__ = [
     "Loss",
     "MeasuredStep",
     "MeasuredTrajectory",
-    "MeasuringFilter",
+    "Measuring",
     "Message",
     "MissingCapability",
     "Observation",
@@ -428,25 +434,6 @@ class Workflow(Protocol):
         `workflow_error`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrajectorySummary:
-    """What the server knows of one trajectory without reading its tokens; versions are weight versions.
-
-    In a run it is the contract's own message, to be read only; tests make these. Equal responses have equal digests.
-    """
-
-    reward: float
-    trajectory_id: str = ""
-    num_tokens: int = 0
-    num_trainable_tokens: int = 0
-    min_version: int = 0
-    max_version: int = 0
-    finish_reason: str = "stop"
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    response_digest: int = 0
-    node_id: str = ""
-
-
 class _OfTrajectories:
     trajectories: tuple[TrajectorySummary, ...]
 
@@ -490,36 +477,6 @@ class Filter(Protocol):
     def __call__(self, group: Group) -> bool:
         """Return True to keep the group. One that raises, or returns something else, drops it as
         `filter_failed`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTrajectory:
-    """A trajectory that was trained on for the first time, and how far trainer and engine were apart on it."""
-
-    mismatch_kl: float
-    """Mean over its trained tokens of the k3 estimate of KL(engine ‖ trainer), in nats, as the step began: what kernels
-    and precision make of it, and the versions between sampling and training."""
-    node_id: str = ""
-    source: str = ""
-    version: int = 0
-    """Newest that sampled it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
-    """What the trainer of a policy measured in a step."""
-
-    policy: str
-    step: int
-    trajectories: Sequence[MeasuredTrajectory]
-
-
-@runtime_checkable
-class MeasuringFilter(Filter, Protocol):
-    """A filter that learns from what trainers measured; needs a `state`."""
-
-    def measured(self, step: MeasuredStep) -> None:
-        """Learn from a step that was trained on. May be called again for the same one, after a lost answer."""
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import Filter, MeasuredStep, MeasuredTrajectory, MeasuringFilter
+from astraflow.plugins import Filter, MeasuredStep, MeasuredTrajectory, Measuring
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
@@ -42,7 +42,7 @@ def measured_step(batch: batch_pb2.Batch, mismatch_kl: Sequence[float]) -> Measu
 
 async def inform_filters(store: Store, context: RunContext, step: MeasuredStep) -> None:
     """Let the filters that learn from it do so; one that raises is named as any that does. Raises UnavailableError."""
-    learning = [plugin for plugin in context.plugins.filters if isinstance(plugin.made, MeasuringFilter)]
+    learning = [plugin for plugin in context.plugins.filters if isinstance(plugin.made, Measuring)]
     if not learning or not step.trajectories:
         return
 
@@ -57,7 +57,7 @@ def _inform(context: RunContext, plugin: DataPlugin[Filter], step: MeasuredStep)
     faults = context.plugins.faults
     try:
         with faults.timed("filter", plugin.name):
-            plugin.made.measured(step)  # type: ignore[attr-defined]  # a MeasuringFilter
+            plugin.made.measured(step)  # type: ignore[attr-defined]  # a Measuring
     except RAISED as error:  # a plug-in must not stop the run
         log.exception("filter.failed", filter=plugin.name, policy_id=step.policy, step=step.step)
         faults.note("filter", plugin.name, error)
