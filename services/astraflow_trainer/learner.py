@@ -27,12 +27,13 @@ from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Placement, compute_of, shard
 from astraflow_trainer.planning.memory_plan import RankLayout, memory_plan
 from astraflow_trainer.publish.change_detection import DetectedChanges, Where
-from astraflow_trainer.publish.loading import load_policy
+from astraflow_trainer.publish.loading import load_critic, load_policy
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.publish.published import HeldPart, WeightCopies
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.ranks.mesh import from_first_replica, rank_mesh, replica_of
+from astraflow_trainer.step.critic import Critic
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.codec.shards import ShardedModel
@@ -84,6 +85,7 @@ class PolicyLearner:
             training.algorithm, model_dir=reference_dir or model_dir, mesh=mesh, placement=placement
         )
         _require_vocabulary(self._reference, policy=self._policy)
+        self._critic = _critic(training, model_dir=model_dir, mesh=mesh, placement=placement)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
         self._prober = Prober(self._policy, ranks=self._ranks) if training.publish.probe else None
@@ -96,7 +98,7 @@ class PolicyLearner:
 
     def restore(self, *, at_most: int | None = None) -> Position | None:
         """Load the newest complete checkpoint, at step `at_most` or before; None when there is none."""
-        position = self._checkpoints.restore(self._optimizer, at_most=at_most)
+        position = self._checkpoints.restore(self._optimizer, at_most=at_most, critic=self._critics)
         self._baselines = dict(position.baselines) if position else {}
         return position
 
@@ -121,7 +123,7 @@ class PolicyLearner:
         """
         self._checkpoints.supersede_after(step)
         if checkpoint is not None:
-            self._checkpoints.restore(self._optimizer, step=checkpoint)
+            self._checkpoints.restore(self._optimizer, step=checkpoint, critic=self._critics)
         self._baselines = dict(baselines)
         values = self._copies.held.by_parameter(weights)
         for name in sorted(values):
@@ -138,7 +140,7 @@ class PolicyLearner:
         require_whole(checkpoints, step=step, version=version)
         saving = self._group.saving
         source = CheckpointStore(checkpoints, keep=1, ranks=saving, group=self._group.saving_group)
-        position = source.restore(self._optimizer, step=step)
+        position = source.restore(self._optimizer, step=step, critic=self._critics)
         self._baselines = dict(position.baselines) if position else {}
 
     def train(self, rows: Sequence[TrainingRow]) -> StepMetrics:
@@ -150,6 +152,7 @@ class PolicyLearner:
             settings=self._settings,
             ranks=self._ranks,
             reference=self._reference,
+            critic=self._critic,
             baselines=self._baselines,
             moved=self._moved,
         )
@@ -161,6 +164,11 @@ class PolicyLearner:
         with self._optimizer.as_published():
             copied = self._copies.take()
             return copied if self._prober is None else replace(copied, probe=self._prober.answers())
+
+    @property
+    def _critics(self) -> MasterOptimizer | None:
+        """The critic's optimizer."""
+        return None if self._critic is None else self._critic.optimizer
 
     @property
     def held(self) -> HeldPart:
@@ -181,7 +189,11 @@ class PolicyLearner:
         checkpoint of the step that exists learns the learning rate.
         """
         staged = self._checkpoints.stage(
-            self._optimizer, step=step, version=version, baselines=self._baselines
+            self._optimizer,
+            step=step,
+            version=version,
+            baselines=self._baselines,
+            critic=self._critics,
         )
         return partial(self._checkpoints.write, staged)
 
@@ -226,6 +238,19 @@ def _reference(
     if algorithm.kl is None or not algorithm.kl.needs_model:
         return None
     return load_policy(model_dir, mesh=mesh, placement=placement, frozen=True).eval()
+
+
+def _critic(
+    training: TrainerSettings, *, model_dir: Path, mesh: DeviceMesh, placement: Placement
+) -> Critic | None:
+    """A critic that begins as the policy does, where the algorithm has one."""
+    settings = training.algorithm.critic
+    if settings is None:
+        return None
+    model = load_critic(model_dir, mesh=mesh, placement=placement).train()
+    changes = {"learning_rate": settings.learning_rate, "average": None}
+    optimizer = MasterOptimizer(model, settings=training.optimizer.model_copy(update=changes))
+    return Critic(model=model, optimizer=optimizer, settings=settings)
 
 
 def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -> None:

@@ -322,8 +322,9 @@ def _named(metrics: StepMetrics, batch: StepBatch, *, num_unread: int) -> dict[s
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),
         "skipped_no_signal": float(metrics.skip_reason is SkipReason.NO_SIGNAL),
+        "skipped_critic_warmup": float(metrics.skip_reason is SkipReason.CRITIC_WARMUP),
     }
-    named |= metrics.of_roles
+    named |= {**metrics.of_roles, **metrics.of_critic}
     loss = metrics.loss
     if loss is not None:
         named |= {field.name: float(getattr(loss, field.name)) for field in fields(loss)}

@@ -22,7 +22,7 @@ __all__ = ["differences", "plugin_changes", "settings_of", "trainer_changes"]
 
 _MAY_CHANGE = re.compile(
     r"(policies\.[^.]+\.)?trainer\.(tokens_per_microbatch|gradient_sync|checkpoint_every_steps|checkpoint_every_s"
-    r"|keep_checkpoints|algorithm|optimizer|trackers)\b(?!\.(advantage|kind|average)\b)"
+    r"|keep_checkpoints|algorithm|optimizer|trackers)\b(?!\.(advantage|critic|kind|average)\b)"
 )
 _PLUGINS = re.compile(r"(policies\.[^.]+\.)?dataflow\.(curators|filters|selector|routes|batch_needs)\b")
 _STEPS = re.compile(r"(run|policies\.[^.]+)\.steps")

@@ -25,6 +25,8 @@ class StepPoint:
         """Why the step changed no weight; empty when it did."""
         if not self.metrics.get("skipped", 0.0):
             return ""
+        if self.metrics.get("skipped_critic_warmup", 0.0):
+            return "only the critic learns"
         return NO_SIGNAL if self.metrics.get("skipped_no_signal", 1.0) else "loss or gradient not finite"
 
 

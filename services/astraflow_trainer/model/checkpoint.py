@@ -34,6 +34,7 @@ _DOOMED = ".doomed-"
 _SUPERSEDED = "superseded-"
 _DAMAGED = "damaged-"
 _POSITION_FILE = "position.json"
+_CRITIC = "critic."
 _SUPERSEDED_KEPT = 2
 """Checkpoints of steps that were given up, beyond which the next checkpoint removes the oldest."""
 
@@ -114,9 +115,11 @@ class CheckpointStore:
         step: int,
         version: int,
         baselines: Mapping[str, float] | None = None,
+        critic: MasterOptimizer | None = None,
     ) -> StagedCheckpoint:
-        """Copy what a resume needs; costs one memory copy of masters and moments."""
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimizer.state().items()}
+        """Copy what a resume needs, of a `critic` too; costs one memory copy of masters and moments."""
+        state = _state(optimizer, critic)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         tensors[self._random_state_name()] = torch.get_rng_state()
         position = Position(
             step=step,
@@ -149,10 +152,15 @@ class CheckpointStore:
         return final
 
     def restore(
-        self, optimizer: MasterOptimizer, *, at_most: int | None = None, step: int | None = None
+        self,
+        optimizer: MasterOptimizer,
+        *,
+        at_most: int | None = None,
+        step: int | None = None,
+        critic: MasterOptimizer | None = None,
     ) -> Position | None:
-        """Load the newest complete checkpoint, or that of `step`, into `optimizer` and its model; None when there
-        is none.
+        """Load the newest complete checkpoint, or that of `step`, into `optimizer` and its model, and into a critic's;
+        None when there is none.
 
         A collective. It may have been written by another number of ranks: masters and moments are spread anew,
         bit for bit. A rank takes up its own random state, or keeps the one it has where none was saved.
@@ -167,13 +175,15 @@ class CheckpointStore:
             return None
         path = self._path(wanted)
         position = _read_position(path / _POSITION_FILE)
-        tensors = optimizer.state()
+        tensors = _state(optimizer, critic)
         random_state = torch.get_rng_state()
         _check_layout(tensors, path)
         if self._random_state_name() in _layout(path):
             tensors = {**tensors, self._random_state_name(): random_state}
         _load(tensors, path, group=self._group)
         optimizer.restored(num_steps=position.optimizer_steps, learning_rate=position.learning_rate)
+        if critic is not None:
+            critic.restored(num_steps=int(tensors[f"{_CRITIC}num_steps"]))
         torch.set_rng_state(random_state)
         return position
 
@@ -242,6 +252,15 @@ def read_positions(directory: Path) -> list[Position]:
 def _steps_in(directory: Path) -> list[int]:
     names = (path.name for path in directory.glob(f"{_PREFIX}*"))
     return sorted(int(name.removeprefix(_PREFIX)) for name in names)
+
+
+def _state(optimizer: MasterOptimizer, critic: MasterOptimizer | None) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds by flat name, besides random states: the tensors themselves."""
+    state = optimizer.state()
+    if critic is not None:
+        state |= {f"{_CRITIC}{name}": tensor for name, tensor in critic.state().items()}
+        state[f"{_CRITIC}num_steps"] = torch.tensor(critic.num_steps)
+    return state
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, *, group: dist.ProcessGroup | None) -> None:

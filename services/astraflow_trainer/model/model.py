@@ -64,11 +64,11 @@ class TokenScores:
     """float32, nats; differentiable."""
 
 
-class PolicyModel(nn.Module):
-    """A causal language model that answers one question: how likely are the trained tokens of a micro-batch.
+class PackedModel(nn.Module):
+    """A decoder that reads packed micro-batches: what a policy and its critic have in common.
 
-    Only these tokens reach the output head, in chunks, so logits are never held whole. With several rows in a
-    lane attention gets a block-diagonal causal mask, else none; a kernel for pieces gets the rows' borders instead.
+    With several rows in a lane attention gets a block-diagonal causal mask, else none; a kernel for pieces gets the
+    rows' borders instead.
     """
 
     def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
@@ -85,20 +85,16 @@ class PolicyModel(nn.Module):
         use_kernel(self.causal_lm, kernel, name=name)
         self._attends_to_pieces = True
 
-    def forward(
+    def hidden(
         self,
         token_ids_BL: torch.Tensor,
         *,
         position_ids_BL: torch.Tensor | None,
         attention_mask_B1LL: torch.Tensor | None,
         source_N: torch.Tensor,
-        target_N: torch.Tensor,
-        temperature_N: torch.Tensor,
         **attention: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies, float32[N] each. Arguments are the fields of `MicroBatch` and, for a kernel,
-        `Pieces.arguments`; see `score`.
-        """
+    ) -> torch.Tensor:
+        """Hidden states [N, D] of the positions that predict the trained tokens. Arguments are those of `asked`."""
         output = self.causal_lm.get_decoder()(
             input_ids=token_ids_BL,
             position_ids=position_ids_BL,
@@ -106,50 +102,28 @@ class PolicyModel(nn.Module):
             use_cache=False,
             **attention,
         )
-        hidden_ND = output.last_hidden_state.flatten(0, 1)[source_N]
-        head_VD = self.causal_lm.get_output_embeddings().weight
-        return token_scores(hidden_ND, head_VD=head_VD, target_N=target_N, temperature_N=temperature_N)
+        hidden_ND: torch.Tensor = output.last_hidden_state.flatten(0, 1)[source_N]
+        return hidden_ND
 
-    def score(self, batch: MicroBatch) -> TokenScores:
-        """Score a micro-batch; a collective when the model is sharded over several ranks. Moves what the pass reads to
-        the device, once, and the scores back.
-        """
+    def asked(self, batch: MicroBatch) -> dict[str, Any]:
+        """What `hidden` reads of a micro-batch, moved to the device, once."""
         # Without a mask the model derives positions itself; restarting ones would make it look for packed
         # rows.
         by_pieces = self._attends_to_pieces
         packed = by_pieces or not batch.one_row_per_lane
         masked = packed and not by_pieces
-        logprob_N, entropy_N = self(
-            self._moved(batch.token_ids_BL),
-            position_ids_BL=self._moved(batch.position_ids_BL) if packed else None,
-            attention_mask_B1LL=attention_mask(self._moved(batch.document_ids_BL)) if masked else None,
-            source_N=self._moved(batch.source_N),
-            target_N=self._moved(batch.target_N),
-            temperature_N=self._moved(batch.temperature_N),
-            **(pieces(batch.document_ids_BL).arguments(self._moved) if by_pieces else {}),
-        )
-        return TokenScores(logprob_N=logprob_N.cpu(), entropy_N=entropy_N.cpu())
+        return {
+            "token_ids_BL": self.moved(batch.token_ids_BL),
+            "position_ids_BL": self.moved(batch.position_ids_BL) if packed else None,
+            "attention_mask_B1LL": attention_mask(self.moved(batch.document_ids_BL)) if masked else None,
+            "source_N": self.moved(batch.source_N),
+            **(pieces(batch.document_ids_BL).arguments(self.moved) if by_pieces else {}),
+        }
 
-    def _moved(self, values: torch.Tensor) -> torch.Tensor:
+    def moved(self, values: torch.Tensor) -> torch.Tensor:
         """`values` on the device; from pinned memory the copy is not waited for."""
         pinned = values.pin_memory() if self.device.type == "cuda" else values
         return pinned.to(self.device, non_blocking=True)
-
-    def next_token_logprobs(self, token_ids_BL: torch.Tensor, *, last: int) -> torch.Tensor:
-        """Natural log-probs float32[B, last, V] of the token that follows each of the last positions, at temperature 1.
-
-        Rows are of equal length. Holds these logits whole: for a few positions. A collective when the model is sharded
-        over several ranks; call it without gradients.
-        """
-        output = self.causal_lm.get_decoder()(input_ids=self._moved(token_ids_BL), use_cache=False)
-        head_VD = self.causal_lm.get_output_embeddings().weight
-        logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()
-        return torch.log_softmax(logits_BKV, -1)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids that the model knows: 0 to this, exclusive."""
-        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
 
     @property
     def attention_tokens(self) -> float:
@@ -179,6 +153,74 @@ class PolicyModel(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
                 yield name.removeprefix(_PREFIX).replace(_ADAPTER_NAME, "."), parameter
+
+
+class PolicyModel(PackedModel):
+    """A causal language model that answers one question: how likely are the trained tokens of a micro-batch.
+
+    Only these tokens reach the output head, in chunks, so logits are never held whole.
+    """
+
+    def forward(
+        self, *, target_N: torch.Tensor, temperature_N: torch.Tensor, **asked: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32[N] each. Arguments are fields of `MicroBatch` and those of `hidden`; see
+        `score`.
+        """
+        hidden_ND = self.hidden(**asked)
+        head_VD = self.causal_lm.get_output_embeddings().weight
+        return token_scores(hidden_ND, head_VD=head_VD, target_N=target_N, temperature_N=temperature_N)
+
+    def score(self, batch: MicroBatch) -> TokenScores:
+        """Score a micro-batch; a collective when the model is sharded over several ranks. Moves the scores back."""
+        logprob_N, entropy_N = self(
+            target_N=self.moved(batch.target_N),
+            temperature_N=self.moved(batch.temperature_N),
+            **self.asked(batch),
+        )
+        return TokenScores(logprob_N=logprob_N.cpu(), entropy_N=entropy_N.cpu())
+
+    def next_token_logprobs(self, token_ids_BL: torch.Tensor, *, last: int) -> torch.Tensor:
+        """Natural log-probs float32[B, last, V] of the token that follows each of the last positions, at temperature 1.
+
+        Rows are of equal length. Holds these logits whole: for a few positions. A collective when the model is sharded
+        over several ranks; call it without gradients.
+        """
+        output = self.causal_lm.get_decoder()(input_ids=self.moved(token_ids_BL), use_cache=False)
+        head_VD = self.causal_lm.get_output_embeddings().weight
+        logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()
+        return torch.log_softmax(logits_BKV, -1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return int(self.causal_lm.get_output_embeddings().weight.shape[0])
+
+
+class CriticModel(PackedModel):
+    """A causal language model whose head gives one number: what the rest of the row is worth, before each trained
+    token. The head is zero at first. Computed with fp32 masters as parameters: no version is made of it.
+    """
+
+    def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
+        """Put the head in place of the model's own, on its device."""
+        weight = causal_lm.get_output_embeddings().weight
+        head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(head.weight)
+        causal_lm.config.tie_word_embeddings = False
+        causal_lm.set_output_embeddings(head)
+        super().__init__(causal_lm)
+
+    def forward(self, **asked: Any) -> torch.Tensor:
+        """Values float32[N]; arguments are those of `hidden`."""
+        # A sum of one: FSDP's hooks want no view.
+        values: torch.Tensor = self.causal_lm.get_output_embeddings()(self.hidden(**asked)).float().sum(-1)
+        return values
+
+    def values(self, batch: MicroBatch) -> torch.Tensor:
+        """float32[N] of a micro-batch's trained tokens, on the host; a collective when sharded over several ranks."""
+        values: torch.Tensor = self(**self.asked(batch)).cpu()
+        return values
 
 
 def config_of(shape: ModelShape) -> transformers.PreTrainedConfig:

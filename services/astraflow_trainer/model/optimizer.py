@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from astraflow.recipe import OptimizerSettings
-from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.model import PackedModel, local_part
 from astraflow_trainer.model.updates import updates_for
 
 
@@ -49,7 +49,7 @@ class MasterOptimizer:
     The model may be sharded or not; masters and moments are laid out like its parameters.
     """
 
-    def __init__(self, policy: PolicyModel, *, settings: OptimizerSettings) -> None:
+    def __init__(self, policy: PackedModel, *, settings: OptimizerSettings) -> None:
         self._policy = policy
         self._settings = settings
         self._schedule = ScheduleSettings(
@@ -201,7 +201,7 @@ class MasterOptimizer:
         self._policy.gathered_no_more()
 
 
-def _embeddings(policy: PolicyModel) -> set[str]:
+def _embeddings(policy: PackedModel) -> set[str]:
     """Names of the trained input embedding and output head, which may be one."""
     lm = policy.causal_lm
     ends = {id(lm.get_input_embeddings().weight), id(lm.get_output_embeddings().weight)}

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.log import get_logger
 from astraflow_trainer.model.attention import kernel_for
-from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.model.model import CriticModel, PackedModel, PolicyModel
 from astraflow_trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
@@ -83,13 +83,13 @@ def placement_of(settings: TrainerSettings, *, compute: Compute = "fp32") -> Pla
     )
 
 
-def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None = None) -> None:
+def shard(policy: PackedModel, *, mesh: DeviceMesh, placement: Placement | None = None) -> None:
     """Apply FSDP2 in place: one group per decoder layer, one for an embedding that is not the head's, too, and one for
     the rest.
 
     With bf16 compute the parameters become the fp32 masters: they are rounded to bf16, to the bits that are published,
-    whenever they are gathered. Frozen parameters are kept in bf16 then. Raises InvalidArgumentError for offload without
-    a GPU.
+    whenever they are gathered. Frozen parameters are kept in bf16 then. A critic's are the masters in any case. Raises
+    InvalidArgumentError for offload without a GPU.
     """
     placement = placement or Placement()
     decoder = policy.causal_lm.get_decoder()
@@ -117,8 +117,9 @@ def shard(policy: PolicyModel, *, mesh: DeviceMesh, placement: Placement | None 
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if placement.compiled:
         _compile(decoder.layers, device_type=mesh.device_type)
-    register_fsdp_forward_method(policy, "next_token_logprobs")
-    policy.holds_masters = placement.compute == "bf16"
+    if isinstance(policy, PolicyModel):
+        register_fsdp_forward_method(policy, "next_token_logprobs")
+    policy.holds_masters = placement.compute == "bf16" or isinstance(policy, CriticModel)
     policy.device = _device_of(mesh)
     dtype = torch.bfloat16 if placement.compute == "bf16" else torch.float32
     kernel = kernel_for(policy.device, dtype=dtype) if placement.attention == "auto" else None
@@ -132,7 +133,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _narrow_frozen(policy: PolicyModel) -> None:
+def _narrow_frozen(policy: PackedModel) -> None:
     for parameter in policy.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)

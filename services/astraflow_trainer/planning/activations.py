@@ -70,7 +70,7 @@ def _kept(
     with _counted(policy) as kept, _Products(kept if recompute == "selective" else {}) as products:
         policy.attend_by("planned", partial(_stand_in, products=products))
         policy(
-            tokens[None],
+            token_ids_BL=tokens[None],
             position_ids_BL=tokens[None],
             attention_mask_B1LL=None,
             source_N=tokens,

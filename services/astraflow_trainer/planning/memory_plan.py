@@ -16,7 +16,7 @@ import torch
 
 from astraflow.errors import InvalidArgumentError
 from astraflow_trainer.model.logprobs import chunk_tokens_of
-from astraflow_trainer.model.model import PolicyModel, empty_of
+from astraflow_trainer.model.model import CriticModel, PolicyModel, empty_of
 from astraflow_trainer.model.quantized import BLOCK
 from astraflow_trainer.planning.activations import activations_of
 from astraflow_trainer.ranks.mesh import require_mesh
@@ -103,6 +103,11 @@ def memory_plan(
     sizes = _Sizes.of(config, num_shards=num_shards)
     planner = _Planner(sizes, training, ranks, placement, snapshot)
     items = [*planner.state(), *planner.publishing()]
+    if training.algorithm.critic is not None:
+        of_critic = _Sizes.of(config, num_shards=num_shards, critic=True)
+        items += _Planner(of_critic, training, ranks, placement, snapshot).critic()
+    if training.algorithm.kl is not None and training.algorithm.kl.needs_model:
+        items.append(planner.reference())
     if not only_state:
         items += [*planner.gathered(), *planner.step(config)]
     return MemoryPlan(items=items, num_parameters=sizes.num_parameters, ranks=ranks)
@@ -126,8 +131,9 @@ class _Sizes:
     num_layers: int
 
     @classmethod
-    def of(cls, config: transformers.PreTrainedConfig, *, num_shards: int) -> _Sizes:
-        policy = PolicyModel(empty_of(config, dtype=torch.float32))
+    def of(cls, config: transformers.PreTrainedConfig, *, num_shards: int, critic: bool = False) -> _Sizes:
+        kind = CriticModel if critic else PolicyModel
+        policy = kind(empty_of(config, dtype=torch.float32))
         layers = policy.causal_lm.get_decoder().layers
         parameters = dict(policy.hf_parameters())
         total = sum(parameter.numel() for parameter in parameters.values())
@@ -199,6 +205,21 @@ class _Planner:
             arithmetic=arithmetic,
         )
         return [*items, moments]
+
+    def critic(self) -> list[Item]:
+        """State of a critic, whose parameters are its masters. Its passes and the policy's take turns."""
+        count = self.sizes.shard
+        moments = self.sizes.remembered[self.training.optimizer.kind] / count
+        return [
+            self._of_shard("critic's masters", 4),
+            self._of_shard("critic's gradient", 4),
+            self._of_shard("critic's moments", moments),
+            self._of_shard("critic's checkpoint", 4 + moments, memory="host"),
+        ]
+
+    def reference(self) -> Item:
+        """The frozen model of a KL term, where that is of the policy's size."""
+        return self._of_shard("reference", self.width_bytes)
 
     def publishing(self) -> list[Item]:
         """The copy to compare with, buffers of versions on their way, and a checkpoint that is being written."""

@@ -16,7 +16,14 @@ from safetensors import safe_open
 
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.log import get_logger
-from astraflow_trainer.model.model import PolicyModel, empty_causal_lm, load_causal_lm, local_part
+from astraflow_trainer.model.model import (
+    CriticModel,
+    PackedModel,
+    PolicyModel,
+    empty_causal_lm,
+    load_causal_lm,
+    local_part,
+)
 from astraflow_trainer.model.sharding import Placement, shard
 from astraflow_trainer.publish.published import HeldPart
 
@@ -31,6 +38,8 @@ log = get_logger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_HEAD = "lm_head.weight"
+"""A critic has one of its own."""
 
 
 def load_policy(
@@ -57,6 +66,26 @@ def load_policy(
     return policy.requires_grad_(requires_grad=not frozen)
 
 
+def load_critic(directory: Path, *, mesh: DeviceMesh, placement: Placement) -> CriticModel:
+    """A critic that begins as the model of a Hugging Face directory, its head as zeros, sharded over `mesh`.
+
+    Raises as `load_policy` does.
+    """
+    critic, files = CriticModel(empty_causal_lm(directory)), dict(_files(directory))
+    missing = [spec.name for spec in HeldPart(critic).specs if spec.name not in {*files, _HEAD}]
+    if missing:
+        log.info("model.loaded_whole", directory=str(directory), missing=missing[0])
+        critic = CriticModel(load_causal_lm(directory)).to(torch.device(mesh.device_type))
+        shard(critic, mesh=mesh, placement=placement)
+        return critic
+    shard(critic, mesh=mesh, placement=placement)
+    _take_memory(critic, torch.device("cpu") if placement.offload else critic.device)
+    held = HeldPart(critic)
+    local_part(held.parameters[_HEAD].detach()).zero_()
+    _fill(held, {name: path for name, path in files.items() if name != _HEAD})
+    return critic
+
+
 def _files(directory: Path) -> Mapping[str, Path]:
     """The file of each tensor; empty where the directory has no safetensors."""
     if (index := directory / _INDEX).is_file():
@@ -68,7 +97,7 @@ def _files(directory: Path) -> Mapping[str, Path]:
         return dict.fromkeys(file.keys(), whole)
 
 
-def _take_memory(policy: PolicyModel, device: torch.device) -> None:
+def _take_memory(policy: PackedModel, device: torch.device) -> None:
     """Parameters become memory that nothing is written to yet; buffers keep what they hold."""
     kept = [
         (module, name, buffer)
@@ -87,7 +116,7 @@ def _fill(held: HeldPart, files: Mapping[str, Path]) -> None:
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             for name, item in held.tensors.items():
-                if files[name] != path:
+                if files.get(name) != path:
                     continue
                 values, at = _elements(file, specs[name], item.start, item.count, path=path), 0
                 for parameter, start, count in item.sources:

@@ -27,7 +27,7 @@ from astraflow_trainer.model.hf_layout import (
     held_tensors,
     stacked,
 )
-from astraflow_trainer.model.model import PolicyModel, local_part
+from astraflow_trainer.model.model import PackedModel, PolicyModel, local_part
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_weights.codec.shards import Shard as PublishedShard
 from astraflow_weights.codec.shards import ShardedModel
@@ -41,7 +41,7 @@ _EXPERTS = ".mlp.experts."
 class HeldPart:
     """What this rank holds of a policy's Hugging Face tensors, and where it lies in the parameters."""
 
-    def __init__(self, policy: PolicyModel, *, publishes: bool = True) -> None:
+    def __init__(self, policy: PackedModel, *, publishes: bool = True) -> None:
         """Without `publishes`, as in all replicas but the first, `tensors` are none: others hold the same.
 
         Raises ValueError for a model without a map, and for parameters that are not sharded by rows.
@@ -131,7 +131,7 @@ class WeightCopies:
             self._free.append(buffer)
 
 
-def policy_layout(policy: PolicyModel) -> ModelLayout:
+def policy_layout(policy: PackedModel) -> ModelLayout:
     """The Hugging Face tensors of a policy. Raises ValueError for stacked experts that have no map."""
     apart = policy.causal_lm.config.model_type in _EXPERTS_APART
     return ModelLayout(

@@ -65,13 +65,20 @@ class Minibatch:
     """float32: what each token of a row weighs in the update's loss."""
     num_tokens: int
     """Trained tokens of all ranks; at least 1."""
+    goals: Sequence[torch.Tensor] = ()
+    """float32[M] each, as `advantage_M` lies: what a critic expected at the start of the step, and the returns that it
+    learns; none without a critic."""
 
     def advantage_of(self, batch: MicroBatch) -> torch.Tensor:
         """float32[N]: of the tokens of a micro-batch."""
+        return self.of_tokens(self.advantage_M, batch)
+
+    def of_tokens(self, column_M: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """The part [N] of a column that belongs to the tokens of a micro-batch."""
         _, counts = torch.unique_consecutive(batch.row_N, return_counts=True)
         first = counts.cumsum(0) - counts
         place = torch.arange(len(batch.row_N)) - first.repeat_interleave(counts)
-        return self.advantage_M[self.start_R[batch.row_N] + place]
+        return column_M[self.start_R[batch.row_N] + place]
 
     def of_rows(self, values: Sequence[torch.Tensor]) -> dict[str, NDArray[np.float32]]:
         """float32[T] by trajectory, of values float32[N] of each micro-batch; NaN where nothing is trained."""
@@ -104,19 +111,22 @@ def minibatches(
     rows: Sequence[TrainingRow],
     advantages: Sequence[FloatArray],
     *,
+    goals: Sequence[Sequence[FloatArray]] = (),
     tasks: Sequence[str],
     number: int,
     packing: Packing,
     aggregation: Aggregation,
     ranks: Ranks,
 ) -> Iterator[Minibatch]:
-    """At most `number` of them, of this rank's `rows`; a collective. `tasks` are those of the rows of all ranks."""
+    """At most `number` of them, of this rank's `rows`; a collective. `tasks` are those of the rows of all ranks,
+    `goals` columns for a critic beside the advantages.
+    """
     parts = _parts(tasks, number=number)
     for part in parts:
         held = [place for place, row in enumerate(rows) if row.origin.task_id in part]
         yield _minibatch(
             [rows[place] for place in held],
-            [advantages[place] for place in held],
+            [[column[place] for place in held] for column in (advantages, *goals)],
             packing=packing,
             aggregation=aggregation,
             ranks=ranks,
@@ -125,7 +135,7 @@ def minibatches(
 
 def _minibatch(
     rows: Sequence[TrainingRow],
-    advantages: Sequence[FloatArray],
+    columns: Sequence[Sequence[FloatArray]],
     *,
     packing: Packing,
     aggregation: Aggregation,
@@ -134,14 +144,17 @@ def _minibatch(
     lengths = torch.tensor([row.num_trained_tokens for row in rows], dtype=torch.int64)
     num_tokens, num_rows = ranks.sum(torch.tensor([int(lengths.sum()), len(rows)])).tolist()
     counts = StepCounts(num_tokens=num_tokens, num_rows=num_rows)
-    flat = np.concatenate([np.zeros(0), *advantages])
+    advantage_M, *goals = [
+        torch.from_numpy(np.concatenate([np.zeros(0), *parts])).float() for parts in columns
+    ]
     return Minibatch(
         rows=rows,
         batches=packing.micro_batches(rows, ranks=ranks),
-        advantage_M=torch.from_numpy(flat).float(),
+        advantage_M=advantage_M,
         start_R=lengths.cumsum(0) - lengths,
         weight_R=token_weights(lengths, counts=counts, aggregation=aggregation).float(),
         num_tokens=num_tokens,
+        goals=goals,
     )
 
 

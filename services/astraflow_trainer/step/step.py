@@ -27,6 +27,7 @@ from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 from astraflow_trainer.step.advantages import Advantages
+from astraflow_trainer.step.critic import Critic, CriticUpdate, critic_metrics, fit_metrics
 from astraflow_trainer.step.estimators import (
     Estimator,
     RankedRows,
@@ -39,7 +40,12 @@ from astraflow_trainer.step.losses import LossMetrics, LossStatistics, StepRegio
 from astraflow_trainer.step.minibatches import Minibatch, Packing, minibatches
 from astraflow_trainer.step.passes import Passes
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_trainer.step.token_advantages import Penalised, kl_penalties, token_advantages
+from astraflow_trainer.step.token_advantages import (
+    Penalised,
+    kl_penalties,
+    returns_for_critic,
+    token_advantages,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,8 @@ class SkipReason(StrEnum):
     """Every advantage is 0, so the gradient is."""
     NON_FINITE_LOSS = "non_finite_loss"
     NON_FINITE_GRADIENT = "non_finite_gradient"
+    CRITIC_WARMUP = "critic_warmup"
+    """Only the critic learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +121,8 @@ class StepMetrics:
     """Rewards and advantages of each role, and running baselines after the step, by the names of their curves."""
     mismatch_kl: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
     """As `Minibatch.mismatch_of_rows` has it, of each row of this rank that was trained on, before its first update."""
+    of_critic: Mapping[str, float] = field(default_factory=dict)
+    """Value loss and how well values foretold returns, by the names of their curves; empty without a critic."""
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict, compare=False, repr=False)
     """float32[T] of each row of this rank that was trained on, by trajectory: before the row's first update; NaN where
     nothing is trained. Where they are to be kept."""
@@ -148,6 +158,7 @@ class _Work:
     settings: StepSettings
     ranks: Ranks
     reference: PolicyModel | None
+    critic: Critic | None
     moved: Callable[[], None]
 
     @property
@@ -171,8 +182,13 @@ class _Work:
             ranks=self.ranks,
             reference=self.reference if kl is not None and kl.placement == "loss" else None,
             moved=self.moved,
-            sync_each=self.settings.gradient_sync == "micro_batch",
+            sync_each=self.sync_each,
         )
+
+    @property
+    def sync_each(self) -> bool:
+        """Whether ranks add up the gradient of each micro-batch."""
+        return self.settings.gradient_sync == "micro_batch"
 
 
 def train_step(
@@ -183,6 +199,7 @@ def train_step(
     settings: StepSettings,
     ranks: Ranks | None = None,
     reference: PolicyModel | None = None,
+    critic: Critic | None = None,
     baselines: dict[str, float] | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> StepMetrics:
@@ -190,14 +207,24 @@ def train_step(
 
     `baselines` are the running baselines, by name: they become those after this batch, also when the step is skipped.
     `moved` is called whenever a micro-batch is begun.
-    `reference` is the frozen model that a KL term compares with. Raises ValueError when it is missing.
+    `reference` is the frozen model that a KL term compares with, `critic` what advantage `gae` does. Raises ValueError
+    when one is missing.
     Groups with a row that is longer than `tokens_per_microbatch`, or holds a token that the model does not know, are
     left out.
     """
     algorithm = settings.algorithm
     if algorithm.kl is not None and algorithm.kl.needs_model and reference is None:
         raise ValueError("the KL term compares with a reference model; pass it, or use KlReference.BEHAVIOR")
-    work = _Work(policy=policy, settings=settings, ranks=ranks or OneRank(), reference=reference, moved=moved)
+    if algorithm.critic is not None and critic is None:
+        raise ValueError("the algorithm has a critic; pass it")
+    work = _Work(
+        policy=policy,
+        settings=settings,
+        ranks=ranks or OneRank(),
+        reference=reference,
+        critic=critic,
+        moved=moved,
+    )
     limits = RowLimits(settings.tokens_per_microbatch, policy.vocab_size)
     fitting = fitting_rows(rows, limits=limits, ranks=work.ranks)
     plan = _plan(
@@ -206,28 +233,54 @@ def train_step(
         baselines={} if baselines is None else baselines,
         learning_rate=optimizer.learning_rate,
     )
-    updates = list(_updates(plan.minibatches, work=work, optimizer=optimizer))
+    learned: list[CriticUpdate] = []
+    updates = list(_updates(plan.minibatches, work=work, optimizer=optimizer, learned=learned))
     metrics = _measured(updates, before=plan.metrics) if updates else plan.metrics
+    if learned:
+        reason = metrics.skip_reason if updates else SkipReason.CRITIC_WARMUP
+        of_critic = {**metrics.of_critic, **critic_metrics(learned)}
+        metrics = replace(metrics, skip_reason=reason, of_critic=of_critic)
+    return _with_logprobs(metrics, plan, updates, keep=settings.keep_logprobs)
+
+
+def _with_logprobs(
+    metrics: StepMetrics, plan: _Plan, updates: Sequence[_Update], *, keep: bool
+) -> StepMetrics:
+    """The metrics with what the rows' log-probs were before their first update, and how far from the engine's."""
     logprobs: dict[str, NDArray[np.float32]] = {}
     mismatch: dict[str, float] = {}
-    for minibatch, update in zip(
-        plan.minibatches, updates, strict=False
-    ):  # those of the first epoch come first
+    # Those of the first epoch come first.
+    for minibatch, update in zip(plan.minibatches, updates, strict=False):
         mismatch |= minibatch.mismatch_of_rows(update.logprobs)
-        if settings.keep_logprobs:
+        if keep:
             logprobs |= minibatch.of_rows(update.logprobs)
     return replace(metrics, logprobs=logprobs, mismatch_kl=mismatch)
 
 
 def _updates(
-    minibatches: Sequence[Minibatch], *, work: _Work, optimizer: MasterOptimizer
+    minibatches: Sequence[Minibatch],
+    *,
+    work: _Work,
+    optimizer: MasterOptimizer,
+    learned: list[CriticUpdate],
 ) -> Iterator[_Update]:
-    """Take them: each minibatch in each epoch. Log-probs of the start are kept where a later update needs them."""
+    """Take them: each minibatch in each epoch. Log-probs of the start are kept where a later update needs them. What
+    the critic learns before each is added to `learned`; while it is alone there are none of the policy's.
+    """
+    critic = work.critic
+    is_alone = critic is not None and critic.is_alone(work.settings.algorithm)
     algorithm, starts = work.settings.algorithm, list[list[torch.Tensor] | None]([None] * len(minibatches))
-    if isinstance(algorithm.anchor, ProximalAnchor) and len(minibatches) * algorithm.epochs > 1:
+    needs_starts = isinstance(algorithm.anchor, ProximalAnchor) and not is_alone
+    if needs_starts and len(minibatches) * algorithm.epochs > 1:
         starts = [work.passes(minibatch).log_probs() for minibatch in minibatches]
     for _ in range(algorithm.epochs):
         for minibatch, start in zip(minibatches, starts, strict=True):
+            if critic is not None:
+                learned.append(
+                    critic.update(minibatch, ranks=work.ranks, sync_each=work.sync_each, moved=work.moved)
+                )
+            if is_alone:
+                continue
             computed = work.passes(minibatch, starts=start).compute()
             gradient_norm = optimizer.gradient_norm()
             reason = _guard(computed.statistics.metrics().loss, gradient_norm=gradient_norm)
@@ -278,11 +331,13 @@ def _plan(fitting: Fitting, *, work: _Work, baselines: dict[str, float], learnin
         whitened=_whitening(settings),
         ranks=ranks,
     )
+    goals = _goals(all_advantages.values[everybody.mine], penalised, work=work)
     kept = [_is_kept(row, given, settings=algorithm) for row, given in zip(rows, advantages, strict=True)]
     of_all = ranks.gather(torch.tensor(kept, dtype=torch.int64)).tolist()
     updates = minibatches(
         [row for row, keep in zip(rows, kept, strict=True) if keep],
         [given for given, keep in zip(advantages, kept, strict=True) if keep],
+        goals=[[given for given, keep in zip(goal, kept, strict=True) if keep] for goal in goals],
         tasks=[origin.task_id for origin, keep in zip(everybody.origins, of_all, strict=True) if keep],
         number=algorithm.minibatches,
         packing=work.packing,
@@ -307,6 +362,7 @@ def _plan(fitting: Fitting, *, work: _Work, baselines: dict[str, float], learnin
             learning_rate=learning_rate,
             overlong_penalty_mean=float(overlong.mean()) if len(overlong) else 0.0,
             of_roles=role_metrics(everybody, all_advantages),
+            of_critic=fit_metrics(*goals, ranks=ranks) if goals else {},
         ),
     )
 
@@ -325,21 +381,33 @@ def _of_rows(
     return found
 
 
-def _penalised(rows: Sequence[TrainingRow], *, work: _Work) -> list[Penalised]:
-    """Each row with its estimator and what a KL term outside the loss takes from its tokens; a collective."""
-    settings = work.settings
-    kl, outside = settings.algorithm.kl, settings.algorithm.has_kl_outside_the_loss
-    penalties = kl_penalties(
-        work.policy,
-        work.packing.micro_batches(rows, ranks=work.ranks) if outside else [],
-        num_tokens=[row.num_trained_tokens for row in rows],
-        kl=kl,
-        reference=work.reference,
+def _goals(
+    values: FloatArray, rows: Sequence[Penalised], *, work: _Work
+) -> tuple[list[FloatArray], list[FloatArray]] | tuple[()]:
+    """What the critic expected of each token of this rank's rows, and what they returned; nothing without one."""
+    if work.critic is None:
+        return ()
+    return [row.values for row in rows], returns_for_critic(
+        values.tolist(), rows, kl=work.settings.algorithm.kl
     )
+
+
+def _penalised(rows: Sequence[TrainingRow], *, work: _Work) -> list[Penalised]:
+    """Each row with its estimator, what a KL term outside the loss takes from its tokens, and what a critic expects of
+    them; a collective.
+    """
+    settings, critic = work.settings, work.critic
+    kl, outside = settings.algorithm.kl, settings.algorithm.has_kl_outside_the_loss
+    num_tokens = [row.num_trained_tokens for row in rows]
+    batches = work.packing.micro_batches(rows, ranks=work.ranks) if outside or critic else []
+    penalties = kl_penalties(work.policy, batches, num_tokens=num_tokens, kl=kl, reference=work.reference)
+    expected: Sequence[FloatArray | None] = [None] * len(rows)
+    if critic is not None:
+        expected = critic.expected(batches, num_tokens=num_tokens)
     of_role, default = settings.plugins.advantage_of_role, _default(settings)
     return [
-        Penalised(estimator=of_role.get(row.origin.role, default), lost=lost)
-        for row, lost in zip(rows, penalties, strict=True)
+        Penalised(estimator=of_role.get(row.origin.role, default), lost=lost, expected=values)
+        for row, lost, values in zip(rows, penalties, expected, strict=True)
     ]
 
 

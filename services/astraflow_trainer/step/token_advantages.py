@@ -1,4 +1,5 @@
-"""Advantages of single tokens: discounted returns, penalties for leaving a reference, and whitening over the batch.
+"""Advantages of single tokens: discounted returns, what a critic expected (GAE), penalties for leaving a reference, and
+whitening over the batch.
 
 Invariant: what a row's tokens get depends on the batch alone, not on the order of its rows or their spread over ranks;
 sums are exact before they are rounded. Called by the training step, after the advantages of rows.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from astraflow.recipe.advantage import AdvantageSettings
+from astraflow.recipe.advantage import AdvantageSettings, Gae
 from astraflow.recipe.algorithm import KlSettings
 from astraflow_trainer.batches.packing import MicroBatch
 from astraflow_trainer.model.model import PolicyModel
@@ -31,6 +32,13 @@ class Penalised:
     """Of the row's role."""
     lost: FloatArray
     """float64[T] of its trained tokens."""
+    expected: FloatArray | None = None
+    """float64[T]: what a critic expected before each of them; None without a critic."""
+
+    @property
+    def values(self) -> FloatArray:
+        """float64[T]: what was expected, 0 without a critic."""
+        return np.zeros_like(self.lost) if self.expected is None else self.expected
 
     @property
     def by_token(self) -> bool:
@@ -88,15 +96,28 @@ def token_advantages(
     return result
 
 
+def returns_for_critic(
+    values: Sequence[float], rows: Sequence[Penalised], *, kl: KlSettings | None
+) -> list[FloatArray]:
+    """float64[T] of each row: what the critic is to expect, A_t + V_t before whitening. Rows have what it expected."""
+    in_reward = kl is not None and kl.placement == "reward"
+    pairs = zip(values, rows, strict=True)
+    return [_returns(value, row, in_reward=in_reward) + row.values for value, row in pairs]
+
+
 def _returns(value: float, row: Penalised, *, in_reward: bool) -> FloatArray:
-    """Σ over later tokens of discount^distance · what each earns: the last one `value`, each less its penalty."""
+    """Σ over later tokens of discount^distance · what each earns: the last one `value`, each less its penalty. With a
+    critic, what that is beyond its expectations, by `Gae`'s formula, of which the former is the case V = 0, λ = 1.
+    """
     if not (row.by_token and isinstance(row.estimator, AdvantageSettings)):
         return np.full(len(row.lost), value)
     earned = -row.lost if in_reward else np.zeros_like(row.lost)
     earned[-1] += value
+    discount, lam = row.estimator.discount, row.estimator.lam if isinstance(row.estimator, Gae) else 1.0
+    surprise = earned + discount * np.append(row.values[1:], 0.0) - row.values
     result, after = np.empty_like(earned), 0.0
     for place in range(len(earned) - 1, -1, -1):
-        after = earned[place] + row.estimator.discount * after
+        after = surprise[place] + discount * lam * after
         result[place] = after
     return result
 

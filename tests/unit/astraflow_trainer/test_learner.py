@@ -14,13 +14,14 @@ from astraflow.recipe import file
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.learner import PolicyLearner
+from astraflow_trainer.model.checkpoint import CheckpointError
 from astraflow_trainer.model.model import PolicyModel, build_causal_lm, load_causal_lm, save_causal_lm
 from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_trainer.step.step import Outcome
+from astraflow_trainer.step.step import Outcome, SkipReason
 from astraflow_weights.codec.shards import ShardedModel
 from support import scripted_dataflow, tiny_training
 
@@ -118,6 +119,34 @@ def test_several_updates_resume_with_the_same_bits(bench: Bench) -> None:
     assert (position.step, position.optimizer_steps) == (1, 4)
     resumed.train(tiny_training.make_rows(seed=2))
     assert _differing(straight.published_bytes().open(), resumed.published_bytes().open()) == []
+
+
+PPO = "trainer.algorithm={preset: ppo, epochs: 2, critic: {learning_rate: 0.01, warmup: 1}}"
+
+
+def test_a_critic_resumes_with_the_same_bits_and_is_never_published(bench: Bench) -> None:
+    options = (PPO, "trainer.optimizer.learning_rate=0.01")
+    plain, straight = bench.learner(), bench.learner(*options)
+    assert straight.held.specs == plain.held.specs
+    first = straight.published_bytes().open()
+    assert straight.train(tiny_training.make_rows(seed=1)).skip_reason is SkipReason.CRITIC_WARMUP
+    # A step of the critic alone makes no version: not a bit of the policy is another.
+    assert _differing(straight.published_bytes().open(), first) == []
+    straight.train(tiny_training.make_rows(seed=2))
+    straight.stage(step=2, version=1)()
+    expected = straight.train(tiny_training.make_rows(seed=3))
+    straight.stage(step=3, version=2)()
+
+    resumed = bench.learner(*options)
+    position = resumed.restore(at_most=2)
+    assert position is not None
+    found = resumed.train(tiny_training.make_rows(seed=3))
+    assert (found.of_critic, found.loss) == (expected.of_critic, expected.loss)
+    assert found.of_critic.keys() >= {"value_loss", "explained_variance", "critic_grad_norm"}
+    assert _differing(straight.published_bytes().open(), resumed.published_bytes().open()) == []
+
+    with pytest.raises(CheckpointError, match=r"holds critic\.exp_avg.* this model needs None"):
+        bench.learner("trainer.optimizer.learning_rate=0.01").restore()
 
 
 def test_learning_rate_and_warm_up_come_from_the_recipe(bench: Bench) -> None:

@@ -7,11 +7,13 @@ trainer's `step/advantages.py` and docs/roles.md use these classes. r is a rewar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
+from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import Kind, Section
 
 
@@ -119,7 +121,12 @@ class AdvantageSettings(Kind):
     @property
     def by_token(self) -> bool:
         """Whether tokens of a row differ in their advantages."""
-        return self.whiten or self.discount < 1
+        return self.whiten or self.discount < 1 or self.needs_critic
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether tokens are held against what a critic expects of them."""
+        return False
 
     @model_validator(mode="after")
     def _makes_sense(self) -> AdvantageSettings:
@@ -160,7 +167,12 @@ class AdvantageSettings(Kind):
 
         False where that depends on other rows, or on the turns and episodes that these are of.
         """
-        if self.whiten or self.baseline is Baseline.OWN or (self.shaping is Shaping.QUALITY and num_rows > 1):
+        if (
+            self.whiten
+            or self.needs_critic
+            or self.baseline is Baseline.OWN
+            or (self.shaping is Shaping.QUALITY and num_rows > 1)
+        ):
             return False
         if self.baseline is Baseline.NONE:
             return reward == 0
@@ -243,6 +255,42 @@ class ReinforcePpBaseline(ReinforcePp):
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"  # type: ignore[assignment]
     baseline: Baseline = Baseline.GROUP
     """What is subtracted."""
+
+
+class Gae(AdvantageSettings):
+    """A_t = Σ over k ≥ t of (discount · lam)^(k − t) · δ_k with δ_k = r_k + discount · V_{k+1} − V_k, whitened over the
+    tokens of the batch. Generalised advantage estimation, arXiv 1506.02438, equation 16, with a critic.
+
+    r_k is the row's reward at its last token, less the token's KL in the reward; V_k what the critic expects before
+    token k, 0 after the last one. Only trained tokens count: the last of a turn is followed by the first of the next,
+    whose V has read what the environment said between them. The critic learns A_t + V_t, before whitening.
+    """
+
+    kind: Literal["gae"] = "gae"
+    baseline: Baseline = Baseline.NONE
+    """What is subtracted."""
+    scale: Scale = Scale.NONE
+    """What the difference is divided by."""
+    whiten: bool = True
+    """Give the tokens of all rows with these settings mean 0 and variance 1. A KL term in the reward then makes returns
+    of single tokens, as with a discount.
+    """
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """λ: 1 trusts what was earned, 0 what the critic expects of the next token."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether tokens are held against what a critic expects of them."""
+        return True
+
+    @model_validator(mode="after")
+    def _compares_with_the_critic_alone(self) -> Gae:
+        if self.baseline is not Baseline.NONE or self.scale is not Scale.NONE:
+            raise ValueError(
+                f"gae has baseline {self.baseline.value} and scale {self.scale.value}, and its baseline is the critic; "
+                "take `baseline` and `scale` from it, or use `reinforce_pp_baseline`, which needs no critic"
+            )
+        return self
 
 
 class MaxRl(AdvantageSettings):
@@ -385,6 +433,22 @@ class OverlongSettings(Section):
         return self
 
 
+class CriticSettings(Section):
+    """A critic for advantage `gae`: the policy's initial model with a head of one number, trained beside the policy by
+    the same optimizer with a learning rate of its own, in the same minibatches and epochs, before the policy.
+
+    Its loss is ½ · max((V − R)², (clip(V, V_s − clip, V_s + clip) − R)²), R the return and V_s the value at the start
+    of the step: the mean over trained tokens. PPO's clipped value loss, as in arXiv 2005.12729, section 3.
+    """
+
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
+    """The peak; warm-up, schedule and the rest are the policy's."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from that of the step's start before its loss stops falling; null: any way."""
+    warmup: int = Field(default=0, ge=0, le=1_000_000)
+    """First steps in which only the critic learns; counted by its updates, minibatches · epochs a step."""
+
+
 AnyAdvantage: TypeAlias = (
     Grpo
     | DrGrpo
@@ -393,6 +457,7 @@ AnyAdvantage: TypeAlias = (
     | NoReward
     | ReinforcePp
     | ReinforcePpBaseline
+    | Gae
     | MaxRl
     | Opo
     | DrMas
@@ -404,3 +469,21 @@ AnyAdvantage: TypeAlias = (
     | Margin
     | Quality
 )
+
+
+def require_critic(
+    advantages: Iterable[AnyAdvantage | PluginSettings], *, critic: CriticSettings | None
+) -> None:
+    """Raise ValueError unless all advantages of a policy compare with the critic, or none where there is none."""
+    for given in advantages:
+        name = given.use if isinstance(given, PluginSettings) else given.kind
+        needs = not isinstance(given, PluginSettings) and given.needs_critic
+        if needs and critic is None:
+            raise ValueError(
+                f"advantage {name} compares with a critic, and there is none; add `critic: {{}}` to the algorithm"
+            )
+        if not needs and critic is not None:
+            raise ValueError(
+                f"a critic is trained for advantage gae, and advantage {name} does not use it; give gae to the "
+                "policy and to all of its roles, or take `critic` away (`critic: null`)"
+            )

@@ -11,13 +11,13 @@ nothing recomputes them, sg[l]), A the advantage, sg[·] a value without gradien
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from astraflow.recipe.advantage import AnyAdvantage, Grpo, OverlongSettings
+from astraflow.recipe.advantage import AnyAdvantage, CriticSettings, Grpo, OverlongSettings, require_critic
 from astraflow.recipe.model import StoredVersionSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import BY_KIND, Kind, Section
@@ -464,6 +464,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 2e-3, "estimator": "k2", "reference": "behavior"},
     },
     "m2po": {"advantage": "grpo", "loss": "m2po"},
+    "ppo": {
+        "advantage": "gae",
+        "critic": {},
+        "loss": _PPO,
+        "epochs": 4,
+        "kl": {"coefficient": 0.05, "estimator": "k1", "reference": "model", "placement": "reward"},
+    },
     "opd": {
         "advantage": "none",
         "loss": "none",
@@ -493,6 +500,8 @@ class AlgorithmSettings(Section):
     """A KL term in the loss."""
     mismatch: MismatchSettings = MismatchSettings()
     """Correction for the sampler not having been the policy at the start of the step."""
+    critic: CriticSettings | None = None
+    """What advantage `gae` compares with; `{}` for its defaults. Unset: none."""
     entropy: EntropySettings | None = None
     """An entropy bonus in the loss."""
     truncated: Literal["train", "mask"] = "train"
@@ -522,7 +531,7 @@ class AlgorithmSettings(Section):
             hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(PRESETS)}"
             raise ValueError(f"unknown preset {name!r}; {hint}")
         expanded = PRESETS[name] | dict(given)
-        for key in ("kl", "overlong"):  # sections, of which single keys are replaced
+        for key in ("kl", "overlong", "critic"):  # sections, of which single keys are replaced
             if isinstance(expanded.get(key), Mapping):
                 expanded[key] = PRESETS[name].get(key, {}) | dict(expanded[key])
         if name == "opd" and "reference" not in expanded["kl"]:
@@ -551,15 +560,21 @@ class AlgorithmSettings(Section):
     def trains_without_advantage(self) -> bool:
         """Whether rows whose advantage is 0 have a gradient."""
         in_loss = self.kl is not None and self.kl.placement == "loss"
-        return in_loss or self.entropy is not None or isinstance(self.loss, Sft)
+        has_term = in_loss or self.entropy is not None or self.critic is not None
+        return has_term or isinstance(self.loss, Sft)
 
     @property
     def has_kl_outside_the_loss(self) -> bool:
         """Whether rewards or advantages depend on a reference."""
         return self.kl is not None and self.kl.placement != "loss"
 
-    def require_consistent(self, *, is_adapter: bool = False) -> None:
-        """Raise ValueError for parts that do not go together. Not a validator: a policy's own settings are partial."""
+    def require_consistent(
+        self, *, is_adapter: bool = False, of_roles: Iterable[AnyAdvantage | PluginSettings] = ()
+    ) -> None:
+        """Raise ValueError for parts that do not go together, the advantages `of_roles` included. Not a validator: a
+        policy's own settings are partial.
+        """
+        require_critic([self.advantage, *of_roles], critic=self.critic)
         anchor, loss, weight = self.anchor, self.loss, self.mismatch_weight
         if (
             is_adapter

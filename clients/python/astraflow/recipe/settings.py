@@ -492,8 +492,15 @@ class Recipe(Section):
                 "set `train: false` on its policy, and name another in `from_policy`"
             )
         trainer = merged(self.trainer, policy.trainer or TrainerSettings())
+        of_roles = {
+            name: role.advantage
+            for name, role in self.roles.items()
+            if role.policy == policy_id and role.advantage is not None
+        }
         try:
-            trainer.algorithm.require_consistent(is_adapter=policy.model.lora is not None)
+            trainer.algorithm.require_consistent(
+                is_adapter=policy.model.lora is not None, of_roles=of_roles.values()
+            )
         except ValueError as error:
             raise ValueError(f"policies.{policy_id}: {error}") from error
         return ResolvedPolicy(
@@ -506,11 +513,7 @@ class Recipe(Section):
             steps=self.run.steps and (policy.steps or self.run.steps),
             batches=merged(self.dataflow, policy.dataflow or BatchSettings()),
             trainer=trainer,
-            advantages={
-                name: role.advantage
-                for name, role in self.roles.items()
-                if role.policy == policy_id and role.advantage is not None
-            },
+            advantages=of_roles,
             lora=policy.model.lora,
         )
 

@@ -20,6 +20,7 @@ PUBLISHED: dict[str, tuple[object, ...]] = {
     "none": (TASK_AND_ROLE, "own", "none", 1e-4, "zero"),
     "reinforce_pp": (TASK_AND_ROLE, "none", "none", 1e-4, "zero"),
     "reinforce_pp_baseline": (TASK_AND_ROLE, "group", "none", 1e-4, "zero"),
+    "gae": (TASK_AND_ROLE, "none", "none", 1e-4, "zero"),
     "maxrl": (TASK_AND_ROLE, "group", "group_mean", 0.0, "zero"),
     "opo": (TASK_AND_ROLE, "length_weighted", "none", 1e-4, "zero"),
     "dr_mas": (TASK_AND_ROLE, "group", "group", 1e-6, "reward"),
@@ -44,7 +45,7 @@ def test_an_advantage_by_name_has_its_published_form(name: str) -> None:
     made = _made(name)
     form = (made.group_by, made.baseline, made.scale, made.eps, made.singleton)
     assert (form, made.unbiased, made.decay, made.shaping_weight) == (PUBLISHED[name], True, 0.95, 0.5)
-    assert (made.whiten, made.discount) == (name.startswith("reinforce_pp"), 1.0)
+    assert (made.whiten, made.discount) == (name.startswith(("reinforce_pp", "gae")), 1.0)
 
 
 def test_no_name_is_left_out_here_or_in_the_docs() -> None:
@@ -63,6 +64,12 @@ def test_no_name_is_left_out_here_or_in_the_docs() -> None:
         ({"kind": "grpo", "group_by": ["task", "rolle"]}, "'task', 'role', 'episode', 'turn' or 'source'"),
         ({"kind": "grpo", "group_by": ["task", "task"]}, "names a part twice"),
         ({"kind": "grpo", "min_rows": 2}, "add `episode` to group_by"),
+        (
+            {"kind": "gae", "baseline": "group"},
+            "its baseline is the critic; take `baseline` and `scale` from it",
+        ),
+        ({"kind": "gae", "scale": "batch"}, "gae has baseline none and scale batch"),
+        ({"kind": "gae", "lam": 1.5}, "less than or equal to 1"),
         ({"kind": "opo", "per_episode": True}, "weighs rows by their lengths"),
         ({"kind": "hierarchical", "per_episode": True}, "hold one each; take `episode`"),
         ({"kind": "margin", "group_by": ["task", "turn"]}, "keeps them apart; take `turn`"),

@@ -84,6 +84,9 @@ def test_bounds_are_checked(given: dict[str, object], words: str) -> None:
         ({"anchor": "proximal"}, "or several minibatches or epochs"),
         ({"anchor": "bypass", "loss": "ppo_clip"}, "ppo_clip would never bind"),
         ({"anchor": "proximal", "loss": "sft"}, "leave the anchor out"),
+        ({"advantage": "gae"}, "there is none; add `critic: {}`"),
+        ({"critic": {}}, "advantage grpo does not use it"),
+        ({"preset": "ppo", "advantage": "recipe:Own"}, "advantage recipe:Own does not use it"),
         ({"mismatch": {"weight": "tis"}}, "its ratio holds that weight already"),
     ],
 )
@@ -128,6 +131,26 @@ def test_weights_follow_the_anchor_where_none_is_given() -> None:
         "behavior": "none",
         "bypass": "tis",
     }
+
+
+def test_the_docs_name_the_source_of_every_preset_and_its_numbers() -> None:
+    """So that a coefficient is changed in one place only with the other, and with where it is from."""
+    text = (REPOSITORY / "docs" / "trainer.md").read_text().split("### Presets")[1].split("\n### ")[0]
+    rows = {
+        name: (form, source)
+        for name, form, source in re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) ?\|$", text, re.M)
+    }
+    assert rows.keys() == algorithm.PRESETS.keys()
+    for name, preset in algorithm.PRESETS.items():
+        form, source = rows[name]
+        assert source or name == "sft"
+        kl = preset.get("kl", {})
+        coefficient = [f"KL {kl['estimator']} of {kl['coefficient']}"] if kl else []
+        for words in [*coefficient, *(["`token_mean`"] if name in ("ppo", "dapo", "m2po", "cispo") else [])]:
+            assert words in form, (name, words)
+        assert ("`ppo_clip` 0.2 and 0.2" in form and "0.28" not in form) == (
+            preset["loss"] == algorithm.PRESETS["grpo"]["loss"]
+        )
 
 
 def test_the_docs_table_has_every_loss_with_its_defaults() -> None:

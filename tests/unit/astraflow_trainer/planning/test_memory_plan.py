@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import OptimizerSettings, TrainerSettings
 from astraflow_trainer.batches.rows import TrainingRow
-from astraflow_trainer.model.model import ModelShape, PolicyModel, build_causal_lm, config_of, local_part
+from astraflow_trainer.model.model import (
+    CriticModel,
+    ModelShape,
+    PolicyModel,
+    build_causal_lm,
+    config_of,
+    local_part,
+)
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.model.sharding import Placement, Recompute, shard
 from astraflow_trainer.planning.activations import activations_of
@@ -83,6 +90,23 @@ def test_the_state_is_what_a_census_finds(mesh: DeviceMesh, kind: Any, average: 
     found = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     plan = _plan(placement, optimizer=settings.model_dump())
     assert _bytes(plan, "masters", "weights", "moments", "average") == pytest.approx(found, rel=1e-4)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_state_of_a_critic_is_what_a_census_finds(mesh: DeviceMesh, compute: Any) -> None:
+    placement = Placement(compute=compute)
+    critic = CriticModel(build_causal_lm(SHAPE, seed=0))
+    shard(critic, mesh=mesh, placement=placement)
+    optimizer = MasterOptimizer(critic, settings=OptimizerSettings())
+    tensors = [*critic.parameters(), *optimizer.masters.values(), *optimizer.state().values()]
+    storages = {local_part(tensor).untyped_storage().data_ptr(): local_part(tensor) for tensor in tensors}
+    found = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    plain, plan = (_plan(placement, algorithm=given) for given in ({}, {"preset": "ppo"}))
+    assert _bytes(plan, "critic's masters", "critic's moments") == pytest.approx(found, rel=1e-4)
+    # And the reference of its KL term, frozen.
+    more = {"critic's masters", "critic's gradient", "critic's moments", "critic's checkpoint", "reference"}
+    assert {item.name for item in plan.items} - {item.name for item in plain.items} == more
+    assert _bytes(plan, "reference") == (2 if compute == "bf16" else 4) * plan.num_parameters
 
 
 def test_a_gpu_keeps_16_bytes_of_state_a_parameter_and_none_with_offload() -> None:

@@ -16,6 +16,7 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from astraflow import recipe
@@ -28,12 +29,14 @@ from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.model.checkpoint import CheckpointStore
 from astraflow_trainer.model.model import PolicyModel, load_causal_lm
 from astraflow_trainer.model.optimizer import MasterOptimizer
-from astraflow_trainer.model.sharding import shard
+from astraflow_trainer.model.sharding import Placement, shard
 from astraflow_trainer.publish.change_detection import DetectedChanges
+from astraflow_trainer.publish.loading import load_critic
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.ranks.mesh import from_first_replica, rank_mesh, replica_of
 from astraflow_trainer.settings import RankSettings
+from astraflow_trainer.step.critic import Critic
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.step.step import StepMetrics, StepSettings, train_step
 from astraflow_weights.publish.shard_publisher import ShardPublisher
@@ -170,8 +173,48 @@ def train(settings: RankSettings, folder: Path) -> None:
     np.save(folder / f"metrics-{group.size}-{group.index}.npy", np.asarray(lines))
     np.savez(folder / f"state-{group.size}-{group.index}.npz", **rank.state())
     known_steps(group, folder, take_up=False)
+    critic_steps(group, folder, rank.mesh)
     group.farewell(None)
     dist.destroy_process_group()
+
+
+def critic_steps(group: RankGroup, folder: Path, mesh: DeviceMesh) -> None:
+    """Two steps of PPO with a critic, a checkpoint of both, and that of the run of one rank taken up."""
+    ppo = {"advantage": "gae", "loss": "ppo_clip", "critic": {"learning_rate": 1e-2}}
+    algorithm = AlgorithmSettings.model_validate(ppo)
+    assert algorithm.critic is not None
+    policy = PolicyModel(load_causal_lm(folder / "model"))
+    shard(policy, mesh=mesh)
+    model = load_critic(folder / "model", mesh=mesh, placement=Placement())
+    settings = recipe.OptimizerSettings(learning_rate=1e-2, eps=1e-3)
+    optimizer, own = (MasterOptimizer(of, settings=settings) for of in (policy, model))
+    critic, lines = Critic(model=model, optimizer=own, settings=algorithm.critic), []
+    for step in (1, 2):
+        rows = make_rows(step)
+        share = balanced_shares([row.num_tokens for row in rows], num_ranks=group.size)[group.index]
+        metrics = train_step(
+            policy,
+            optimizer=optimizer,
+            rows=[rows[position] for position in share],
+            settings=StepSettings(algorithm=algorithm, tokens_per_microbatch=20),
+            ranks=group.training,
+            critic=critic,
+        )
+        assert metrics.loss is not None
+        lines.append([metrics.loss.loss, metrics.gradient_norm, *metrics.of_critic.values()])
+    np.save(folder / f"critic-{group.size}-{group.index}.npy", np.asarray(lines))
+    checkpoints = CheckpointStore(
+        folder / f"critic-{group.size}", keep=9, ranks=group.saving, group=group.saving_group
+    )
+    checkpoints.write(checkpoints.stage(optimizer, step=2, version=2, critic=own))
+    taken = copies_of(own)
+    checkpoints.restore(optimizer, critic=own)
+    assert tiny_training.same_bits(copies_of(own), taken)
+
+
+def copies_of(optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
+    """This rank's part of what it keeps."""
+    return tiny_training.copies(optimizer.state().items())
 
 
 def known_steps(group: RankGroup, folder: Path, *, take_up: bool) -> None:

@@ -58,6 +58,15 @@ def test_loss_and_gradient_of_several_ranks_are_those_of_one(results: Path, size
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_a_critic_of_several_ranks_learns_what_that_of_one_does(results: Path, size: int) -> None:
+    one = np.load(results / "critic-1-0.npy")
+    first, *others = (np.load(results / f"critic-{size}-{rank}.npy") for rank in range(size))
+    assert all(np.array_equal(first, other) for other in others)
+    np.testing.assert_allclose(first, one, rtol=1e-3, atol=1e-6)
+    assert (one[:, -2:] > 1e-2).all()  # value loss and the norm of its gradient
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_masters_of_several_ranks_are_those_of_one_but_for_the_order_of_sums(
     results: Path, size: int
 ) -> None:

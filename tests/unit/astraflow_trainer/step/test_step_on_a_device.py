@@ -87,7 +87,7 @@ def test_what_is_made_elsewhere_is_found(make_policy: MakePolicy) -> None:
     there, (batch, *_) = _put_there(make_policy(sharded=False)), pack(make_rows(), token_budget=64)
     with FakeDevice(), pytest.raises(RuntimeError, match="is given tensors of two devices"):
         there(
-            there._moved(batch.token_ids_BL),
+            token_ids_BL=there.moved(batch.token_ids_BL),
             position_ids_BL=batch.position_ids_BL,
             attention_mask_B1LL=None,
             source_N=batch.source_N,

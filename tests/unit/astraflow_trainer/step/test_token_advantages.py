@@ -7,10 +7,10 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from astraflow.recipe.advantage import AdvantageSettings, Grpo, ReinforcePp
+from astraflow.recipe.advantage import AdvantageSettings, Gae, Grpo, ReinforcePp
 from astraflow.recipe.algorithm import KlSettings
 from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_trainer.step.token_advantages import Penalised, token_advantages
+from astraflow_trainer.step.token_advantages import Penalised, returns_for_critic, token_advantages
 
 REWARDS = [1.0, -0.5, 2.0]
 LOST = [[0.1, 0.0, -0.3], [0.2], [0.0, 0.4]]
@@ -73,6 +73,48 @@ def test_tokens_by_formula(
     for order in ([0, 1, 2], [2, 0, 1]):
         for found, wanted in zip(_found(estimator, kl=kl, order=order), expected, strict=True):
             assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+
+
+# One row of three tokens that earns 1 at its end, with V = 0.5, 0.25, 0.75; δ, A and A + V worked by hand.
+GAE = {
+    "published": (Gae(whiten=False), None, [0.450625, 0.7375, 0.25], [0.950625, 0.9875, 1.0]),
+    "discounted": (
+        Gae(whiten=False, discount=0.5, lam=0.5),
+        None,
+        [-0.328125, 0.1875, 0.25],
+        [0.171875, 0.4375, 1.0],
+    ),
+    "one token ahead": (Gae(whiten=False, lam=0.0), None, [-0.25, 0.5, 0.25], [0.25, 0.75, 1.0]),
+    "what was earned": (Gae(whiten=False, lam=1.0), None, [0.5, 0.75, 0.25], [1.0, 1.0, 1.0]),
+    "with kl in the reward": (
+        Gae(whiten=False),
+        _kl("reward"),
+        [0.621375, 1.0225, 0.55],
+        [1.121375, 1.2725, 1.3],
+    ),
+}
+
+
+@pytest.mark.parametrize(("estimator", "kl", "advantages", "returns"), GAE.values(), ids=GAE)
+def test_gae_by_hand(
+    estimator: Gae, kl: KlSettings | None, advantages: list[float], returns: list[float]
+) -> None:
+    values = np.array([0.5, 0.25, 0.75])
+    rows = [Penalised(estimator=estimator, lost=np.array(LOST[0]), expected=values)]
+    (found,) = token_advantages([1.0], rows, kl=kl, whitened=[], ranks=OneRank())
+    np.testing.assert_allclose(found, advantages, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(returns_for_critic([1.0], rows, kl=kl)[0], returns, rtol=0, atol=1e-12)
+    white = Gae.model_validate(estimator.model_dump() | {"whiten": True})
+    other = Penalised(estimator=white, lost=np.zeros(1), expected=np.array([0.125]))
+    found, last = token_advantages(
+        [1.0, 2.0],
+        [Penalised(estimator=white, lost=rows[0].lost, expected=values), other],
+        kl=kl,
+        whitened=[white],
+        ranks=OneRank(),
+    )
+    expected = _white([advantages, [1.875]])
+    np.testing.assert_allclose([*found, *last], [*expected[0], *expected[1]], rtol=0, atol=1e-12)
 
 
 def test_equal_returns_are_whitened_to_exactly_zero() -> None:
