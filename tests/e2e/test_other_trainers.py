@@ -85,6 +85,7 @@ def test_a_trainer_of_a_few_lines_claims_acks_and_publishes_what_nodes_serve(
     counted = summary["trajectories"]
     assert (counted["trained"], counted["conservation_error"]) == (STEPS * 8, 0)
     assert summary["density_mean"] > 0, "weights moved"
+    assert summary["learned_nothing"] is None
     assert "weights.activated" in (files.data_dir / "logs" / "node-1.log").read_text()
 
 

@@ -145,6 +145,9 @@ class Observation:
                 f"nothing was learned: all {self.num_steps} steps were skipped, as the answers to each task earned "
                 "the same reward; look at the reward, and at how hard the tasks are"
             )
+        # A trainer that is not ours has no metrics of steps here; the server knows that it took them.
+        if any(policy.last_finished_step for policy in self.trained):
+            return ""
         return "nothing was learned: no step was trained"
 
     @property

@@ -17,7 +17,7 @@ from enum import StrEnum
 import torch
 
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
-from astraflow_trainer.batches.accepting import group_of
+from astraflow.training.accepting import group_of
 from astraflow_trainer.batches.fitting import groups_left_out
 from astraflow_trainer.batches.precision import LogprobPrecision
 from astraflow_trainer.batches.rows import TrainingRow

@@ -12,7 +12,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import VersionSpan
+from astraflow.training.accepting import accepted_payload
 from astraflow.trajectories import check_columns, check_reward, check_trainable
 
 Group: TypeAlias = tuple[str, str]
@@ -98,3 +101,23 @@ class TrainingRow:
     def min_version(self) -> int:
         """Oldest weight version among the spans: what staleness is measured from."""
         return min(span.version for span in self.version_spans)
+
+
+def accepted_row(item: batch_pb2.BatchItem, body: bytes | None, *, base_version: int) -> TrainingRow:
+    """Return the row of an item from its payload, None where that did not arrive. Raises BadTrajectory."""
+    trajectory = accepted_payload(item, body, base_version=base_version)
+    columns = decode_columns(trajectory)
+    return TrainingRow(
+        trajectory_id=item.trajectory_id,
+        origin=RowOrigin(item.task_id, item.role, item.member, item.turn, item.source),
+        token_ids=columns.token_ids,
+        loss_mask=columns.loss_mask,
+        behavior_logprobs=columns.logprobs,
+        version_spans=tuple(
+            VersionSpan(span.start, span.end, span.version, span.recomputed)
+            for span in trajectory.version_spans
+        ),
+        reward=item.reward,
+        temperature=trajectory.sampling.temperature,
+        truncated=item.truncated,
+    )

@@ -24,24 +24,20 @@ from google.protobuf.duration_pb2 import Duration
 
 from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
-from astraflow.errors import AstraflowError, InternalError, NotFoundError, PreconditionError, RetryableError
+from astraflow.errors import AstraflowError, NotFoundError, PreconditionError, RetryableError
 from astraflow.recipe import BatchSettings
+from astraflow.training.accepting import BadBatch, bad_batch, fetch_bodies, group_of, quarantine
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
-from astraflow_trainer.batches.accepting import BadBatch, accepted_row, bad_batch, group_of
-from astraflow_trainer.batches.rows import Group, TrainingRow
+from astraflow_trainer.batches.rows import Group, TrainingRow, accepted_row
 from astraflow_trainer.batches.stale import corrected
 
 log = get_logger(__name__)
 
 _LONG_POLL_S = 5.0
-_FETCH_TIMEOUT_S = 120.0
-_PACK_BYTES = 2**20
-_MAX_QUARANTINED = 3
-"""Batches in a row, so that what is wrong with a server does not cost a run its data."""
 # Renewals come again, and the end of a trainer waits for nobody.
 _SIGN_TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 TRAINED = batch_service_pb2.BATCH_STAGE_TRAINED
@@ -255,24 +251,18 @@ class BatchSource:
 
     def _quarantine(self, batch: StepBatch, problem: BadBatch, *, step: int) -> None:
         """Give a batch back for good. Raises InternalError where another one would not help."""
-        said = f"batch {batch.bound.batch_id!r} of step {step} cannot be trained on, {problem.slug}: {problem.detail}"
-        if batch.finished_before:
-            raise InternalError(
-                f"{said}; the step was trained on it, so no other can take its place: what the server's Redis holds is "
-                "damaged, restore it from its backup"
-            )
-        if self.num_quarantined == _MAX_QUARANTINED:
-            raise InternalError(
-                f"{said}; so were the {_MAX_QUARANTINED} before it, which are quarantined: server and trainer differ, "
-                "see that they are of one release, then start the trainer again"
-            )
         log.error(
             "batch.quarantined", batch_id=batch.bound.batch_id, reason=problem.slug, detail=problem.detail
         )
-        request = batch_service_pb2.NackBatchRequest(
-            **self._held, step=step, reason=problem.slug, quarantine=True, batch_id=batch.bound.batch_id
+        quarantine(
+            self._client,
+            self._held,
+            batch.bound,
+            problem,
+            step=step,
+            was_trained=batch.finished_before,
+            num_before=self.num_quarantined,
         )
-        self._client.call(self._client.batches.NackBatch, request)
         self.num_quarantined += 1
 
     def record_intent(self, batch: StepBatch) -> None:
@@ -289,8 +279,8 @@ class BatchSource:
         One whose payload is gone, or is not what its item says, is missing: `problems` has it.
         """
         wanted = batch.bound.items if items is None else items
-        self.fetched_bytes = 0
-        bodies, base_version = self._bodies(batch, wanted), batch.bound.base_version
+        bodies = fetch_bodies(self._client, self._held, step=batch.bound.step, items=wanted)
+        self.fetched_bytes, base_version = sum(map(len, bodies.values())), batch.bound.base_version
         rows: list[TrainingRow] = []
         self.problems, self.num_stale_tokens = {}, 0
         for item in wanted:
@@ -389,31 +379,6 @@ class BatchSource:
                 mismatch_kl=mismatch_kl,
             ),
         )
-
-    def _bodies(self, batch: StepBatch, items: Sequence[batch_pb2.BatchItem]) -> dict[str, bytes]:
-        """Return the payloads that the server still has, by trajectory."""
-        wanted, bodies = [item.trajectory_id for item in items], dict[str, bytes]()
-        while wanted:
-            try:
-                bodies = dict(self._payloads(batch, wanted))
-                break
-            except NotFoundError as error:
-                gone = error.metadata.get("payload_missing")
-                if gone not in wanted:
-                    raise
-                wanted.remove(gone)
-        return bodies
-
-    def _payloads(self, batch: StepBatch, trajectory_ids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        request = batch_service_pb2.FetchBatchRequest(
-            **self._held, step=batch.bound.step, trajectory_ids=trajectory_ids, pack_bytes=_PACK_BYTES
-        )
-        fetch = self._client.batches.FetchBatch
-        for response in self._client.read_all(fetch, request, timeout_s=_FETCH_TIMEOUT_S):
-            # A server of an earlier release knows no packs.
-            for item in response.trajectories or [response]:
-                self.fetched_bytes += len(item.body)
-                yield item.trajectory_id, item.body
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What a trainer does at the server: `claimed`."""
+"""What a trainer does at the server: `claimed`, `accepting`."""

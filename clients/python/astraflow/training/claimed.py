@@ -1,8 +1,8 @@
 """A policy that a trainer of yours has claimed: its batches, and what is said of them.
 
-Invariant: intent is recorded before a batch is handed out, and `trained` names the batch that was. Blocking, without
-torch. Weight versions are published beside it (`astraflow_weights.tools.whole_model`); examples are in
-clients/python/examples.
+Invariant: intent is recorded before a batch is handed out, what is handed out is what it says, and `trained` names the
+batch that was. Blocking, without torch. Weight versions are published beside it (`astraflow_weights.tools.whole_model`);
+examples are in clients/python/examples.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from astraflow.columns import Columns, decode_columns
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, run_service_pb2
 from astraflow.errors import InvalidArgumentError
 from astraflow.recipe.file import parse_recipe
-from astraflow.rollout.v1.trajectory_pb2 import Trajectory
+from astraflow.training.accepting import (
+    BadBatch,
+    accepted_payload,
+    bad_batch,
+    fetch_bodies,
+    group_of,
+    quarantine,
+)
+from astraflow.trajectories import BadTrajectory
 
 __all__ = ["BatchRow", "ClaimedBatch", "ClaimedPolicy"]
 
-_POLL_S, _FETCH_TIMEOUT_S = 5, 120.0
+_POLL_S = 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,9 @@ class ClaimedBatch:
 
     bound: batch_pb2.Batch
     rows: tuple[BatchRow, ...]
+    """At least one."""
+    left_out: tuple[BadTrajectory, ...] = ()
+    """What was wrong with payloads; their groups are not among the rows, as ours leaves them out."""
 
 
 class ClaimedPolicy:
@@ -76,21 +87,55 @@ class ClaimedPolicy:
         """Under which it publishes."""
 
     def next_batch(self, *, step: int, base_version: int) -> ClaimedBatch:
-        """Wait for the batch of a step that starts from a version, however long that takes."""
+        """Wait for the batch of a step that starts from a version, however long that takes.
+
+        One that cannot be trained on is given back with the reason and quarantined, and the next one waited for. Raises
+        InternalError after three in a row, and where the step was trained on it.
+        """
         request = batch_service_pb2.AcquireBatchRequest(
             **self._held, step=step, base_version=base_version, wait_duration=Duration(seconds=_POLL_S)
         )
+        num_quarantined = 0
         while True:
             answer = self._client.call(self._client.batches.AcquireBatch, request, timeout_s=_POLL_S + 10.0)
-            if answer.HasField("batch"):
+            if not answer.HasField("batch"):
+                continue
+            accepted = self._accepted(answer.batch, step=step)
+            if isinstance(accepted, ClaimedBatch):
                 break
+            was_trained = answer.stage > batch_service_pb2.BATCH_STAGE_INTENT
+            quarantine(
+                self._client,
+                self._held,
+                answer.batch,
+                accepted,
+                step=step,
+                was_trained=was_trained,
+                num_before=num_quarantined,
+            )
+            num_quarantined += 1
         if answer.stage == batch_service_pb2.BATCH_STAGE_UNSPECIFIED:
             self._ack(answer.batch, batch_service_pb2.BATCH_STAGE_INTENT)
-        wanted = batch_service_pb2.FetchBatchRequest(**self._held, step=step)
-        fetched = self._client.read_all(self._client.batches.FetchBatch, wanted, timeout_s=_FETCH_TIMEOUT_S)
-        columns = {one.trajectory_id: decode_columns(Trajectory.FromString(one.body)) for one in fetched}
-        rows = (BatchRow(item, columns[item.trajectory_id]) for item in answer.batch.items)
-        return ClaimedBatch(answer.batch, tuple(rows))
+        return accepted
+
+    def _accepted(self, batch: batch_pb2.Batch, *, step: int) -> ClaimedBatch | BadBatch:
+        """The batch without groups that have a bad payload, or why none of it can be trained on."""
+        if problem := bad_batch(batch, policy_id=self.settings.policy_id, step=step):
+            return problem
+        bodies = fetch_bodies(self._client, self._held, step=step, items=batch.items)
+        rows, problems = dict[str, BatchRow](), dict[tuple[str, str], BadTrajectory]()
+        for item in batch.items:
+            try:
+                body = bodies.get(item.trajectory_id)
+                payload = accepted_payload(item, body, base_version=batch.base_version)
+                rows[item.trajectory_id] = BatchRow(item, decode_columns(payload))
+            except BadTrajectory as bad:
+                problems.setdefault(group_of(item), bad)
+        left = tuple(row for row in rows.values() if group_of(row.item) not in problems)
+        if not left:
+            first = next(iter(problems.values()))
+            return BadBatch(first.slug, f"none of its groups can be trained on; {first.detail}")
+        return ClaimedBatch(batch, left, tuple(problems.values()))
 
     def trained(self, batch: ClaimedBatch) -> None:
         """The optimizer step was taken: publish its version next. Idempotent."""

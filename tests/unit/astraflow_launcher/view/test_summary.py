@@ -147,6 +147,7 @@ def test_the_table_names_the_folder_and_both_held_out_rewards() -> None:
 def test_a_run_whose_tasks_failed_says_so_before_all_figures() -> None:
     observation = _observation()
     observation.steps, observation.status.dead_letters = [], 3
+    observation.status.policies[0].last_finished_step = 0
     observation.status.stopped_for = "tasks failed alike 100 times in a row"
     observation.status.failures.add(
         reason="reward_error", detail="KeyError: 'a' (recipe.py:9 in f)", count=100
@@ -164,6 +165,14 @@ def test_a_run_whose_tasks_failed_says_so_before_all_figures() -> None:
     )
     places = [page.index(text) for text in order]
     assert places == sorted(places)
+
+
+def test_steps_of_a_trainer_that_is_not_ours_were_trained_though_it_has_no_metrics_here() -> None:
+    observation = _observation()
+    observation.steps, observation.trainers = [], {}
+    assert _summary(observation).learned_nothing is None
+    observation.status.policies[0].last_finished_step = 0
+    assert _summary(observation).learned_nothing == "nothing was learned: no step was trained"
 
 
 def test_steps_without_signal_are_counted_and_a_run_of_nothing_else_learned_nothing() -> None:
