@@ -29,6 +29,7 @@ class ScriptedPolicy:
     wants_trajectory: bool = True
     version: int = 3
     max_new_tokens: int = 200
+    is_evaluation: bool = False
     fault: Exception | None = None
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: list[str] = field(default_factory=list)
@@ -49,6 +50,9 @@ class ScriptedPolicy:
     ) -> list[int]:
         is_ended = token_ids[-1] == ord(END)
         return [*token_ids, *([] if is_ended else [ord(END)]), *self.encode(messages)]
+
+    def demonstrate(self, text: str) -> GenerateResult:
+        raise NotImplementedError
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids)).replace(END, "")

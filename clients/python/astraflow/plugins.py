@@ -254,6 +254,8 @@ class Policy(Protocol):
     """
     max_new_tokens: int
     """The most tokens that one generation may have, by the recipe."""
+    is_evaluation: bool
+    """Whether the episode judges the policy, and nothing of it is trained on."""
 
     def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the prompt's token ids, chat template applied, generation prompt added; those of a text as it is."""
@@ -287,6 +289,12 @@ class Policy(Protocol):
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample the answer to `messages`: `generate` of what `encode` makes of them."""
+
+    def demonstrate(self, text: str) -> GenerateResult:
+        """Return `text` and the end of a turn as if the policy had just said it: log-probs 0, no engine is called.
+
+        For losses that look at no sampler, such as `sft`. Raises InvalidArgumentError in evaluations.
+        """
 
 
 class TrajectoryBuilder:

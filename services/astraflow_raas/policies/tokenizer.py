@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion, ascending."""
 
+    @property
+    def end_of_turn(self) -> int | None:
+        """The one of them that the policy is taught to end with; None where it has none of its own."""
+
     def encode(self, messages: Sequence[Message] | str, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids of the chat with the template applied and the generation prompt added; text as it is."""
 
@@ -74,6 +78,7 @@ class _ChatTokenizer(ABC):
     def _text(self, token_ids: Sequence[int], *, special: bool) -> str: ...
 
     stop_token_ids: tuple[int, ...]
+    end_of_turn: int | None
 
     def encode(self, messages: Sequence[Message] | str, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         if isinstance(messages, str):
@@ -112,6 +117,8 @@ class FastTokenizer(_ChatTokenizer):
         self._template = _compile_template(model_dir, source)
         self._reader = reader_of(source)
         self._special = _special_tokens(config)
+        eos = self._special.get("eos_token")
+        self.end_of_turn = None if eos is None else self._tokenizer.token_to_id(eos)
         self.stop_token_ids = self._find_stop_tokens(model_dir)
 
     def _text(self, token_ids: Sequence[int], *, special: bool) -> str:
@@ -131,11 +138,7 @@ class FastTokenizer(_ChatTokenizer):
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _find_stop_tokens(self, model_dir: Path) -> tuple[int, ...]:
-        found = (
-            {self._tokenizer.token_to_id(self._special["eos_token"])}
-            if "eos_token" in self._special
-            else set()
-        )
+        found = {self.end_of_turn}
         for name in ("generation_config.json", "config.json"):
             listed = _read_json(model_dir / name).get("eos_token_id")
             found.update(listed if isinstance(listed, list) else [listed])
@@ -155,8 +158,8 @@ class _TransformersTokenizer(_ChatTokenizer):
             raise RecipeError(
                 f"{model_dir} holds no usable tokenizer ({error}); publish tokenizer.json with the weights"
             ) from error
-        eos = self._tokenizer.eos_token_id
-        self.stop_token_ids = () if eos is None else (eos,)
+        self.end_of_turn = self._tokenizer.eos_token_id
+        self.stop_token_ids = () if self.end_of_turn is None else (self.end_of_turn,)
         self._reader = reader_of(str(self._tokenizer.chat_template))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -27,6 +27,7 @@ class ExternalHandle(TextOnly):
         self.role = role.name
         self.wants_trajectory = False
         self.max_new_tokens = sampling.max_new_tokens
+        self.is_evaluation = False
         self._model = model
         self._sampling = sampling
 
@@ -54,6 +55,9 @@ class ExternalHandle(TextOnly):
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         return await self._model.chat(messages, sampling=self._sampling, max_new_tokens=limit)
+
+    def demonstrate(self, text: str) -> GenerateResult:
+        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise InvalidArgumentError(

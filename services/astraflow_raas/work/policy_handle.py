@@ -15,14 +15,14 @@ from operator import index
 from typing import Protocol
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.plugins import GenerateResult, Message, PolicyUnavailable, Tool, ToolCall
+from astraflow.plugins import GenerateResult, Message, PolicyUnavailable, Tool, ToolCall, VersionSpan
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import ABORTED, EngineDown, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.policies.tokenizer import Tokenizer
-from astraflow_raas.work.lease import call_seed
+from astraflow_raas.work.lease import call_seed, is_evaluation
 
 log = get_logger(__name__)
 
@@ -36,6 +36,10 @@ class Sampler(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The policy's tokenizer."""
+
+    @property
+    def version(self) -> int | None:
+        """Version that is served; None before the first."""
 
     async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
         """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
@@ -61,6 +65,7 @@ class PolicyHandle:
         self._lease = lease
         self._sampling = lease.sampling[self.name]
         self.max_new_tokens = self._sampling.max_new_tokens
+        self.is_evaluation = is_evaluation(lease)
         self._member = member
         self._episode_id = episode_id
         self._batch_key = batch_key
@@ -123,6 +128,23 @@ class PolicyHandle:
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         return await self.generate(self.encode(messages), max_new_tokens=max_new_tokens)
+
+    def demonstrate(self, text: str) -> GenerateResult:
+        if self.is_evaluation:
+            raise InvalidArgumentError(
+                f"policy {self.name!r}: an evaluation judges what the policy says; sample where `is_evaluation`"
+            )
+        tokenizer, version = self._sampler.tokenizer, self._sampler.version
+        token_ids = tokenizer.encode(text)
+        if tokenizer.end_of_turn is not None:
+            token_ids = (*token_ids, tokenizer.end_of_turn)
+        if version is None or not token_ids:
+            raise InvalidArgumentError(
+                f"policy {self.name!r}: a demonstration needs weights on this node (version {version}) and a text "
+                f"(got {len(text)} characters)"
+            )
+        spans = (VersionSpan(0, len(token_ids), version),)
+        return GenerateResult(token_ids, (0.0,) * len(token_ids), spans, text, "stop")
 
     def _next_call(self, prompt_ids: Sequence[int], *, max_new_tokens: int | None) -> GenerateCall:
         limit = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens

@@ -20,7 +20,7 @@ class SingleTurn:
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Return one trajectory. Raises RecipeError when nothing says which role it is of."""
-        turn = TrajectoryBuilder(_chosen(policies, self._role))
+        turn = TrajectoryBuilder(chosen_policy(policies, self._role))
         turn.add_prompt(task.messages)
         result = await turn.generate()
         score = await self._reward(task, result.text, policies=policies)
@@ -28,12 +28,13 @@ class SingleTurn:
         return Episode((turn.build(reward=score.reward),), metrics)
 
 
-def _chosen(policies: Mapping[str, Policy], role: str) -> Policy:
+def chosen_policy(policies: Mapping[str, Policy], role: str) -> Policy:
+    """The policy of the role, empty for the only one. Raises RecipeError when nothing says which."""
     if role in policies:
         return policies[role]
     if role or len(policies) != 1:
         raise RecipeError(
-            f"SingleTurn needs a run with exactly one role, or `role` set to one of {', '.join(policies)} (it is "
+            f"the workflow needs a run with exactly one role, or `role` set to one of {', '.join(policies)} (it is "
             f"{role!r}); or name a workflow that knows which role does what"
         )
     (policy,) = policies.values()

@@ -69,6 +69,21 @@ async def test_a_chat_is_a_call_with_the_tokens_of_its_messages(
     assert list(engine.requests[-1][-1].prompt_ids) == handle.encode(messages)
 
 
+async def test_a_demonstration_is_text_in_the_policys_tokens_that_ends_its_turn_and_calls_no_engine(
+    handle: PolicyHandle, engine: Aborting
+) -> None:
+    shown = handle.demonstrate("3 + 4")
+    tokenizer = handle._sampler.tokenizer
+    assert shown.token_ids == (*tokenizer.encode("3 + 4"), tokenizer.end_of_turn)
+    assert shown.token_ids[-1] in tokenizer.stop_token_ids
+    assert shown.logprobs == (0.0,) * len(shown.token_ids)
+    assert shown.version_spans == (VersionSpan(0, len(shown.token_ids), 0),)
+    assert engine.requests == []
+    handle.is_evaluation = True
+    with pytest.raises(InvalidArgumentError, match="an evaluation judges what the policy says"):
+        handle.demonstrate("3 + 4")
+
+
 async def test_a_call_the_engine_gave_up_is_made_again(handle: PolicyHandle, engine: Aborting) -> None:
     result = await handle.generate([1, 2])
     assert (len(result.token_ids), result.finish_reason) == (5, "stop")
