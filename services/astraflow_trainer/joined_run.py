@@ -145,8 +145,8 @@ def _require_archivable(joined: JoinedRun) -> None:
     if joined.logprob_archive is not None and find_spec("pyarrow") is None:
         raise InvalidArgumentError(
             "the recipe asks for dataflow.archive.trainer_logprobs, and pyarrow is not installed here; run: "
-            "pip install 'astraflow[archive]' (build the trainer's image with `--build-arg ARCHIVE=1`), or take it out of "
-            "the recipe"
+            "pip install 'astraflow[archive]' (build the trainer's image with `--build-arg ARCHIVE=1`), or take it out "
+            "of the recipe"
         )
 
 

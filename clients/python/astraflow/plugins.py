@@ -136,8 +136,7 @@ class TaskSpec:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Random access to training and held-out tasks; called by the dataflow server. Deterministic in (seed,
-    index).
+    """Random access to training and held-out tasks; called by the dataflow server. Deterministic in (seed, index).
 
     A class is made with `seed` and its settings. With `__len__`, training tasks end there and `train` is asked
     for smaller indexes only.
@@ -201,8 +200,7 @@ class TurnSpan:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """What a policy sampled for one call: token ids, log-probs of exactly those ids, and the versions that
-    made them."""
+    """What a policy sampled for one call: token ids, log-probs of exactly those, and the versions that made them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -284,17 +282,14 @@ class Policy(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None
     ) -> GenerateResult:
-        """Sample one continuation; may span a weight update. Raises when the episode is cancelled or out of
-        time, and PolicyUnavailable."""
+        """Sample one continuation; may span a weight update. Raises PolicyUnavailable, or when cancelled or late."""
 
     async def chat(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult:
         """Sample the answer to `messages`: `generate` of what `encode` makes of them."""
 
     def demonstrate(self, text: str) -> GenerateResult:
-        """Return `text` and the end of a turn as if the policy had just said it: log-probs 0, no engine is called.
-
-        For losses that look at no sampler, such as `sft`. Raises InvalidArgumentError in evaluations.
-        """
+        """Return `text` and the end of a turn as if it had just been sampled, with log-probs 0: for losses that look
+        at no sampler, such as `sft`. Calls no engine; raises InvalidArgumentError in evaluations."""
 
 
 class TrajectoryBuilder:
@@ -479,12 +474,10 @@ class Group(_OfTrajectories):
 
 @runtime_checkable
 class Filter(Protocol):
-    """Decides whether a complete group may be trained on; called by the dataflow server for each, so it must be
-    fast."""
+    """Decides whether a complete group may be trained on; called by the dataflow server for each: must be fast."""
 
     def __call__(self, group: Group) -> bool:
-        """Return True to keep the group. One that raises, or returns something else, drops it as
-        `filter_failed`."""
+        """Return True to keep the group. One that raises, or returns no bool, drops it as `filter_failed`."""
 
 
 @runtime_checkable
@@ -537,8 +530,7 @@ class Selector(Protocol):
     """
 
     def select(self, candidates: Sequence[ReadyGroup], request: StepRequest) -> Sequence[str]:
-        """Return the ids of `request.num_groups` candidates in the order of the batch, or none to wait for
-        others.
+        """Return the ids of `request.num_groups` candidates in the order of the batch, or none to wait for others.
 
         `candidates` are at least that many and come oldest first. It is asked again when more are ready.
         """

@@ -1,7 +1,7 @@
 """Answers that somebody else wrote, learned by heart: supervised fine-tuning through the services of a run.
 
-Invariant: what a training task shows is all that is trained on, in the policy's own tokens; an evaluation samples. Named
-by a recipe as `astraflow_raas.workflows.demonstrated:Demonstrated`, beside `trainer.algorithm: {preset: sft}`.
+Invariant: what a training task shows is all that is trained on, in the policy's own tokens; an evaluation samples.
+Named by a recipe as `astraflow_raas.workflows.demonstrated:Demonstrated`, beside `trainer.algorithm: {preset: sft}`.
 """
 
 from collections.abc import Mapping

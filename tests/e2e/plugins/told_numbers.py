@@ -22,7 +22,9 @@ class ToldNumbers:
     def train(self, index: int) -> TaskSpec:
         """A pair, and what is to be said."""
         name, digit = _pair(Random(f"train/{self._seed}/{index}"), held_out=False)
-        return TaskSpec(f"train-{index}", (_asked(name, digit),), {"digit": digit, "completion": _said(digit)})
+        return TaskSpec(
+            f"train-{index}", (_asked(name, digit),), {"digit": digit, "completion": _said(digit)}
+        )
 
     def heldout(self, index: int) -> TaskSpec:
         """Another pair, and nothing to be said."""

@@ -1,8 +1,8 @@
 """A policy that a trainer of yours has claimed: its batches, and what is said of them.
 
 Invariant: intent is recorded before a batch is handed out, what is handed out is what it says, and `trained` names the
-batch that was. Blocking, without torch. Weight versions are published beside it (`astraflow_weights.tools.whole_model`);
-examples are in clients/python/examples.
+batch that was. Blocking, without torch. Weight versions are published beside it
+(`astraflow_weights.tools.whole_model`); examples are in clients/python/examples.
 """
 
 from __future__ import annotations

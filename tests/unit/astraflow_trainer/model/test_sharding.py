@@ -189,7 +189,7 @@ def test_offload_without_a_gpu_is_refused(make_policy: MakePolicy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_compiled_layer_computes_the_same(
     make_policy: MakePolicy, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +212,7 @@ def test_a_compiled_layer_computes_the_same(
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_code_computes_the_same_within_rounding(make_policy: MakePolicy) -> None:
     if lacks := sharding._lacks_to_compile("cpu"):
         pytest.skip(f"compiled layers were not compared with plain ones: this machine lacks {lacks}")
