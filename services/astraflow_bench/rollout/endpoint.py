@@ -34,7 +34,7 @@ class _Instant:
     """A served policy whose answers are there already."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.version = tokenizer, 0
 
     async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
         """Some tokens."""
