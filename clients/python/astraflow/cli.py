@@ -83,6 +83,9 @@ COMMANDS: dict[str, Subcommand] = {
         "bench",
         _LOOK,
     ),
+    "study": Subcommand(
+        "astraflow_bench.commands.study", "Measure a claim again, over seeds and arms.", "bench", _LOOK
+    ),
     "dataflow": Subcommand("astraflow_dataflow.__main__", "Start a dataflow server.", "dataflow", _DAEMONS),
     "raas": Subcommand("astraflow_raas.__main__", "Start a RaaS node and join a run.", "raas", _DAEMONS),
     "trainer": Subcommand("astraflow_trainer.__main__", "Start a policy's trainer.", "trainer", _DAEMONS),

@@ -37,7 +37,7 @@ def show(
     rows = [dataclasses.asdict(figure) | {"met": figure.met} for figure in figures]
     found = {"figures": rows, "notes": list(notes), "origin": dataclasses.asdict(origin)}
     text = json.dumps(found, indent=1)
-    table = "\n".join([*_rows(figures), "", *(f"* {note}" for note in notes)])
+    table = "\n".join([*figure_rows(figures), "", *(f"* {note}" for note in notes)])
     if write is not None:
         link = f"../bench.md#{title.lower().replace(' ', '-')}"
         head = f"# {title}\n\nWritten by `astraflow bench {page}`; [what the rows mean]({link}).\n"
@@ -62,7 +62,8 @@ def say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _rows(figures: Sequence[Figure]) -> list[str]:
+def figure_rows(figures: Sequence[Figure]) -> list[str]:
+    """The lines of a Markdown table."""
     rows = ["| figure | subject | value | target | met |", "|---|---|---|---|---|"]
     for figure in figures:
         value = _shown(figure.value)

@@ -1,0 +1,156 @@
+"""What a study is: a recipe, arms that each change some of its keys, seeds, and figures that are read from a run.
+
+Invariant: a cell (arm and seed) is nothing but a recipe with overrides, so that whoever has its line can run it again.
+`catalogue` names the studies, `running` runs their cells, `page` shows them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any, TypeAlias
+
+from astraflow.recipe.file import load_recipe
+from astraflow.recipe.shipped import shipped_recipes
+from astraflow_bench.figures import Figure
+
+Curve: TypeAlias = list[tuple[float, float]]
+"""Points (x, y), ascending in x."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a finished run left: its summary, the lines of its metrics file, and those of its nodes' logs."""
+
+    summary: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+
+    def of_kind(self, kind: str, policy: str = "") -> list[Mapping[str, Any]]:
+        """Its metrics of one kind, of one policy where one is named."""
+        return [line for line in self.metrics if line["kind"] == kind and policy in ("", line["policy"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one cell yielded. A figure that is not known is None."""
+
+    figures: Mapping[str, float | None]
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One setting that is compared: `changes` are overrides `key=value`, `{seed}` in them is the cell's seed. A control
+    may have fewer `seeds`.
+    """
+
+    name: str
+    changes: tuple[str, ...] = ()
+    seeds: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run: an arm with a seed."""
+
+    arm: str
+    seed: int
+    recipe: str
+    """Name of the recipe that comes with the release."""
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        return f"{self.arm}, seed {self.seed}"
+
+    def resolved(self) -> str:
+        """The recipe with every key, as YAML. Raises RecipeError."""
+        return load_recipe(shipped_recipes()[self.recipe], overrides=self.overrides).yaml_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished cell: one line of the study's file."""
+
+    arm: str
+    seed: int
+    recipe: str
+    """Resolved, as YAML."""
+    measured: Measured
+    machine: str
+    date: str
+    commit: str
+    load: float
+    """Load average of the machine in the last minute of the run."""
+    seconds: float
+    """Of the whole run by the clock."""
+
+    def number(self, figure: str) -> float:
+        """A figure; NaN where it is not known."""
+        value = self.measured.figures.get(figure)
+        return math.nan if value is None else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """What the picture shows: the curve `curve` of every arm, mean over seeds; or without one a bar of `figure`."""
+
+    title: str
+    x: str
+    y: str
+    curve: str = ""
+    figure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A question with its arms. `conclude` turns what is there into targets; cells may be missing."""
+
+    name: str
+    title: str
+    intro: str
+    recipe: str
+    arms: Sequence[Arm]
+    base: tuple[str, ...] = ()
+    """Overrides of every arm, before its own."""
+    measure: Callable[[Run], Measured]
+    columns: Mapping[str, str]
+    """Heading of each figure that the table has."""
+    plot: Plot
+    conclude: Callable[[Sequence[Result]], list[Figure]] = lambda results: []
+    page: str = ""
+    """Name of its files; the study's where it is empty."""
+
+    @property
+    def stem(self) -> str:
+        """Name of its files without an ending."""
+        return self.page or self.name
+
+    def cells(
+        self, *, seeds: int, only: Sequence[str] = (), steps: int | None = None, overrides: Sequence[str] = ()
+    ) -> list[Cell]:
+        """Its cells, seed by seed. `only` are names or patterns of arms. Raises ValueError for one that no arm has."""
+        names = [arm.name for arm in self.arms]
+        if unknown := [one for one in only if not any(fnmatch(name, one) for name in names)]:
+            raise ValueError(f"{', '.join(unknown)} is no arm of {self.name}; it has {', '.join(names)}")
+        given = (*overrides, *((f"run.steps={steps}",) if steps else ()))
+        return [
+            Cell(
+                arm=arm.name,
+                seed=seed,
+                recipe=self.recipe,
+                overrides=(
+                    *(change.replace("{seed}", str(seed)) for change in (*self.base, *arm.changes)),
+                    *given,
+                    f"run.seed={seed}",
+                ),
+            )
+            for seed in range(seeds)
+            for arm in self.arms
+            if seed < (seeds if arm.seeds is None else arm.seeds)
+            and (not only or any(fnmatch(arm.name, one) for one in only))
+        ]
