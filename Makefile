@@ -82,7 +82,7 @@ soak: $(TEST_STAMP) ## Random kills, many seeds, full fuzz counts; about an hour
 	@$(PYTEST) -m soak --hypothesis-profile=soak $(T) $(ARGS)
 
 study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/results/
-	@$(BIN)/python -m astraflow_bench.study $(ARGS)
+	@$(BIN)/astraflow study quickstart --seeds 10 $(ARGS)
 
 ##@ Work on it
 .PHONY: lint format types proto proto-check breaking schema setup typescript go cpp sglang-env text-games-env verifiers-env helm-tools

@@ -11,11 +11,7 @@ rest, so that wall time is that of the data path.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +20,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from astraflow.recipe.file import load_recipe
+from astraflow_bench.studies.running import run_recipe
+from astraflow_launcher.view.metrics_file import read_lines
 
 MAX_WALL_RATIO = 1.15
 MAX_NO_CREDIT = 0.02
@@ -129,7 +127,7 @@ def measure(
     recipe: Path, *, seeds: int, folder: Path, overrides: Sequence[str], say: Callable[[str], None]
 ) -> Comparison:
     """Run every arrangement once per seed below `folder`. Raises ValueError for a recipe with fewer than two trained
-    policies, CalledProcessError when a run fails.
+    policies, InternalError when a run fails.
     """
     policies = trained_policies(recipe, overrides)
     trials: dict[str, list[RunFigures]] = {}
@@ -190,16 +188,9 @@ def _longest_s(trial: RunFigures) -> float:
 
 
 def _run(recipe: Path, *, seed: int, folder: Path, overrides: Sequence[str]) -> RunFigures:
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe.resolve()), "--json", "--quiet"]
-    command += ["--seed", str(seed), *(word for item in overrides for word in ("--set", item))]
-    # Without a --data-dir, runs below one folder share the cache of warm starts.
-    paths = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    summary = json.loads(done.stdout.splitlines()[-1])
-    metrics = folder / summary["data_dir"] / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return trial_of(lines, summary, seed=seed)
+    # Runs below one folder share the cache of warm starts.
+    summary, root = run_recipe(recipe, overrides=[*overrides, f"run.seed={seed}"], folder=folder)
+    return trial_of(list(read_lines(root / "metrics.jsonl")), summary, seed=seed)
 
 
 def trial_of(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], *, seed: int) -> RunFigures:

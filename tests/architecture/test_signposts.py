@@ -27,7 +27,7 @@ PLUGIN_ROOMS = (
     *("astraflow_environment.adapters", "astraflow_environment.tools"),
 )
 # Programs that people start by `python -m`.
-PROGRAMS = ("astraflow_bench.study", "astraflow_engine.changed_loader")
+PROGRAMS = ("astraflow_engine.changed_loader",)
 # Called by a library by these names, never by us.
 CALLED_BY_LIBRARIES = {
     "get_credentials_async",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from astraflow_bench.commands.figures_page import figure_rows
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.seeds import error_of, mean_of
-from astraflow_bench.studies.study import Result, Study
+from astraflow_bench.studies.study import Curve, Result, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,26 +84,27 @@ def _draw(study: Study, results: Sequence[Result], path: Path) -> None:
 
 
 def _draw_curves(axes: Axes, study: Study, results: Sequence[Result]) -> None:
-    """Mean over the seeds that have a point at an x, with its standard error."""
     for arm in study.arms:
-        points: dict[float, list[float]] = {}
-        for one in results:
-            if one.arm == arm.name:
-                for x, y in one.measured.curves.get(study.plot.curve, []):
-                    points.setdefault(x, []).append(y)
-        if points:
-            xs = sorted(points)
-            errors = [error_of(points[x]) for x in xs]
-            axes.errorbar(
-                xs,
-                [fmean(points[x]) for x in xs],
-                yerr=[0.0 if math.isnan(error) else error for error in errors],
-                marker=".",
-                capsize=2,
-                label=arm.name,
-            )
+        own = [one.measured.curves.get(study.plot.curve, []) for one in results if one.arm == arm.name]
+        if study.plot.each_seed:
+            for seed, curve in enumerate(own):
+                axes.plot(*zip(*curve, strict=True), marker=".", alpha=0.7, label=f"{arm.name} {seed}")
+        elif own:
+            _draw_mean(axes, own, label=arm.name)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", ncols=2)
+
+
+def _draw_mean(axes: Axes, curves: Sequence[Curve], *, label: str) -> None:
+    """Mean over the seeds that have a point at an x, with its standard error."""
+    points: dict[float, list[float]] = {}
+    for curve in curves:
+        for x, y in curve:
+            points.setdefault(x, []).append(y)
+    xs = sorted(points)
+    errors = [error_of(points[x]) for x in xs]
+    shown = [0.0 if math.isnan(error) else error for error in errors]
+    axes.errorbar(xs, [fmean(points[x]) for x in xs], yerr=shown, marker=".", capsize=2, label=label)
 
 
 def _draw_bars(axes: Axes, study: Study, results: Sequence[Result]) -> None:

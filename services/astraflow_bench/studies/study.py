@@ -104,6 +104,8 @@ class Plot:
     y: str
     curve: str = ""
     figure: str = ""
+    each_seed: bool = False
+    """A line for each seed instead of their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +156,9 @@ class Study:
             if seed < (seeds if arm.seeds is None else arm.seeds)
             and (not only or any(fnmatch(arm.name, one) for one in only))
         ]
+
+
+def heldout_curve(run: Run, policy: str = "") -> Curve:
+    """Held-out reward over versions; of two evaluations of one version the final one."""
+    points = {line["version"]: line["heldout_reward"] for line in run.of_kind("evaluation", policy)}
+    return sorted(points.items())

@@ -1,0 +1,111 @@
+"""`data-algorithms`: uniform sampling, dynamic sampling, GRESO and replay, by optimizer steps and by rollouts.
+
+Invariant: arms differ in what the server does with groups and tasks; three keys of a recipe. Both comparisons are read
+from the same runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from astraflow_bench.figures import Figure
+from astraflow_bench.studies.seeds import paired, spread
+from astraflow_bench.studies.study import Arm, Curve, Measured, Plot, Result, Run, Study, heldout_curve
+
+_ROOM = "astraflow_bench.studies.graded_sums"
+_ROLLOUTS = 6000
+"""Where accuracies are compared at equal rollouts."""
+_STEPS = 30
+_BASE = (
+    "run.steps=50",
+    f"run.dataset={_ROOM}:GradedSums",
+    "policies.solver.model.warm_start="
+    f'{{demonstrations: "{_ROOM}:demonstrations", steps: 400, batch_size: 64, learning_rate: 2.0e-3}}',
+    "dataflow.groups_per_step=12",
+    "dataflow.max_staleness=1",
+    "dataflow.evaluation={every_versions: 5, num_samples: 256, final_samples: 384}",
+    "trainer.optimizer.learning_rate=1e-4",
+    "trainer.optimizer.eps=1e-8",
+)
+_DYNAMIC = 'dataflow.filters=["astraflow_dataflow.plugins.filters.drop_zero_advantage:DropZeroAdvantage"]'
+_GRESO = (
+    'dataflow.curators=[{use: "astraflow_dataflow.plugins.curators.greso:Greso", '
+    "with: {easy_floor: 0.05, hard_floor: 0.3}}]"
+)
+_REPLAY = "dataflow.replay={ratio: 0.5, max_groups: 96, max_staleness: 64, max_uses: 16, order: uniform}"
+
+
+def data_study() -> Study:
+    """The four algorithms on a set of which 70 % teach nothing."""
+    return Study(
+        name="data-algorithms",
+        title="Data algorithms, by steps and by rollouts",
+        intro=(
+            "A set of 320 problems: 35 % trivial, 30 % sums, 35 % without a solution; held out are other sums. "
+            f"Accuracies at step {_STEPS} and at {_ROLLOUTS} generated rollouts are interpolated between evaluations. "
+            "[More](../studies.md#data-algorithms)."
+        ),
+        recipe="quickstart",
+        base=_BASE,
+        arms=[
+            Arm(name="uniform"),
+            Arm(name="dynamic", changes=(_DYNAMIC,)),
+            Arm(name="greso", changes=(_DYNAMIC, _GRESO)),
+            Arm(name="replay", changes=(_DYNAMIC, _REPLAY)),
+        ],
+        measure=measure,
+        columns={
+            "at_steps": f"held out at step {_STEPS}",
+            "at_rollouts": f"at {_ROLLOUTS} rollouts",
+            "last": "final",
+            "per_step": "rollouts a step",
+        },
+        plot=Plot(
+            title="accuracy by generated rollouts", x="rollouts", y="held-out reward", curve="rollouts"
+        ),
+        conclude=conclude,
+    )
+
+
+def measure(run: Run) -> Measured:
+    """Held-out reward by steps and by rollouts: all that were generated, in proportion to the steps."""
+    curve = heldout_curve(run)
+    account: Mapping[str, float] = run.summary["trajectories"]
+    per_step = (account["ingested"] - account["evaluated"]) / run.summary["steps"]
+    by_rollouts = [(version * per_step, reward) for version, reward in curve]
+    return Measured(
+        figures={
+            "at_steps": _at(curve, _STEPS),
+            "at_rollouts": _at(by_rollouts, _ROLLOUTS),
+            "last": curve[-1][1],
+            "per_step": per_step,
+        },
+        curves={"steps": curve, "rollouts": by_rollouts},
+    )
+
+
+def conclude(results: Sequence[Result]) -> list[Figure]:
+    """What the algorithms are worth over the one before them, by paired seeds."""
+    figures = []
+    for one, other, figure, where in (
+        ("dynamic", "uniform", "at_steps", "equal steps"),
+        ("greso", "dynamic", "at_rollouts", "equal rollouts"),
+        ("replay", "dynamic", "at_rollouts", "equal rollouts"),
+    ):
+        pairs = paired(results, one, other)
+        gaps = [first.number(figure) - second.number(figure) for first, second in pairs]
+        known = [gap for gap in gaps if gap == gap]
+        if known:
+            value = fmean(known)
+            what = f"held out: {one} less {other}"
+            figures.append(Figure(what=what, subject=where, value=value, unit=spread(known), least=0.0))
+    return figures
+
+
+def _at(curve: Curve, x: float) -> float | None:
+    """The curve at x; None beyond its ends."""
+    xs, ys = zip(*curve, strict=True)
+    return float(np.interp(x, xs, ys)) if xs[0] <= x <= xs[-1] else None

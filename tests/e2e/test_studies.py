@@ -1,0 +1,63 @@
+"""Each study over real daemons at toy size: its plug-ins run where daemons run them, and its figures are read.
+
+What the figures are means nothing at this size. That arms are valid recipes is for the unit tests.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.development import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1200)]
+
+PLUGINS = ROOT / "tests" / "e2e" / "plugins"
+SMALL = (
+    "dataflow.evaluation={every_versions: 1, num_samples: 8, final_samples: 8}",
+    "trainer.algorithm.drop_zero_advantage=false",
+)
+ONE = (
+    *SMALL,
+    "policies.solver.model.warm_start.steps=2",
+    "dataflow.groups_per_step=2",
+    "raas.reward=noisy_reward:Noisy",
+)
+TEAM = (
+    *SMALL,
+    *(f"policies.{policy}.model.warm_start.steps=2" for policy in ("solver", "verifier")),
+)
+QUICK = "raas.workflow.with.medians={solver: 0.05, verifier: 0.02}"
+AT_ONCE = "trainer.algorithm.advantage.with.seconds=0.05"
+TOYS = {
+    "async": (["phase-4", "async-4"], 6, (*TEAM, QUICK, AT_ONCE)),
+    "staleness": (["m2po-32"], 3, (*ONE, AT_ONCE)),
+    "data-algorithms": (["greso", "replay"], 3, ONE),
+    "two-policies": (["together"], 3, (*TEAM, "dataflow.groups_per_step=2")),
+    "weights-in-training": (["recipe"], 3, ONE),
+    "quickstart": (["control"], 3, ONE),
+}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_study_reads_every_figure_from_real_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms, steps, overrides = TOYS[name]
+    monkeypatch.setenv("PYTHONPATH", str(PLUGINS))
+    command = [sys.executable, "-m", "astraflow.cli", "study", name, "--seeds", "1", "--steps", str(steps)]
+    command += ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs"), "--jobs", "2"]
+    command += [word for arm in arms for word in ("--only", arm)]
+    command += [word for item in overrides for word in ("--set", item)]
+    # Status 1 says that a target was missed, which is likely here.
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (file,) = (tmp_path / "out").glob("*.jsonl")
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(one["arm"] for one in results) == sorted(arms), done.stderr
+    for one in results:
+        missing = [figure for figure, value in one["measured"]["figures"].items() if value is None]
+        assert missing in ([], ["at_steps", "at_rollouts"])
+        assert one["measured"]["curves"]
+        assert f"steps: {steps}" in one["recipe"]
