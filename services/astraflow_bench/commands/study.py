@@ -73,7 +73,8 @@ def study(
         try:
             run_cells(found, cells, ledger, jobs=jobs, folder=runs, keep_runs=keep_runs, say=_say)
         finally:
-            figures = page.write(found, ledger.results, out)
+            # Of what there is, also when the last run failed; a page that is there is not replaced by an empty one.
+            figures = page.write(found, ledger.results, out) if ledger.results else []
     typer.echo("\n".join(figure_rows(figures)))
     if any(figure.met is False for figure in figures):
         raise typer.Exit(1)

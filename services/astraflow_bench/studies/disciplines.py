@@ -16,7 +16,7 @@ from astraflow_bench.figures import Figure
 from astraflow_bench.studies.durations import ideal_step_s
 from astraflow_bench.studies.seeds import paired, spread
 from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study
-from astraflow_bench.studies.timed_team import CALL
+from astraflow_bench.studies.timed_team import CALL, sleeping_steps
 
 TAILS = (4, 6, 8, 10)
 """99th percentile of a call over its median."""
@@ -50,8 +50,7 @@ _BASE = (
     "dataflow.evaluation={every_versions: 0, num_samples: 8, final_samples: 256}",
     "trainer.algorithm.drop_zero_advantage=false",
     "trainer.checkpoint_every_steps=1000",
-    "trainer.algorithm.advantage="
-    f'{{use: "astraflow_bench.studies.timed_team:TimedGrpo", with: {{seconds: {_TRAIN_S}}}}}',
+    sleeping_steps(_TRAIN_S),
 )
 
 

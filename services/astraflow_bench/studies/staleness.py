@@ -6,12 +6,13 @@ sleeps, so the lag is the window's and not the machine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.seeds import paired, spread
 from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, heldout_curve
+from astraflow_bench.studies.timed_team import sleeping_steps
 
 LAGS = (8, 32)
 _LOSSES = {
@@ -27,8 +28,7 @@ _BASE = (
     "trainer.optimizer.learning_rate=2e-4",
     "trainer.optimizer.eps=1e-3",
     "trainer.checkpoint_every_steps=1000",
-    "trainer.algorithm.advantage="
-    f'{{use: "astraflow_bench.studies.timed_team:TimedGrpo", with: {{seconds: {_SLEEP_S}}}}}',
+    sleeping_steps(_SLEEP_S),
 )
 
 
@@ -105,6 +105,7 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
     return figures
 
 
-def _mean(steps: Sequence[dict[str, float]] | Sequence[object], *names: str) -> float | None:
-    found = [sum(step[name] for name in names) for step in steps if names[0] in step]  # type: ignore[index, operator]
+def _mean(steps: Sequence[Mapping[str, float]], *names: str) -> float | None:
+    """Of the steps that were taken; a skipped one has no loss."""
+    found = [sum(step[name] for name in names) for step in steps if names[0] in step]
     return fmean(found) if found else None

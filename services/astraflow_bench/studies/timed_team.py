@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any, cast
 
 from astraflow.plugins import Episode, GenerateResult, Policy, RewardedRows, Scorer, TaskSpec
-from astraflow_bench.studies.durations import Lognormal, Recorded
+from astraflow_bench.studies.durations import Lognormal, Recorded, Trace
 from astraflow_kit.log import get_logger
 from astraflow_raas.workflows.solver_verifier import SolverVerifier
 
@@ -25,7 +25,13 @@ log = get_logger(__name__)
 
 CALL = "timed.call"
 """The event of one call: `agent`, `number` (of its agent in the episode), `planned_s`, `engine_s`, `queued_s`."""
+_GRPO = "astraflow_bench.studies.timed_team:TimedGrpo"
 _EPSILON = 1e-6
+
+
+def sleeping_steps(seconds: float) -> str:
+    """The override with which every training step takes `seconds`, and what it computes."""
+    return f'trainer.algorithm.advantage={{use: "{_GRPO}", with: {{seconds: {seconds}}}}}'
 
 
 class Phases:
@@ -42,11 +48,11 @@ class Phases:
         self._moved = asyncio.Condition()
 
     @asynccontextmanager
-    async def episode(self) -> AsyncIterator[Place]:
+    async def episode(self) -> AsyncIterator[EpisodePlace]:
         """A place in the batch that is open, or in a new one."""
         if len(self._batch) == self._size:
             self._batch = []
-        place = Place(self, self._batch)
+        place = EpisodePlace(self, self._batch)
         try:
             yield place
         finally:
@@ -66,7 +72,7 @@ class Phases:
             self._moved.notify_all()
 
 
-class Place:
+class EpisodePlace:
     """One episode in its batch."""
 
     def __init__(self, phases: Phases, batch: list[float]) -> None:
@@ -107,7 +113,7 @@ class TimedTeam:
     ) -> None:
         self._team = SolverVerifier(reward=reward, **team)
         self._medians = medians
-        self._trace = Recorded(lengths, seed=seed) if lengths else Lognormal(tail=tail, seed=seed)
+        self._trace: Trace = Recorded(lengths, seed=seed) if lengths else Lognormal(tail=tail, seed=seed)
         self._slots = asyncio.Semaphore(slots)
         self._phases = Phases(phase) if phase else None
         self._begun: dict[str, int] = defaultdict(int)
@@ -125,7 +131,7 @@ class TimedTeam:
             return await self._play(task, policies, key, place)
 
     async def _play(
-        self, task: TaskSpec, policies: Mapping[str, Policy], key: str, place: Place | None
+        self, task: TaskSpec, policies: Mapping[str, Policy], key: str, place: EpisodePlace | None
     ) -> Episode:
         timed = {
             role: _TimedPolicy(self, policy, f"{key}/{role}", place) for role, policy in policies.items()
@@ -133,7 +139,9 @@ class TimedTeam:
         return await self._team.run(task, cast("Mapping[str, Policy]", timed))
 
     @asynccontextmanager
-    async def call(self, agent: str, key: str, number: int, place: Place | None) -> AsyncIterator[None]:
+    async def call(
+        self, agent: str, key: str, number: int, place: EpisodePlace | None
+    ) -> AsyncIterator[None]:
         """Hold a slot for the call's time; what runs inside is part of it."""
         planned_s = self._medians[agent] * self._trace.of(f"{key}/{number}")
         if place is not None:
@@ -159,7 +167,7 @@ class TimedTeam:
 class _TimedPolicy:
     """A policy whose generations take the trace's time; everything else is the policy's own."""
 
-    def __init__(self, team: TimedTeam, policy: Policy, key: str, place: Place | None) -> None:
+    def __init__(self, team: TimedTeam, policy: Policy, key: str, place: EpisodePlace | None) -> None:
         self._team, self._policy, self._key, self._place = team, policy, key, place
         self._num_calls = 0
 

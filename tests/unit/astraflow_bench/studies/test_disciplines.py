@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from astraflow_bench.studies.disciplines import conclude, episode_s, measure
-from astraflow_bench.studies.study import Measured, Result, Run
+from astraflow_bench.studies.study import Result, Run
+from support.study_results import result
 
 
 def call(agent: str, number: int, planned_s: float, engine_s: float = 0.1) -> dict[str, Any]:
@@ -55,24 +56,18 @@ def test_the_slower_policy_is_measured_after_the_pipeline_has_filled() -> None:
     assert figures["staleness_max"] == 3
 
 
-def result(arm: str, seed: int, step_s: float, *, bound_s: float = 4.5, reward: float = 0.5) -> Result:
-    figures = {
-        "step_s": step_s, "bound_s": bound_s, "of_bound": bound_s / step_s, "solver": reward, "verifier": 0.8
-    }  # fmt: skip
-    return Result(
-        arm=arm, seed=seed, recipe="", measured=Measured(figures=figures), machine="", date="", commit="", load=0,
-        seconds=0,
-    )  # fmt: skip
+def timed(arm: str, seed: int, step_s: float, *, reward: float = 0.5) -> Result:
+    return result(arm, seed, step_s=step_s, bound_s=4.5, of_bound=4.5 / step_s, solver=reward, verifier=0.8)
 
 
 def test_arms_are_compared_by_seed_and_only_where_both_are_there() -> None:
     results = [
-        result("phase-4", 0, 15),
-        result("phase-4", 1, 20),
-        result("phase-4", 2, 99),
-        result("phase-6", 0, 30),
+        timed("phase-4", 0, 15),
+        timed("phase-4", 1, 20),
+        timed("phase-4", 2, 99),
+        timed("phase-6", 0, 30),
     ]
-    results += [result("async-4", 0, 5, reward=0.52), result("async-4", 1, 5, reward=0.5)]
+    results += [timed("async-4", 0, 5, reward=0.52), timed("async-4", 1, 5, reward=0.5)]
     found = {(one.what, one.subject): one for one in conclude(results, ["4", "6"])}
     assert {subject for _, subject in found} == {"tail 4"}
     speed_up = found["async over phase barrier", "tail 4"]
@@ -86,7 +81,7 @@ def test_arms_are_compared_by_seed_and_only_where_both_are_there() -> None:
 
 
 def test_missed_targets_are_told() -> None:
-    missed = conclude([result("phase-4", 0, 13), result("async-4", 0, 6)], ["4"])
+    missed = conclude([timed("phase-4", 0, 13), timed("async-4", 0, 6)], ["4"])
     assert [one.what for one in missed if one.met is False] == [
         "async over phase barrier",
         "async, of the bound",

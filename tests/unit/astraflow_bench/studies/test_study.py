@@ -7,6 +7,7 @@ from astraflow.recipe.shipped import shipped_recipes
 from astraflow_bench.studies.catalogue import studies
 from astraflow_bench.studies.study import Run, heldout_curve
 from astraflow_launcher.support.recipe_trial import try_recipe
+from support.study_results import evaluations
 
 
 @pytest.mark.parametrize("name", studies())
@@ -46,9 +47,5 @@ def test_a_recording_replaces_the_tails_and_stands_in_the_recipe() -> None:
 
 
 def test_of_two_evaluations_of_a_version_the_final_one_counts() -> None:
-    points = [(0, 0.2), (9, 0.7), (9, 0.8)]
-    lines = [
-        {"kind": "evaluation", "policy": "solver", "version": version, "heldout_reward": reward}
-        for version, reward in points
-    ]
+    lines = evaluations((0, 0.2), (9, 0.7), (9, 0.8))
     assert heldout_curve(Run(summary={}, metrics=lines, events=[])) == [(0, 0.2), (9, 0.8)]

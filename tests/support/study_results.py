@@ -1,0 +1,19 @@
+"""Results of cells by their figures, and evaluations of a run, for tests of studies."""
+
+from typing import Any
+
+from astraflow_bench.studies.study import Measured, Result
+
+
+def result(arm: str, seed: int, **figures: float) -> Result:
+    """A finished cell of which only the figures matter."""
+    nowhere = {"recipe": "", "machine": "", "date": "", "commit": ""}
+    return Result(arm=arm, seed=seed, measured=Measured(figures=figures), load=0, seconds=0, **nowhere)
+
+
+def evaluations(*points: tuple[int, float]) -> list[dict[str, Any]]:
+    """Lines of a metrics file: (version, held-out reward) each."""
+    return [
+        {"kind": "evaluation", "policy": "solver", "version": version, "heldout_reward": reward}
+        for version, reward in points
+    ]
