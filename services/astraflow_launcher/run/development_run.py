@@ -46,6 +46,8 @@ log = get_logger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 120.0
+_IDLE_TIMEOUT_S = 20.0
+"""Of a final evaluation after Ctrl-C: with no token and no result for so long, nodes hang, and somebody waits."""
 _LEAVE_TIMEOUT_S, _LEAVE_POLL_S = 30.0, 0.5
 _MEMORY_PERIOD_S = 2.0
 MAX_SILENCE_S = 45.0
@@ -84,6 +86,32 @@ class Options:
     """At which the log of a child is rotated."""
     max_silence_s: float = MAX_SILENCE_S
     """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
+
+
+class _Patience:
+    """For how long the end of a run is waited for while nothing moves."""
+
+    def __init__(self, interrupted: asyncio.Event) -> None:
+        self._interrupted = interrupted
+        self._evaluated, self._tokens = -1, -1
+        self._evaluated_s = self._moved_s = math.inf
+
+    @property
+    def idle_s(self) -> float:
+        """Since a result, or tokens of nodes, came last."""
+        return time.monotonic() - self._moved_s
+
+    def is_over(self, seen: Observation, *, evaluating: bool) -> bool:
+        """Whether to go on without what is waited for."""
+        now_s = time.monotonic()
+        tokens = sum(node.tokens for node in seen.status.nodes) if seen.status else 0
+        if seen.num_evaluated > self._evaluated or tokens > self._tokens:
+            self._moved_s = now_s
+        if seen.num_evaluated > self._evaluated:
+            self._evaluated_s = now_s
+        self._evaluated, self._tokens = seen.num_evaluated, tokens
+        hurried = evaluating and self._interrupted.is_set() and self.idle_s > _IDLE_TIMEOUT_S
+        return hurried or now_s - self._evaluated_s > _FINISH_TIMEOUT_S
 
 
 class DevelopmentRun:
@@ -281,12 +309,10 @@ class DevelopmentRun:
     async def _until(self, done: Callable[[Observation], bool], metrics: MetricsFile, *, doing: str) -> None:
         """Show every new observation until `done`; everything but training ends when nothing moves for long."""
         observer, observation = self._observer, self._observer.observation
-        sampled, evaluated, deadline = 0.0, -1, math.inf
+        sampled, patience = 0.0, _Patience(self._interrupted)
         while not done(observation):
-            if doing != "running" and observation.num_evaluated > evaluated:
-                evaluated, deadline = observation.num_evaluated, time.monotonic() + _FINISH_TIMEOUT_S
-            if time.monotonic() > deadline:
-                log.warning("run.not_finished", doing=doing, deadline_s=_FINISH_TIMEOUT_S)
+            if doing != "running" and patience.is_over(observation, evaluating=doing == "final evaluation"):
+                log.warning("run.not_finished", doing=doing, idle_s=round(patience.idle_s, 1))
                 return
             self._supervisor.raise_failures()
             await self._publish_again(observation)

@@ -186,6 +186,30 @@ async def test_a_goal_stays_met(scene: Scene, before: list, interrupted: list, f
     assert (await scene.run(without=ALL_BUT_NODES, goal=GOAL)).goal_met is True
 
 
+async def test_after_ctrl_c_nodes_that_hang_in_every_task_are_not_waited_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One signal is enough, though the final evaluation never comes; while tokens come, it is waited for."""
+    monkeypatch.setattr(development_run, "_IDLE_TIMEOUT_S", 0.5)
+    scene.server.announce(0)
+    node = scene.server.status.nodes.add(node_id="node-1")
+    scene.interrupt_once_during("running")
+    interrupt, rounds = scene.view._act, 0
+
+    def act(observation: Observation, doing: str) -> None:
+        nonlocal rounds
+        interrupt(observation, doing)
+        if doing == "final evaluation":
+            rounds += 1
+            node.tokens += rounds < 8
+
+    scene.view = RecordingView(act)
+    summary = await scene.run(without=ALL_BUT_NODES)
+    assert scene.server.updates == [run_pb2.RUN_STATE_FINISHING]
+    assert (scene.view.done[-1], summary.heldout_last) == ("final evaluation", None)
+    assert rounds >= 8
+
+
 async def test_a_second_ctrl_c_ends_at_once(scene: Scene) -> None:
     scene.server.announce(0)
     scene.interrupt_once_during("running", "final evaluation")
