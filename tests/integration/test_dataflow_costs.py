@@ -155,15 +155,32 @@ async def test_all_leases_that_expired_are_given_back_in_one_look_and_leased_aga
     assert {lease.attempt for lease in again} == {2}
 
 
-async def test_a_lease_takes_a_dozen_commands_whether_it_is_the_first_or_not(by_hand: World) -> None:
+async def test_a_lease_takes_four_commands_whether_it_is_the_first_or_not(by_hand: World) -> None:
     _, node = await by_hand.started(*(f"t{n}" for n in range(128)), groups_per_step=300)
     first = await commands(by_hand, lambda: node.lease(128))
-    assert inner(first) / 128 < 12, first
+    assert inner(first) / 128 < 4.5, first
     await expire_all(by_hand)
     given_back = await commands(by_hand, (await conductor(by_hand)).tick)
-    assert inner(given_back) / 128 < 12, given_back
+    assert inner(given_back) / 128 < 4.5, given_back
     again = await commands(by_hand, lambda: node.lease(128))
-    assert inner(again) / 128 < 12, again
+    assert inner(again) / 128 < 4.5, again
+
+
+async def test_a_node_that_loses_many_leases_at_once_hears_of_all_in_a_few_events(by_hand: World) -> None:
+    _, node = await by_hand.started(*(f"t{n}" for n in range(128)), groups_per_step=300)
+    held = await node.lease(128)
+    await expire_all(by_hand)
+    context = await by_hand.dataflow.registry.get("run")
+    told: list[str] = []
+    with context.wakeups.subscribe("node n1") as news:
+        await news.wait(0.2)  # what came before
+        given_back = await commands(by_hand, (await conductor(by_hand)).tick)
+        while len(told) < 128:
+            for event in await news.wait(20.0):
+                assert event.fields["reason"] == "lease_lost"
+                told += event.fields["leases"].split("\n")
+    assert sorted(told) == sorted(lease.lease_id for lease in held)
+    assert given_back["xadd"] < 16
 
 
 async def test_all_tasks_that_a_server_left_complete_are_settled_in_one_look(by_hand: World) -> None:

@@ -107,7 +107,7 @@ BUGS = (
     Bug(
         "a task that is leased is not charged",
         f"{LUA}/tasks.lua",
-        "call('SADD', K.outstanding(P, role.policy), role.name .. ' ' .. task)",
+        "table.insert(charges[key], role.name .. ' ' .. task)",
         "",
     ),
     Bug(

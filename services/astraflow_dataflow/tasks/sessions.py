@@ -234,9 +234,10 @@ class WorkSession:
 
     async def _news(self, events: Sequence[Event]) -> list[Response]:
         responses = [
-            _cancel(event.fields["lease"], event.fields["reason"])
+            _cancel(lease_id, event.fields["reason"])
             for event in events
-            if "lease" in event.fields
+            if "leases" in event.fields
+            for lease_id in event.fields["leases"].split("\n")
         ]
         responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
         self._lost.clear()

@@ -20,7 +20,7 @@ local UNCOMMITTED_S = 3600
 local CALL
 
 local function begin()
-  CALL = { sums = {}, gathered = {}, emitted = {} }
+  CALL = { sums = {}, gathered = {}, emitted = {}, lost = {} }
 end
 
 local function now_ms()
@@ -95,6 +95,10 @@ local function write_gathered(P)
   local topics = table.concat(CALL.emitted, '\n')
   CALL.emitted = {}
   if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topics) end
+  for _, told in ipairs(CALL.lost) do
+    call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', 'node ' .. told.node, 'leases', table.concat(told, '\n'), 'reason', told.reason)
+  end
+  CALL.lost = {}
   if CALL.moved then add(K.counters(P), 'moved', 1) end
   local sums, gathered = CALL.sums, CALL.gathered
   CALL.sums, CALL.gathered, CALL.moved = {}, {}, false
@@ -118,6 +122,16 @@ local function emit(P, topic, ...)
   if CALL.emitted[topic] then return end
   CALL.emitted[topic] = true
   CALL.emitted[#CALL.emitted + 1] = topic
+end
+
+-- Tells a node that it lost a lease: one event for all that it lost in this call for the same reason.
+local function tell_lost(node, lease, reason)
+  local name = node .. ' ' .. reason
+  if not CALL.lost[name] then
+    CALL.lost[name] = { node = node, reason = reason }
+    table.insert(CALL.lost, CALL.lost[name])
+  end
+  table.insert(CALL.lost[name], lease)
 end
 
 local RUN_FIELDS = { 'state', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'priorities', 'roles', 'switch', 'arrivals',

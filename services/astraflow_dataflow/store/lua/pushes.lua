@@ -29,10 +29,10 @@ local function write_task(P, t, horizon)
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
   call_many({ 'HSET', K.members(P, t.id) }, t.headers)
   if #t.notes > 0 and note_all(P, t.id, t.notes) == 0 and t.first_accepted then
-    open_trace(P, t.id)
-    note_all(P, t.id, t.notes, t.first_accepted)
+    local f = call('HMGET', K.task(P, t.id), 'lane', 'entry')
+    begin_trace(P, t.id, f[1], f[2], unpack(t.notes, t.first_accepted))
   end
-  if t.first_accepted and t.fields.state == 'queued' then open_task(P, t.id, now_ms() + horizon) end
+  if t.first_accepted and t.fields.state == 'queued' then open_tasks(P, { now_ms() + horizon, t.id }) end
 end
 
 -- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them.

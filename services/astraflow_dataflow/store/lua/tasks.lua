@@ -37,15 +37,19 @@ local function leave_lease(P, task, node, attempt, reason, quiet_node)
   gather({ 'ZREM', K.leases(P) }, task)
   gather({ 'SREM', K.node_leases(P, node) }, task)
   if max_leases(P) < math.huge then emit(P, 'work') end
-  if node ~= quiet_node then emit(P, 'node ' .. node, 'lease', task .. '#' .. attempt, 'reason', reason) end
+  if node ~= quiet_node then tell_lost(node, task .. '#' .. attempt, reason) end
 end
 
--- Ends the lease of a task if it has one; `outcome` is for the trace.
+-- Ends the lease of a task if it has one, by its state, node and attempt; `outcome` is for the trace.
+local function end_lease_of(P, task, state, node, attempt, reason, quiet_node, outcome)
+  if state ~= 'leased' then return gather({ 'ZREM', K.leases(P) }, task) end
+  note(P, task, 'l', attempt, outcome)
+  leave_lease(P, task, node, attempt, reason, quiet_node)
+end
+
 local function end_lease(P, task, reason, quiet_node, outcome)
   local f = call('HMGET', K.task(P, task), 'state', 'node', 'attempt')
-  if f[1] ~= 'leased' then return gather({ 'ZREM', K.leases(P) }, task) end
-  note(P, task, 'l', f[3], outcome)
-  leave_lease(P, task, f[2], f[3], reason, quiet_node)
+  end_lease_of(P, task, f[1], f[2], f[3], reason, quiet_node, outcome)
 end
 
 -- Ends the second copy of a task (a hedge), if one is out; `copy` is the task's field: attempt and node, or '-' once it is over. A task gets one at
@@ -56,14 +60,16 @@ local function end_copy(P, task, copy, reason, quiet_node, outcome)
   call('HSET', K.task(P, task), 'copy', '-')
   call('ZREM', K.copies(P), task)
   note(P, task, 'h', attempt, outcome)
-  if node ~= quiet_node then emit(P, 'node ' .. node, 'lease', task .. '#' .. attempt .. '-h', 'reason', reason) end
+  if node ~= quiet_node then tell_lost(node, task .. '#' .. attempt .. '-h', reason) end
 end
 
--- A task is open from its first lease or episode until it is complete. The first one of all wakes who sweeps the run.
-local function open_task(P, task, horizon)
-  if call('ZADD', K.open(P), 'NX', horizon, task) == 0 then return end
+-- A task is open from its first lease or episode until it is complete; `times` is deadline and task of each. The first of all wakes who sweeps the run.
+local function open_tasks(P, times)
+  local added = 0
+  for _, n in ipairs(call_many({ 'ZADD', K.open(P), 'NX' }, times)) do added = added + n end
+  if added == 0 then return end
   move()
-  if not CALL.opened and call('ZCARD', K.open(P)) == 1 then emit(P, 'due') end
+  if not CALL.opened and call('ZCARD', K.open(P)) == added then emit(P, 'due') end
   CALL.opened = true
 end
 
@@ -138,17 +144,18 @@ local function bury(P, task, reason, detail, now)
   close_task(P, task, 'dead_letter', now, reason)
 end
 
--- Another node gets the task, or nobody when its tries are spent. Returns true when it will be leased again.
+-- Another node gets the task, or nobody when its tries are spent. Returns true when it will be leased again; what takes it away in the same call
+-- must write what is gathered first.
 local function give_again(P, task, reason, detail, now, due, quiet_node)
   local T = K.task(P, task)
-  local f = call('HMGET', T, 'tries', 'lane')
+  local f = call('HMGET', T, 'tries', 'lane', 'state', 'node', 'attempt')
   if tonumber(f[1]) >= tonumber(run_of(P).max_attempts) then
     bury(P, task, reason, detail, now)
     return false
   end
-  end_lease(P, task, 'lease_lost', quiet_node, reason)
+  end_lease_of(P, task, f[3], f[4], f[5], 'lease_lost', quiet_node, reason)
   call('HSET', T, 'state', 'retry')
-  call('ZADD', retries(P, f[2]), due, task)
+  gather({ 'ZADD', retries(P, f[2]) }, due, task)
   emit(P, 'work')
   return true
 end
@@ -277,23 +284,48 @@ local function missing_members(P, task, size, left)
   return table.concat(missing, ',')
 end
 
--- Leases a task; `without` are roles that this attempt leaves out, besides those that have no credit. `charged` is what `charge` says of a task that
--- is leased for the first time.
-local function grant(P, node, task, ttl, horizon, now, without, charged)
-  local T = K.task(P, task)
-  local f = call('HMGET', T, 'size', 'left', 'spec', 'uncredited', 'attempt', 'tries')
-  local attempt = tonumber(f[5]) + 1
-  call('HSET', T, 'state', 'leased', 'node', node, 'attempt', attempt, 'tries', tonumber(f[6]) + 1, 'leased_ms', now, unpack(charged or {}))
-  call('ZADD', K.leases(P), now + ttl, task)
-  call('SADD', K.node_leases(P, node), task)
-  open_task(P, task, now + horizon)
-  if note(P, task, 'L', attempt, node) == 0 then
-    open_trace(P, task)
-    note(P, task, 'L', attempt, node)
-  end
-  local uncredited = split(charged and charged[4] or f[4])
+local GRANT_FIELDS = { 'state', 'size', 'left', 'spec', 'uncredited', 'attempt', 'tries', 'avoid', 'credited', 'lane', 'entry' }
+
+-- What leasing a task needs to know of it.
+local function read_grant(P, task)
+  local f = { task = task }
+  for i, value in ipairs(call('HMGET', K.task(P, task), unpack(GRANT_FIELDS))) do f[GRANT_FIELDS[i]] = value or nil end
+  return f
+end
+
+-- Notes a lease in the trace of its task, and begins it where there is none: a task that nobody had, and of which nothing came, never has one.
+local function trace_lease(P, f, attempt, node)
+  local entry = trace_entry('L', attempt, node)
+  local is_new = attempt == 1 and f.left == f.size
+  if not is_new and note_all(P, f.task, { entry }) > 0 then return end
+  begin_trace(P, f.task, f.lane, f.entry, entry)
+end
+
+-- Leases a task, of which `f` is what `read_grant` says; `without` are roles that this attempt leaves out, besides those that have no credit.
+-- `charged` is what `charge` says of a task that is leased for the first time. `write_grants` must follow.
+local function grant(P, node, f, ttl, horizon, now, without, charged)
+  local attempt, g = tonumber(f.attempt) + 1, CALL.grants or { leases = {}, tasks = {}, open = {} }
+  CALL.grants = g
+  call('HSET', K.task(P, f.task), 'state', 'leased', 'node', node, 'attempt', attempt, 'tries', tonumber(f.tries) + 1, 'leased_ms', now,
+    unpack(charged or {}))
+  local n = #g.tasks
+  g.tasks[n + 1] = f.task
+  g.leases[2 * n + 1], g.leases[2 * n + 2] = now + ttl, f.task
+  g.open[2 * n + 1], g.open[2 * n + 2] = now + horizon, f.task
+  trace_lease(P, f, attempt, node)
+  local uncredited = split(charged and charged[4] or f.uncredited)
   for _, role in ipairs(without or {}) do uncredited[#uncredited + 1] = role end
-  return { task, attempt, f[3], missing_members(P, task, f[1], f[2]), lines(uncredited) }
+  return { f.task, attempt, f.spec, missing_members(P, f.task, f.size, f.left), lines(uncredited) }
+end
+
+-- Writes what is the same for all leases granted since the last time.
+local function write_grants(P, node)
+  local g = CALL.grants
+  if not g then return end
+  CALL.grants = nil
+  call_many({ 'ZADD', K.leases(P) }, g.leases)
+  call_many({ 'SADD', K.node_leases(P, node) }, g.tasks)
+  open_tasks(P, g.open)
 end
 
 local function is_avoided(names, node)
@@ -335,19 +367,36 @@ local function unplayable(P, task, credited, cannot, lane, now)
   return lacking
 end
 
--- A task that is tried again stays the pending entry of whoever had it first: its hash says whose it is.
-local function lease_retries(P, node, serving, lane, want, ttl, horizon, now, out)
-  local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', 0, want + 256)
-  local cannot = #due > 0 and unplayed(P, serving)
+-- Tasks that are to be tried again and that a node cannot take are passed over, so many at most in one call.
+local MOST_PASSED_OVER = 256
+
+-- Of tasks that are due to be tried again those that a node takes, at most `most`: grants them, and returns them.
+local function grant_retries(P, node, due, cannot, lane, most, ttl, horizon, now, out)
+  local taken = {}
   for _, task in ipairs(due) do
-    if #out >= want then return end
-    local f = call('HMGET', K.task(P, task), 'avoid', 'credited')
-    local without = not is_avoided(f[1], node) and unplayable(P, task, f[2], cannot, lane, now)
+    if #taken >= most then break end
+    local f = read_grant(P, task)
+    local without = not is_avoided(f.avoid, node) and unplayable(P, task, f.credited, cannot, lane, now)
     if without then
-      call('ZREM', K.retry(P, lane), task)
-      out[#out + 1] = grant(P, node, task, ttl, horizon, now, without)
+      taken[#taken + 1] = task
+      out[#out + 1] = grant(P, node, f, ttl, horizon, now, without)
     end
   end
+  call_many({ 'ZREM', K.retry(P, lane) }, taken)
+  return #taken
+end
+
+-- A task that is tried again stays the pending entry of whoever had it first: its hash says whose it is.
+local function lease_retries(P, node, serving, lane, want, ttl, horizon, now, out)
+  local cannot, passed_over = nil, 0
+  while #out < want and passed_over < MOST_PASSED_OVER do
+    local most = want - #out
+    local due = call('ZRANGEBYSCORE', K.retry(P, lane), '-inf', now, 'LIMIT', passed_over, most)
+    cannot = cannot or (#due > 0 and unplayed(P, serving))
+    passed_over = passed_over + #due - grant_retries(P, node, due, cannot, lane, most, ttl, horizon, now, out)
+    if #due < most then break end
+  end
+  write_grants(P, node)
 end
 
 local function read_lane(P, node, lane, most)
@@ -355,9 +404,9 @@ local function read_lane(P, node, lane, most)
   local found = {}
   if not reply then return found end
   for _, entry in ipairs(reply[1][2]) do
-    local task = entry[2][2]
-    if is_open(call('HGET', K.task(P, task), 'state')) then
-      found[#found + 1] = task
+    local f = read_grant(P, entry[2][2])
+    if is_open(f.state) then
+      found[#found + 1] = f
     else
       call('XACK', K.lane(P, lane), GROUP, entry[1])
       call('XDEL', K.lane(P, lane), entry[1])
@@ -396,8 +445,9 @@ local function admitted(P, roles, credit)
 end
 
 -- Charges one group to each role whose policy has credit; trajectories of the others will end as no_credit. Roles take turns to be first, so
--- that of two roles of one policy neither always gets its last group. Returns the fields that say so of the task.
-local function charge(P, task, roles, credit)
+-- that of two roles of one policy neither always gets its last group. Returns the fields that say so of the task; `charges` are what each set of
+-- outstanding groups is to get.
+local function charge(P, task, roles, credit, charges)
   local credited, uncredited = {}, {}
   local turn = #roles > 1 and call('HINCRBY', K.run(P), 'charges', 1) or 0
   for i = 1, #roles do
@@ -405,7 +455,9 @@ local function charge(P, task, roles, credit)
     if credit[role.policy] > 0 then
       credit[role.policy] = credit[role.policy] - 1
       credited[#credited + 1] = role.name
-      call('SADD', K.outstanding(P, role.policy), role.name .. ' ' .. task)
+      local key = K.outstanding(P, role.policy)
+      charges[key] = charges[key] or {}
+      table.insert(charges[key], role.name .. ' ' .. task)
     else
       uncredited[#uncredited + 1] = role.name
     end
@@ -462,9 +514,10 @@ local function lease_evaluations(P, node, serving, most, ttl, horizon, now, out,
     end
     if served and want > #out then
       lease_retries(P, node, serving, open[i], want, ttl, horizon, now, out)
-      for _, task in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
-        out[#out + 1] = grant(P, node, task, ttl, horizon, now)
+      for _, f in ipairs(want > #out and read_lane(P, node, open[i], want - #out) or {}) do
+        out[#out + 1] = grant(P, node, f, ttl, horizon, now)
       end
+      write_grants(P, node)
     end
   end
 end
@@ -482,9 +535,12 @@ local function lease_training(P, node, serving, want, fresh, ttl, horizon, now, 
     local room = admitted(P, roles, credit)
     if room <= 0 then return no_room(P, serving) end
     local found = draw(P, node, math.min(room, math.min(want, fresh) - #out))
-    for _, task in ipairs(found) do
-      out[#out + 1] = grant(P, node, task, ttl, horizon, now, nil, charge(P, task, roles, credit))
+    local charges = {}
+    for _, f in ipairs(found) do
+      out[#out + 1] = grant(P, node, f, ttl, horizon, now, nil, charge(P, f.task, roles, credit, charges))
     end
+    write_grants(P, node)
+    for key, charged in pairs(charges) do call_many({ 'SADD', key }, charged) end
     if #found > 0 then
       -- There may be more.
     elseif queued(P) == 0 then
@@ -740,6 +796,7 @@ function F.sweep(keys, a)
   local P, now, limit = keys[1], now_ms(), tonumber(a.limit)
   local expired = call('ZRANGEBYSCORE', K.leases(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(expired) do give_again(P, task, 'lease_expired', 'not renewed in time', now, now, '') end
+  write_gathered(P)
   for _, task in ipairs(call('ZRANGEBYSCORE', K.copies(P), '-inf', now, 'LIMIT', 0, limit)) do drop_copy(P, task, '', 'lease_expired') end
   local late = call('ZRANGEBYSCORE', K.open(P), '-inf', now, 'LIMIT', 0, limit)
   for _, task in ipairs(late) do close_task(P, task, 'expired', now) end

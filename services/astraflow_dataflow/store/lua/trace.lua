@@ -9,8 +9,8 @@ local function trace_entry(kind, ...)
 end
 
 -- Adds to an existing list only: what comes after a trace was forgotten must not begin another. Returns its length.
-local function note_all(P, task, entries, first)
-  local length = call('RPUSHX', K.trace(P, task), unpack(entries, first or 1))
+local function note_all(P, task, entries)
+  local length = call('RPUSHX', K.trace(P, task), unpack(entries))
   if length > MAX_TRACE then call('RPOP', K.trace(P, task), length - MAX_TRACE) end
   return length
 end
@@ -19,10 +19,9 @@ local function note(P, task, kind, ...)
   return note_all(P, task, { trace_entry(kind, ...) })
 end
 
--- Begins the trace of a task that has none, with when it was queued.
-local function open_trace(P, task)
-  local f = call('HMGET', K.task(P, task), 'lane', 'entry')
-  if f[2] then call('RPUSH', K.trace(P, task), 'Q\t' .. string.match(f[2], '^%d+') .. '\t' .. f[1]) end
+-- Begins the trace of a task that has none, with when it was queued, by its lane and its entry there; that of a task which is done stays away.
+local function begin_trace(P, task, lane, entry, ...)
+  if entry then call('RPUSH', K.trace(P, task), 'Q\t' .. string.match(entry, '^%d+') .. '\t' .. lane, ...) end
 end
 
 -- Lets a finished task's trace end some day; of very many finished ones only the newest are kept.
