@@ -31,7 +31,8 @@ SWEEP_S = 0.5
 IDLE_S = 60.0
 """Between looks at a run in which nothing is leased, evaluated or late; whatever begins there is an event."""
 _SWEEP_LIMIT = 64
-_MIN_GAP_S = 0.01
+_MIN_GAP_S = 0.05
+"""Between two looks: settled groups come in hundreds a second, and each lets tasks be asked for."""
 _RETRY_S = 1.0
 
 

@@ -67,7 +67,7 @@ class Ingest:
         must be repeated. Raises UnavailableError when Redis is away.
         """
         started_s = asyncio.get_running_loop().time()
-        # A stream carries many tasks, so its metadata cannot say which one this line is about.
+        # A stream carries many tasks, so its metadata cannot say which one this line is about: the first one here.
         bind(correlation_id=task_correlation(episodes[0].task_id), task_id=episodes[0].task_id)
         await self._wait_for_versions(context, episodes)
         problems = await _problems(context, episodes)
@@ -110,6 +110,7 @@ class Ingest:
         for episode, problem in refused:
             log.warning(
                 "episode.quarantined",
+                correlation_id=task_correlation(episode.task_id),
                 task_id=episode.task_id,
                 reason=problem.slug,
                 detail=problem.detail,

@@ -1,56 +1,73 @@
-"""The window of one push stream: requests being worked on, answered in the order they came.
+"""The window of one push stream: requests in hand, taken together as they come and answered in their order.
 
 At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
-the node. Made by the trajectory service per stream.
+the node. Requests that come while others are in hand wait and are then taken together. A stream on which several came
+together is busy: more are waited for as long as they keep coming, a few milliseconds at most, since a commit of many
+costs each much less; on a quiet stream nothing waits. Made by the trajectory service per stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+Work: TypeAlias = Callable[[Sequence[Request]], Coroutine[Any, Any, Sequence[Answer | Exception]]]
+"""Answers several requests: an answer, or what is wrong, of each."""
 MAX_EPISODES = 64
 MAX_BYTES = 16 * 2**20
+_IN_HAND = 2
+"""So often requests are taken at a time: while the commit of some is under way others are checked."""
+_PAUSE_S = 0.001
+_MOST_PAUSES = 4
 
 
-class PushWindow(Generic[Answer]):
-    """Pushes in flight, oldest first."""
+class PushWindow(Generic[Request, Answer]):
+    """Requests in hand, oldest first."""
 
-    def __init__(self) -> None:
-        self._inside: deque[tuple[int, int, asyncio.Task[Answer]]] = deque()
+    def __init__(self, work: Work[Request, Answer]) -> None:
+        self._work = work
+        self._inside: deque[tuple[int, int, asyncio.Future[Answer]]] = deque()
+        self._waiting: list[tuple[Request, asyncio.Future[Answer]]] = []
+        self._workers: set[asyncio.Task[None]] = set()
         self._episodes = self._bytes = 0
         self._ended = False
+        self._is_busy = False
         self._came, self._left = asyncio.Event(), asyncio.Event()
 
-    async def add(self, num_episodes: int, size_bytes: int, push: Coroutine[Any, Any, Answer]) -> None:
-        """Start a push, and return once there is room for another."""
-        self._inside.append((num_episodes, size_bytes, asyncio.create_task(push, name="push")))
+    async def add(self, num_episodes: int, size_bytes: int, request: Request) -> None:
+        """Take a request in, and return once there is room for another."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._inside.append((num_episodes, size_bytes, answer))
+        self._waiting.append((request, answer))
         self._episodes += num_episodes
         self._bytes += size_bytes
         self._came.set()
+        if len(self._workers) < _IN_HAND:
+            self._workers.add(asyncio.create_task(self._answer_waiting(), name="pushes in hand"))
         while not self._has_room():
             self._left.clear()
             await self._left.wait()
 
     async def end(self) -> None:
-        """No more pushes will be added."""
+        """No more requests will be added."""
         self._ended = True
         self._came.set()
         self._left.set()
 
     async def answers(self) -> AsyncIterator[Answer]:
-        """Yield answers in order until that of the last push. Raises a push's error in its turn."""
+        """Yield answers in order until that of the last request. Raises a request's error in its turn."""
         while True:
             while not self._inside:
                 if self._ended:
                     return
                 self._came.clear()
                 await self._came.wait()
-            num_episodes, size_bytes, task = self._inside[0]
-            answer = await task
+            num_episodes, size_bytes, future = self._inside[0]
+            answer = await future
             self._inside.popleft()
             self._episodes -= num_episodes
             self._bytes -= size_bytes
@@ -58,10 +75,47 @@ class PushWindow(Generic[Answer]):
             yield answer
 
     def close(self) -> None:
-        """Cancel what is still inside; committed pushes stay committed."""
-        for *_, task in self._inside:
-            task.cancel()
+        """Leave what is still inside; committed pushes stay committed."""
+        for worker in self._workers:
+            worker.cancel()
+        for *_, answer in self._inside:
+            answer.cancel()
+            if not answer.cancelled():
+                answer.exception()  # nobody will hear it
         self._inside.clear()
+
+    async def _answer_waiting(self) -> None:
+        worker = asyncio.current_task()
+        assert worker is not None
+        try:
+            while self._waiting:
+                if self._is_busy:
+                    await self._until_none_comes()
+                taken, self._waiting = self._waiting, []
+                if taken:  # else the other worker took them
+                    self._is_busy = len(taken) > 1
+                    await self._answer([request for request, _ in taken], [answer for _, answer in taken])
+        finally:
+            # At once, since nobody takes a request that comes when all workers have just found nothing.
+            self._workers.discard(worker)
+
+    async def _until_none_comes(self) -> None:
+        for _ in range(_MOST_PAUSES):
+            number = len(self._waiting)
+            await asyncio.sleep(_PAUSE_S)
+            if len(self._waiting) == number or not self._has_room():
+                return
+
+    async def _answer(self, requests: Sequence[Request], answers: Sequence[asyncio.Future[Answer]]) -> None:
+        try:
+            answered = await self._work(requests)
+        except Exception as error:  # noqa: BLE001 - raised in the turn of each
+            answered = [error for _ in requests]
+        for future, answer in zip(answers, answered, strict=True):
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
 
     def _has_room(self) -> bool:
         return self._ended or (self._episodes < MAX_EPISODES and self._bytes < MAX_BYTES)

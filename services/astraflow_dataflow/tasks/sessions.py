@@ -233,12 +233,7 @@ class WorkSession:
         self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
 
     async def _news(self, events: Sequence[Event]) -> list[Response]:
-        responses = [
-            _cancel(lease_id, event.fields["reason"])
-            for event in events
-            if "leases" in event.fields
-            for lease_id in event.fields["leases"].split("\n")
-        ]
+        responses = _cancels(events)
         responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
         self._lost.clear()
         topics, beats = {event.topic.partition(" ")[0] for event in events}, self._beat_is_due()
@@ -347,6 +342,14 @@ class WorkSession:
 
 def _stored(messages: Sequence[Message]) -> str:
     return json.dumps([MessageToDict(message, preserving_proto_field_name=True) for message in messages])
+
+
+def _cancels(events: Sequence[Event]) -> list[Response]:
+    """What a node hears of leases that it lost; an event has a line for each."""
+    lost = [event.fields for event in events if "leases" in event.fields]
+    return [
+        _cancel(lease_id, fields["reason"]) for fields in lost for lease_id in fields["leases"].split("\n")
+    ]
 
 
 def _cancel(lease_id: str, reason: str) -> Response:

@@ -1,26 +1,133 @@
-"""The window of a push stream: bounded, answered in order."""
+"""The window of a push stream: bounded, taken together, answered in order."""
 
 import asyncio
+import random
+from collections.abc import Sequence
 
 import pytest
 
+from astraflow_dataflow.episodes import push_window
 from astraflow_dataflow.episodes.push_window import MAX_BYTES, MAX_EPISODES, PushWindow
 
 
-async def answered(number: int, gate: asyncio.Event | None = None) -> int:
-    """A push that ends when the gate opens."""
-    if gate is not None:
-        await gate.wait()
-    return number
+class Work:
+    """Answers each request with itself, all that were taken together when the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.taken: list[list[int]] = []
+
+    async def __call__(self, requests: Sequence[int]) -> list[int | Exception]:
+        """Answer; requests below 0 are broken, below -9 all that is taken with them is."""
+        self.taken.append(list(requests))
+        await self.gate.wait()
+        if min(requests) < -9:
+            raise ValueError("all broken")
+        return [number if number >= 0 else ValueError("broken") for number in requests]
 
 
-async def test_answers_keep_the_order_of_the_requests() -> None:
-    window, gate = PushWindow[int](), asyncio.Event()
-    await window.add(1, 10, answered(1, gate))
-    await window.add(1, 10, answered(2))
+@pytest.fixture
+def work() -> Work:
+    """An open gate is `work.gate.set()`."""
+    return Work()
+
+
+async def test_answers_keep_the_order_of_the_requests(work: Work) -> None:
+    window = PushWindow[int, int](work)
+    for number in range(5):
+        await window.add(1, 10, number)
+        await asyncio.sleep(0)
     await window.end()
-    asyncio.get_running_loop().call_later(0.01, gate.set)
-    assert [answer async for answer in window.answers()] == [1, 2]
+    asyncio.get_running_loop().call_later(0.01, work.gate.set)
+    assert [answer async for answer in window.answers()] == [0, 1, 2, 3, 4]
+
+
+async def test_requests_that_come_while_others_are_in_hand_are_taken_together(work: Work) -> None:
+    window = PushWindow[int, int](work)
+    for number in range(9):
+        await window.add(1, 10, number)
+        await asyncio.sleep(0.001)
+    assert work.taken == [[0], [1]]
+    work.gate.set()
+    await window.end()
+    assert [answer async for answer in window.answers()] == list(range(9))
+    assert work.taken == [[0], [1], [2, 3, 4, 5, 6, 7, 8]]
+
+
+async def test_on_a_busy_stream_those_that_follow_each_other_are_taken_together(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_window, "_PAUSE_S", 0)
+    window, answers = PushWindow[int, int](work), list[int]()
+    work.gate.set()
+    answering = window.answers()
+    for together in ([0], [1, 2], [3], [4, 5]):
+        for number in together:
+            await window.add(1, 10, number)
+            await asyncio.sleep(0)
+        answers += [await anext(answering) for _ in together]
+    assert answers == list(range(6))
+    assert work.taken == [[0], [1], [2], [3], [4], [5]], "one after the other it is quiet"
+    work.taken.clear()
+    for number in range(3):
+        await window.add(1, 10, number)
+    for number in range(3, 6):
+        await asyncio.sleep(0)
+        await window.add(1, 10, number)
+    await window.end()
+    assert [answer async for answer in answering] == list(range(6))
+    assert work.taken == [[0, 1, 2], [3, 4, 5]]
+
+
+async def test_a_request_that_comes_when_all_that_was_in_hand_has_just_been_answered_is_taken(
+    work: Work,
+) -> None:
+    window = PushWindow[int, int](work)
+    for number in range(2):
+        await window.add(1, 10, number)
+        await asyncio.sleep(0)
+
+    async def add_at_once() -> None:
+        await work.gate.wait()
+        await window.add(1, 10, 2)
+        await window.end()
+
+    adding = asyncio.create_task(add_at_once())
+    await asyncio.sleep(0)
+    work.gate.set()
+    async with asyncio.timeout(60):
+        assert [answer async for answer in window.answers()] == [0, 1, 2]
+    await adding
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whenever_requests_come_each_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(push_window, "_PAUSE_S", 0)
+    draw, taken = random.Random(seed), list[int]()
+
+    async def work(requests: Sequence[int]) -> list[int | Exception]:
+        assert requests
+        taken.extend(requests)
+        for _ in range(draw.randrange(4)):
+            await asyncio.sleep(0)
+        return list(requests)
+
+    window = PushWindow[int, int](work)
+
+    async def fill() -> None:
+        for number in range(200):
+            await window.add(1, 10, number)
+            for _ in range(draw.randrange(4)):
+                await asyncio.sleep(0)
+        await window.end()
+
+    filling = asyncio.create_task(fill())
+    async with asyncio.timeout(60):
+        assert [answer async for answer in window.answers()] == list(range(200))
+    assert taken == list(range(200))
+    await filling
 
 
 @pytest.mark.parametrize(
@@ -33,44 +140,47 @@ async def test_answers_keep_the_order_of_the_requests() -> None:
     ],
 )
 async def test_a_full_window_stops_reading_until_an_answer_leaves(
-    num_episodes: int, size_bytes: int, room: int
+    work: Work, num_episodes: int, size_bytes: int, room: int
 ) -> None:
-    window, gate = PushWindow[int](), asyncio.Event()
+    window = PushWindow[int, int](work)
     added = 0
 
     async def fill() -> None:
         nonlocal added
         for number in range(room + 1):
             added += 1
-            await window.add(num_episodes, size_bytes, answered(number, gate))
+            await window.add(num_episodes, size_bytes, number)
         await window.end()
 
     filling = asyncio.create_task(fill())
     await asyncio.sleep(0.01)
     assert (filling.done(), added) == (False, room)
-    gate.set()
+    work.gate.set()
     assert len([answer async for answer in window.answers()]) == room + 1
     await filling
 
 
-async def test_an_error_is_raised_in_its_turn() -> None:
-    async def broken() -> int:
-        raise ValueError("broken")
-
-    window = PushWindow[int]()
-    await window.add(1, 1, answered(1))
-    await window.add(1, 1, broken())
+@pytest.mark.parametrize(("broken", "message"), [(-1, "broken"), (-10, "all broken")])
+async def test_an_error_is_raised_in_its_turn(work: Work, broken: int, message: str) -> None:
+    window = PushWindow[int, int](work)
+    work.gate.set()
+    for number in (1, broken, 3):
+        await window.add(1, 1, number)
+        await asyncio.sleep(0.001)
     await window.end()
     answers = window.answers()
     assert await anext(answers) == 1
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(ValueError, match=message):
         await anext(answers)
     window.close()
 
 
-async def test_closing_cancels_what_is_inside() -> None:
-    window, gate = PushWindow[int](), asyncio.Event()
-    await window.add(1, 1, answered(1, gate))
+async def test_closing_leaves_what_is_inside(work: Work) -> None:
+    window = PushWindow[int, int](work)
+    await window.add(1, 1, 1)
+    await asyncio.sleep(0)
     window.close()
     await window.end()
     assert [item async for item in window.answers()] == []
+    await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "pushes in hand"]
