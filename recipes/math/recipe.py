@@ -108,6 +108,29 @@ def verifier_demonstrations(seed: int) -> Iterator[Demonstration]:
         yield Demonstration((Message("user", f"{question} Answer: {proposed}"),), check)
 
 
+def planner_demonstrations(seed: int) -> Iterator[Demonstration]:
+    """The planner's, as `planner_prompt` of planner-worker asks: half name the columns, half any digits."""
+    for index in count():
+        rng = random.Random(f"planner/{seed}/{index}")
+        a, b, question = _draw(rng, held_out=False)
+        x, y = (a, b) if index % 2 else (rng.randint(10, 89), rng.randint(10, 89))
+        yield Demonstration((Message("user", f"Plan: {question}"),), careful_plan(x, y))
+
+
+def careful_plan(a: int, b: int) -> str:
+    """The columns to add: `7+5 4+3` for 47 and 35."""
+    return f"{a % 10}+{b % 10} {a // 10}+{b // 10}"
+
+
+def worker_demonstrations(seed: int) -> Iterator[Demonstration]:
+    """The worker's, as `worker_prompt` asks: it adds up the columns of the plan, whatever the question is."""
+    for index in count():
+        rng = random.Random(f"worker/{seed}/{index}")
+        a, b, _ = _draw(rng, held_out=False)
+        answer = careful_answer(a, b) if index % 4 else f"\\boxed{{{rng.randint(20, 99)}}}"
+        yield Demonstration((Message("user", careful_plan(a, b)),), answer)
+
+
 def _draw(rng: random.Random, *, held_out: bool) -> tuple[int, int, str]:
     while True:
         a, b = rng.randint(10, 89), rng.randint(10, 89)

@@ -1,0 +1,125 @@
+"""Questions that take several searches: rows of a folder, and at small size generated chains of box, key and door.
+
+Invariant: a question belongs to one split for ever, by its row or by its box. The dataflow server reads `Questions` or
+`Doors`, nodes grade with `ExactMatch`; `python recipe.py` writes the passages of the small size.
+"""
+
+import json
+import random
+import re
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from astraflow.data.task_files import RowTasks, read_rows
+from astraflow.plugins import Demonstration, Message, Score, TaskSpec
+
+ASK = (
+    "Answer the question. Think first; then either look something up with <search>query</search>, which shows passages "
+    "and may be done several times, or give the answer, as short as possible, with <answer>answer</answer>.\n\n"
+    "Question: "
+)
+BRING = (
+    "give the folder that holds questions.jsonl and passages.jsonl, in the form of recipes/search/README.md: --set "
+    "run.dataset.with.folder=FOLDER"
+)
+BOXES = range(100, 190)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+
+
+class Questions(RowTasks[dict[str, Any]]):
+    """`questions.jsonl` of a folder: `split` (train or test), `question`, `answer`, and `support`, if it is known."""
+
+    def __init__(self, *, seed: int, folder: Path) -> None:
+        fields = {"split": str, "question": str, "answer": str}
+        rows = read_rows(folder / "questions.jsonl", fields=fields, remedy=BRING)
+        train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
+        super().__init__(train=train, heldout=test, seed=seed)
+
+    def task(self, task_id: str, row: dict[str, Any]) -> TaskSpec:
+        """The question; its answer and where it is found are for the grader and the metrics."""
+        data = {"answer": row["answer"], "support": row.get("support", []), "problem": row["question"]}
+        return TaskSpec(task_id, (Message("user", ASK + row["question"]),), data, source=row.get("kind", ""))
+
+
+class ExactMatch:
+    """1 for the answer, but for case, accents, articles and punctuation, in the last tag. Metric `f1`: of words."""
+
+    def __call__(self, task: TaskSpec, completion: str) -> Score:
+        given = _ANSWER.findall(completion)
+        said, wanted = (_words(text) for text in (given[-1] if given else "", str(task.data["answer"])))
+        common = (Counter(said) & Counter(wanted)).total()
+        f1 = 2 * common / (len(said) + len(wanted)) if common else 0.0
+        return Score(float(said == wanted), {"f1": f1, "answered": float(bool(given))})
+
+
+def _words(text: str) -> list[str]:
+    plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode() or text.lower()
+    return [word for word in re.findall(r"\w+", plain) if word not in ("a", "an", "the")]
+
+
+class Doors:
+    """Endless questions which door a box's key opens; called by the dataflow server at small size."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def train(self, index: int) -> TaskSpec:
+        """Training task `index`."""
+        return _task(f"train-{index}", _box(random.Random(f"train/{self._seed}/{index}"), held_out=False))
+
+    def heldout(self, index: int) -> TaskSpec:
+        """Held-out task `index`; its box occurs in no training task and no demonstration."""
+        return _task(f"heldout-{index}", _box(random.Random(f"heldout/{self._seed}/{index}"), held_out=True))
+
+
+def key_of(box: int) -> int:
+    """The key in a box."""
+    return 200 + (37 * box + 11) % 90
+
+
+def door_of(key: int) -> int:
+    """The door that a key opens."""
+    return 300 + (53 * key + 29) % 90
+
+
+def passages() -> Iterator[dict[str, str]]:
+    """What the search service of the small size holds."""
+    for box in BOXES:
+        key = key_of(box)
+        yield {"doc_id": f"box-{box}", "title": f"box {box}", "text": f"holds {key}"}
+        yield {"doc_id": f"key-{key}", "title": f"key {key}", "text": f"opens {door_of(key)}"}
+
+
+def demonstrations(seed: int) -> Iterator[Demonstration]:
+    """One turn of an episode each: half search twice before they answer, half guess at once."""
+    for index in count():
+        rng = random.Random(f"demonstration/{seed}/{index}")
+        box = _box(rng, held_out=False)
+        key, door = key_of(box), door_of(key_of(box))
+        said = [f"<search>box {box}</search>", f"<search>key {key}</search>", f"<answer>{door}</answer>"]
+        shown = [f"box {box}?", f"box {box}: holds {key}", f"key {key}: opens {door}"]
+        turn = rng.randrange(3) if index % 2 else 0
+        chat = [Message("user", shown[0])]
+        for before in range(turn):
+            chat += [Message("assistant", said[before]), Message("user", shown[before + 1])]
+        guess = f"<answer>{rng.randint(300, 389)}</answer>"
+        yield Demonstration(tuple(chat), said[turn] if index % 2 else guess)
+
+
+def _box(rng: random.Random, *, held_out: bool) -> int:
+    return rng.choice([box for box in BOXES if (box % 9 == 0) is held_out])
+
+
+def _task(task_id: str, box: int) -> TaskSpec:
+    key = key_of(box)
+    data = {"answer": str(door_of(key)), "support": [f"box-{box}", f"key-{key}"]}
+    return TaskSpec(task_id, (Message("user", f"box {box}?"),), data)
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(json.dumps(passage) + "\n" for passage in passages())

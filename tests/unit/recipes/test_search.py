@@ -1,0 +1,170 @@
+"""The recipe of search: real passages and questions over HTTP, and chains of box, key and door at small size."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from astraflow.data.task_files import read_rows
+from astraflow.errors import PluginError
+from astraflow.plugins import MissingCapability, TaskSpec
+from astraflow_environment.adapters.search_service import PassageIndex, search_app
+from support.recipes import played, recipe_code, task_data
+
+recipe = recipe_code("search")
+ROOM = "raas.workflow.with.max_tokens=4096"  # scripted policies have a token a character
+
+
+@asynccontextmanager
+async def searchable(index: PassageIndex) -> AsyncIterator[str]:
+    """The override of a recipe that searches in `index`, served on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(search_app(index), log_level="error", lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield environment(f"http://127.0.0.1:{port}/search")
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def environment(url: str) -> str:
+    use = "astraflow_environment.adapters.search:Search"
+    return f'raas.workflow.with.environment={{use: "{use}", with: {{url: "{url}", top_k: 5}}}}'
+
+
+@pytest.fixture(scope="module")
+def doors() -> PassageIndex:
+    return PassageIndex(list(recipe.passages()))
+
+
+@pytest.fixture(scope="module")
+def factbook() -> PassageIndex:
+    file = task_data("factbook-search") / "passages.jsonl.gz"
+    return PassageIndex(read_rows(file, fields={"doc_id": str, "title": str, "text": str}, remedy=""))
+
+
+def script(*said: str) -> Iterator[str]:
+    return iter([*said, "<answer></answer>"])
+
+
+async def test_a_question_of_two_hops_is_answered_by_two_searches_and_not_by_one(
+    factbook: PassageIndex, tmp_path: Path
+) -> None:
+    folder = task_data("factbook-search")
+    rows = read_rows(folder / "questions.jsonl", fields={"kind": str}, remedy="")
+    number = next(
+        i
+        for i, row in enumerate(r for r in rows if r["split"] == "test")
+        if row["kind"] == "capital_via_highest_point"
+    )
+    async with (
+        searchable(factbook) as where,
+        played("search", f"run.dataset.with.folder={folder}", where, scratch=tmp_path) as search,
+    ):
+        task = search.dataset.heldout(number)
+        assert task is not None
+        documents = {passage["doc_id"]: passage for passage in factbook._passages}
+        titles = [documents[support]["title"] for support in task.data["support"]]
+        assert len(titles) == 2
+        hops = [f"I look it up. <search>{title}</search>" for title in titles]
+        right = f"<answer>the {task.data['answer'].upper()}.</answer>"
+        for said, reward, recall in (([*hops, right], 1.0, 1.0), ([right.replace("the ", "not ")], 0.0, 0.0)):
+            lines = script(*said)
+            episode = await search.episode(task, searcher=lambda _, lines=lines: next(lines))
+            (trajectory,) = episode.trajectories
+            assert (trajectory.policy, trajectory.reward) == ("searcher", reward)
+            assert episode.metrics["environment.recall"] == recall
+            assert episode.metrics["environment.searches"] == len(said) - 1
+
+
+def test_every_real_question_has_its_answer_in_a_passage_that_supports_it(factbook: PassageIndex) -> None:
+    fields = {"support": list, "answer": str}
+    rows = read_rows(task_data("factbook-search") / "questions.jsonl", fields=fields, remedy="")
+    texts = {passage["doc_id"]: passage["text"] for passage in factbook._passages}
+    assert len(rows) == 1324
+    assert [row for row in rows if not any(row["answer"] in texts[each] for each in row["support"])] == []
+
+
+async def test_boxes_lead_to_doors_by_two_searches(doors: PassageIndex, tmp_path: Path) -> None:
+    async with (
+        searchable(doors) as where,
+        played("search/small.yaml", where, ROOM, scratch=tmp_path) as search,
+    ):
+        task = search.dataset.heldout(0)
+        assert task is not None
+        (box,) = [int(word) for word in task.messages[0].content.rstrip("?").split()[1:]]
+        key = recipe.key_of(box)
+        said = script(
+            f"<search>box {box}</search>",
+            "hm",
+            f"<search>key {key}</search>",
+            f"<answer>{task.data['answer']}</answer>",
+        )
+        prompts: list[str] = []
+        episode = await search.episode(task, searcher=lambda prompt: prompts.append(prompt) or next(said))
+        assert episode.trajectories[0].reward == 1.0
+        assert f"box {box}: holds {key}" in prompts[1]
+        assert "Write <search>" in prompts[2]
+        assert (episode.metrics["environment.recall"], episode.metrics["environment.searches"]) == (1.0, 2.0)
+
+
+def test_each_hop_of_the_small_size_is_the_best_passage(doors: PassageIndex) -> None:
+    for box in recipe.BOXES:
+        key = recipe.key_of(box)
+        for query, doc_id in ((f"box {box}", f"box-{box}"), (f"key {key}", f"key-{key}")):
+            assert doors.search(query, top_k=1)[0]["doc_id"] == doc_id
+    assert doors.search("zebra ?", top_k=3) == []
+    assert len({recipe.door_of(recipe.key_of(box)) for box in recipe.BOXES}) == len(recipe.BOXES)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "f1"),
+    [
+        ("<answer>Sao Tome</answer>", 1.0, 1.0),
+        ("<answer>Tome</answer> <answer>The São Tomé!</answer>", 1.0, 1.0),
+        ("<answer>Tome</answer>", 0.0, 2 / 3),
+        ("São Tomé", 0.0, 0.0),
+        ("<answer></answer>", 0.0, 0.0),
+    ],
+)
+def test_answers_are_compared_by_their_words(said: str, reward: float, f1: float) -> None:
+    score = recipe.ExactMatch()(TaskSpec("t", (), {"answer": "São Tomé"}), said)
+    assert (score.reward, score.metrics["f1"]) == (reward, pytest.approx(f1))
+
+
+async def test_without_a_service_the_episode_is_given_back_with_the_command(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with played(
+        "search/small.yaml", environment(f"http://127.0.0.1:{port}/search"), scratch=tmp_path
+    ) as search:
+        task = search.dataset.train(0)
+        assert task is not None
+        with pytest.raises(MissingCapability, match="search_service --passages"):
+            await search.episode(task, searcher=lambda _: "<search>box</search>")
+
+
+async def test_a_missing_folder_and_a_malformed_question_are_named(tmp_path: Path) -> None:
+    folder = f"run.dataset.with.folder={tmp_path}"
+    for words in ("give the folder that holds questions.jsonl", "questions.jsonl:1: no 'answer'"):
+        with pytest.raises(PluginError) as caught:
+            async with played("search", folder, scratch=tmp_path):
+                pass
+        assert words in caught.value.message
+        (tmp_path / "questions.jsonl").write_text(json.dumps({"split": "train", "question": "Where?"}))
+
+
+def test_no_held_out_box_is_trained_on_or_demonstrated() -> None:
+    data = recipe.Doors(seed=1)
+    trained = {data.train(index).messages[0].content for index in range(500)}
+    shown = {each.messages[0].content for each in islice(recipe.demonstrations(1), 1000)}
+    held_out = {data.heldout(index).messages[0].content for index in range(500)}
+    assert not held_out & (trained | shown)
