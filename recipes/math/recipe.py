@@ -7,6 +7,7 @@ the reward that recipe.yaml names.
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -41,9 +42,10 @@ class Gsm8k(RowTasks[dict[str, Any]]):
         super().__init__(train=train, heldout=test, seed=seed)
 
     def task(self, task_id: str, row: dict[str, Any]) -> TaskSpec:
-        """The question, and the answer behind the `####` of its solution."""
+        """The question, the answer behind the `####` of its solution, and the solution for who learns it by heart."""
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        data = {"answer": answer, "problem": row["question"]}
+        steps = re.sub(r"<<.*?>>|\n*####.*", "", row.get("solution", row["answer"]))
+        data = {"answer": answer, "problem": row["question"], "completion": f"{steps}\n\\boxed{{{answer}}}"}
         return TaskSpec(task_id, (Message("user", row["question"] + ASK),), data)
 
 
@@ -142,4 +144,5 @@ def _draw(rng: random.Random, *, held_out: bool) -> tuple[int, int, str]:
 
 def _task(task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
     a, b, question = _draw(rng, held_out=held_out)
-    return TaskSpec(task_id, (Message("user", question),), {"answer": str(a + b), "problem": question})
+    data = {"answer": str(a + b), "problem": question, "completion": careful_answer(a, b)}
+    return TaskSpec(task_id, (Message("user", question),), data)

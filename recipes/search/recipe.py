@@ -27,7 +27,10 @@ BRING = (
     "give the folder that holds questions.jsonl and passages.jsonl, in the form of recipes/search/README.md: --set "
     "run.dataset.with.folder=FOLDER"
 )
-BOXES = range(100, 190)
+BOXES, KEYS, DOORS = (
+    [first + vowel + last for first in firsts for vowel in "aeiou" for last in "kmnprt"]
+    for firsts in ("dgj", "klm", "prt")
+)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 
 
@@ -77,14 +80,14 @@ class Doors:
         return _task(f"heldout-{index}", _box(random.Random(f"heldout/{self._seed}/{index}"), held_out=True))
 
 
-def key_of(box: int) -> int:
+def key_of(box: str) -> str:
     """The key in a box."""
-    return 200 + (37 * box + 11) % 90
+    return KEYS[(37 * BOXES.index(box) + 11) % len(KEYS)]
 
 
-def door_of(key: int) -> int:
+def door_of(key: str) -> str:
     """The door that a key opens."""
-    return 300 + (53 * key + 29) % 90
+    return DOORS[(53 * KEYS.index(key) + 29) % len(DOORS)]
 
 
 def passages() -> Iterator[dict[str, str]]:
@@ -107,17 +110,17 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
         chat = [Message("user", shown[0])]
         for before in range(turn):
             chat += [Message("assistant", said[before]), Message("user", shown[before + 1])]
-        guess = f"<answer>{rng.randint(300, 389)}</answer>"
+        guess = f"<answer>{rng.choice(DOORS)}</answer>"
         yield Demonstration(tuple(chat), said[turn] if index % 2 else guess)
 
 
-def _box(rng: random.Random, *, held_out: bool) -> int:
-    return rng.choice([box for box in BOXES if (box % 9 == 0) is held_out])
+def _box(rng: random.Random, *, held_out: bool) -> str:
+    return rng.choice([box for number, box in enumerate(BOXES) if (number % 9 == 0) is held_out])
 
 
-def _task(task_id: str, box: int) -> TaskSpec:
+def _task(task_id: str, box: str) -> TaskSpec:
     key = key_of(box)
-    data = {"answer": str(door_of(key)), "support": [f"box-{box}", f"key-{key}"]}
+    data = {"answer": door_of(key), "support": [f"box-{box}", f"key-{key}"]}
     return TaskSpec(task_id, (Message("user", f"box {box}?"),), data)
 
 

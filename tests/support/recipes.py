@@ -41,7 +41,9 @@ def tiny_recipe(*overrides: str) -> LoadedRecipe:
 def recipe_code(name: str) -> ModuleType:
     """The recipe.py of a shipped recipe."""
     path = REPOSITORY / "recipes" / name / "recipe.py"
-    spec = importlib.util.spec_from_file_location(f"{name.replace('-', '_')}_recipe", path)
+    spec = importlib.util.spec_from_file_location(
+        f"{name.replace('-', '_')}_recipe", path, submodule_search_locations=[str(path.parent)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,7 +2,7 @@
 
 Contract: POST /search takes `{"query": TEXT, "top_k": N}` and answers `{"passages": [{"doc_id", "title", "text"}, …]}`,
 the best first, fewer where fewer have a word of the query. A dense index behind the same contract is another program.
-Started as `python -m astraflow_environment.adapters.search_service --passages FILE`; called by `search`.
+Started as `python -m astraflow_environment.adapters.search_service --passages FILE`.
 """
 
 import argparse

@@ -1,0 +1,135 @@
+"""Crafting by agents that spawn agents: the world that they share, and the workflow.
+
+Invariant: all agents of an episode share one inventory and one budget of steps; each turn is a trajectory of its own,
+and earns 1 if its agent ended with what it was asked for. recipe.py names it to nodes.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from astraflow.plugins import Episode, Message, Policy, TaskSpec, Trajectory, TrajectoryBuilder
+
+RULES = (
+    "One action a turn: <info>ITEM</info> shows what ITEM is made of, <get>N ITEM</get> fetches what is basic, "
+    "<craft>N ITEM</craft> makes something of your inventory, <inventory></inventory> shows it, <spawn>N ITEM</spawn> "
+    "(up to {spawns}) sends an agent with the same inventory to make it, and <finish>MESSAGE</finish> ends your work.\n"
+)
+Recipes = Mapping[str, Mapping[str, int]]
+ACTION = re.compile(r"<(info|get|craft|inventory|spawn|finish)>(.*?)</\1>", re.S)
+_AMOUNT = re.compile(r"\s*(\d{1,3})\s+(\S+)\s*")
+
+
+@dataclass
+class World:
+    """What the agents of an episode share."""
+
+    recipes: Recipes
+    steps: int = 0
+    agents: int = 0
+    held: Counter[str] = field(default_factory=Counter)
+
+    def do(self, kind: str, text: str) -> str:
+        """Carry out an action that is neither spawn nor finish; returns what the agent sees."""
+        if kind == "inventory":
+            return (
+                ", ".join(f"{number} {item}" for item, number in sorted(self.held.items()) if number)
+                or "nothing"
+            )
+        if kind == "info":
+            needs = self.recipes.get(text.strip(), {})
+            basic = {item: "" if item in self.recipes else " basic" for item in needs}
+            return ", ".join(f"{number} {item}{basic[item]}" for item, number in needs.items()) or "basic"
+        amount = _AMOUNT.fullmatch(text)
+        if amount is None:
+            return "say N ITEM"
+        number, item = int(amount[1]), amount[2]
+        return self._get(number, item) if kind == "get" else self._craft(number, item)
+
+    def _get(self, number: int, item: str) -> str:
+        if item in self.recipes or item not in {each for needs in self.recipes.values() for each in needs}:
+            return f"{item} is not basic"
+        self.held[item] += number
+        return f"got {number} {item}"
+
+    def _craft(self, number: int, item: str) -> str:
+        needs = {each: number * each_number for each, each_number in self.recipes.get(item, {}).items()}
+        if not needs or any(self.held[each] < each_number for each, each_number in needs.items()):
+            return f"cannot craft {item}"
+        self.held.subtract(needs)
+        self.held[item] += number
+        return f"made {number} {item}"
+
+
+class Crafting:
+    """Plays the run's only role, by as many agents as it spawns: at most `max_depth` deep, `max_steps` turns in all."""
+
+    def __init__(
+        self,
+        *,
+        max_steps: int = 40,
+        max_depth: int = 3,
+        max_spawns: int = 4,
+        depth_discount: bool = False,
+        rules: str = RULES,
+    ) -> None:
+        """`depth_discount` divides what an agent earns by 1 + its depth."""
+        if not 1 <= max_steps <= 64:
+            raise ValueError(
+                f"max_steps is {max_steps}; give 1 to 64, as many trajectories as an episode may have"
+            )
+        self._steps, self._depth, self._spawns = max_steps, max_depth, max_spawns
+        self._depth_discount, self._rules = depth_discount, rules.replace("{spawns}", str(max_spawns))
+
+    async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
+        """Return a trajectory for each turn of each agent."""
+        (policy,) = policies.values()
+        world, done = World(task.data["recipes"], self._steps), list[Trajectory]()
+        await self._agent(world, policy, f"1 {task.data['goal']}", done=done, depth=0)
+        metrics = {
+            "turns": float(len(done)),
+            "agents": float(world.agents),
+            "won": float(world.held[task.data["goal"]] > 0),
+        }
+        return Episode(tuple(done) if policy.wants_trajectory else (), metrics)
+
+    async def _agent(
+        self, world: World, policy: Policy, goal: str, *, done: list[Trajectory], depth: int
+    ) -> str:
+        """Let an agent work on `goal`; returns its message, all that its parent sees."""
+        chat, turns, message = (
+            [Message("user", f"{self._rules}Make {goal}.")],
+            list[TrajectoryBuilder](),
+            None,
+        )
+        number, _, item = goal.partition(" ")
+        world.agents += 1
+        while message is None and world.steps > 0:
+            world.steps -= 1
+            turns.append(TrajectoryBuilder(policy))
+            turns[-1].add_prompt(chat)
+            said = (await turns[-1].generate()).text
+            actions = ACTION.findall(said)
+            if actions and actions[-1][0] == "finish":
+                message = actions[-1][1]
+                break
+            seen = "no action" if not actions else ""
+            if actions and actions[-1][0] == "spawn":
+                wanted = [text.strip() for kind, text in actions if kind == "spawn"][: self._spawns]
+                if depth + 1 >= self._depth or not all(map(_AMOUNT.fullmatch, wanted)):
+                    seen = "cannot spawn"
+                else:
+                    seen = "\n".join(
+                        [
+                            await self._agent(world, policy, each, done=done, depth=depth + 1)
+                            for each in wanted
+                        ]
+                    )
+            elif actions:
+                seen = world.do(*actions[-1])
+            chat += [Message("assistant", said), Message("user", seen)]
+        has_it = message is not None and world.held[item] >= int(number)
+        reward = float(has_it) / (1 + depth if self._depth_discount else 1)
+        done += [turn.build(reward=reward, metrics={"depth": float(depth)}) for turn in turns]
+        return message if message is not None else "out of steps"

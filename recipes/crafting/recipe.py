@@ -1,0 +1,87 @@
+"""A generated graph of crafting recipes: goals, an expert that knows how, and demonstrations of which half rush.
+
+Invariant: a goal belongs to one split for ever. The dataflow server reads `Goals`, nodes run `Crafting`, the warm start
+of the small size reads `demonstrations`.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import count
+
+from astraflow.plugins import Demonstration, Message, TaskSpec
+
+from .agents import ACTION, Crafting, Recipes, World  # noqa: TID252 - the file beside this one, which travels with it
+
+__all__ = ["Crafting", "Goals", "demonstrations"]
+
+NAMES = [first + last for first in ("ba", "de", "fi", "go", "ku", "la") for last in "kmnprstz"]
+WIDTH = 12
+"""Items of a level; those of the first are basic."""
+
+
+class Goals:
+    """Endless goals of the generated graph, of the `levels` above what is basic; called by the dataflow server."""
+
+    def __init__(self, *, seed: int, levels: int = 3) -> None:
+        self._seed, self._levels = seed, levels
+
+    def train(self, index: int) -> TaskSpec:
+        """Training task `index`."""
+        return self._task(f"train-{index}", held_out=False)
+
+    def heldout(self, index: int) -> TaskSpec:
+        """Held-out task `index`; its goal is that of no training task and no demonstration."""
+        return self._task(f"heldout-{index}", held_out=True)
+
+    def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
+        goal = random.Random(f"{task_id}/{self._seed}").choice(goals(self._levels, held_out=held_out))
+        return TaskSpec(task_id, (), {"goal": goal, "recipes": RECIPES, "problem": goal})
+
+
+def goals(levels: int, *, held_out: bool) -> list[str]:
+    """What may be asked for: every fifth item is held out."""
+    return [
+        name for place, name in enumerate(NAMES[WIDTH : WIDTH * (1 + levels)]) if (place % 5 == 0) is held_out
+    ]
+
+
+def _recipe(place: int) -> dict[str, int]:
+    rng, below = random.Random(f"recipe/{place}"), WIDTH * (place // WIDTH - 1)
+    return {rng.choice(NAMES[below : below + WIDTH]): 1, rng.choice(NAMES[:WIDTH]): rng.randint(1, 2)}
+
+
+RECIPES: Recipes = {NAMES[place]: _recipe(place) for place in range(WIDTH, len(NAMES))}
+
+
+def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
+    """What somebody who knows how does next."""
+    if world.held[goal] >= number:
+        return "<finish>made</finish>"
+    if not has_asked:
+        return f"<info>{goal}</info>"
+    for item, each in world.recipes[goal].items():
+        if (lacking := number * each - world.held[item]) > 0:
+            kind = "spawn" if item in world.recipes else "get"
+            return f"<{kind}>{lacking} {item}</{kind}>"
+    return f"<craft>{number} {goal}</craft>"
+
+
+def demonstrations(seed: int) -> Iterator[Demonstration]:
+    """One turn each, of goals of two levels: half as the expert, half in a rush, which ends or crafts too early."""
+    for index in count():
+        rng = random.Random(f"demonstration/{seed}/{index}")
+        number, goal, world = rng.randint(1, 2), rng.choice(goals(2, held_out=False)), World(RECIPES)
+        chat = [Message("user", f"Make {number} {goal}.")]
+        for turn in range(rng.randrange(6)):
+            said = expert(world, number, goal, has_asked=turn > 0)
+            ((kind, text),) = ACTION.findall(said)
+            if kind == "finish":
+                break
+            if kind == "spawn":
+                world.held[text.split()[1]] += int(text.split()[0])
+            seen = "made" if kind == "spawn" else world.do(kind, text)
+            chat += [Message("assistant", said), Message("user", seen)]
+        rush = rng.choice(("<finish>made</finish>", f"<craft>{number} {goal}</craft>"))
+        yield Demonstration(
+            tuple(chat), expert(world, number, goal, has_asked=len(chat) > 1) if index % 2 else rush
+        )
