@@ -52,7 +52,8 @@ class ScriptedPolicy:
         return [*token_ids, *([] if is_ended else [ord(END)]), *self.encode(messages)]
 
     def demonstrate(self, text: str) -> GenerateResult:
-        raise NotImplementedError
+        ids = tuple(map(ord, text + END))
+        return GenerateResult(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), self.version),), text, "stop")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids)).replace(END, "")
