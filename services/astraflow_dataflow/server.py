@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
 from google.protobuf.json_format import MessageToDict
@@ -25,7 +25,7 @@ from astraflow.dataflow.v1 import (
     trajectory_service_pb2_grpc,
     version_service_pb2_grpc,
 )
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.episodes.archiving import Archives, Archiving
@@ -48,8 +48,9 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_dataflow.status.last_known import LastKnown
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.reporting import Reporting
-from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.durability import Durability, choose_method
+from astraflow_dataflow.store.homes.cluster import redis_at
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.payloads.holders import holder_of
 from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
@@ -81,7 +82,7 @@ class Dataflow:
 
     settings: DataflowServerSettings
     metrics: Metrics
-    connection: Connection
+    connection: Redis
     store: Store
     registry: RunRegistry
     versions: Versions
@@ -97,7 +98,7 @@ class Dataflow:
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
         """Wire the parts; nothing connects yet."""
         metrics = Metrics()
-        connection = connection_of(settings)
+        connection = redis_of(settings)
         payloads = payloads_of(settings, connection)
         store = Store.over(connection, payloads)
         versions, redis_watch = Versions(store), RedisWatch(connection)
@@ -294,17 +295,18 @@ class RunKeeper:
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
-        self._dataflow.reporting.redis_waits()  # its gauge says so while nothing else can be read
+        self._dataflow.reporting.redis_waits("")  # its gauge says so while nothing else can be read
         try:
             run_ids = await self._dataflow.store.runs.ids()
+            deleting = await self._dataflow.store.deletions.deleting()
             if payloads := await self._dataflow.store.payloads.look(run_ids):
                 await self._dataflow.durability.see_payloads(payloads)
-            for run_id in await self._dataflow.store.runs.deleting():
-                log.info("run.deletion_continued", run_id=run_id)
-                await self._dataflow.store.runs.delete_keys(run_id)
         except AstraflowError as error:
             log.warning("runs.not_listed", reason=error.reason, message=error.message)
             return
+        for run_id in deleting:
+            log.info("run.deletion_continued", run_id=run_id)
+            await self._do(run_id, self._dataflow.store.deletions.delete_keys(run_id))
         for run_id in run_ids:
             await self._look_at(run_id)
 
@@ -313,12 +315,21 @@ class RunKeeper:
         if known and known.is_idle and now_s < self._looked_s.get(run_id, -math.inf) + _LOOK_AT_IDLE_EVERY_S:
             return
         self._looked_s[run_id] = now_s
+        await self._do(run_id, self._keep(run_id))
+
+    async def _keep(self, run_id: str) -> None:
         try:
             await self._dataflow.store.payloads.remove_ended(run_id)
             await self._dataflow.last_known.status(run_id)
             await self._dataflow.reporting.recount_large(await self._dataflow.registry.get(run_id))
+        except NotFoundError:
+            await self._dataflow.store.deletions.mend(run_id)
+
+    async def _do(self, run_id: str, work: Awaitable[object]) -> None:
+        """One run that cannot be served here (code that is not allowed, say) must not hide the others."""
+        try:
+            await work
         except AstraflowError as error:
-            # One run that cannot be served here (code that is not allowed, say) must not hide the others.
             log.warning("run.not_served", run_id=run_id, reason=error.reason, message=error.message)
 
 
@@ -362,14 +373,14 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
     await lifecycle.run_services(services, lifecycle=life, on_started=announce)
 
 
-def connection_of(settings: DataflowServerSettings) -> Connection:
-    """The connection to the Redis of the settings, not open yet."""
-    return Connection(
+def redis_of(settings: DataflowServerSettings) -> Redis:
+    """The Redis, or cluster, of the settings, not open yet."""
+    return redis_at(
         settings.redis, password_file=settings.redis_password_file, allow_volatile=settings.allow_volatile
     )
 
 
-def payloads_of(settings: DataflowServerSettings, connection: Connection) -> Payloads:
+def payloads_of(settings: DataflowServerSettings, connection: Redis) -> Payloads:
     """The payloads of runs, where the settings say that they are."""
     holder = holder_of(
         settings.payloads,
@@ -395,11 +406,11 @@ async def check(settings: DataflowServerSettings) -> dict[str, str]:
     Raises the typed error of a part that fails.
     """
     _grants(settings)
-    connection = connection_of(settings)
+    connection = redis_of(settings)
     async with connection:
         payloads = payloads_of(settings, connection)
         await payloads.open()
-        method = await choose_method(connection, settings.durability)
+        methods = {(await choose_method(each, settings.durability)).value for each in connection.primaries}
         if payloads.redis is not None:
             await choose_method(payloads.redis, settings.durability)
         await payloads.close()
@@ -408,7 +419,7 @@ async def check(settings: DataflowServerSettings) -> dict[str, str]:
     return {
         "redis": "usable",
         "data": incarnation,
-        "durability": method.value,
+        "durability": ", ".join(sorted(methods)),
         "payloads": f"usable, at {payloads.address}" if payloads.address else "in the same Redis",
         "runs": ", ".join(runs) or "none yet",
     }

@@ -21,10 +21,12 @@ class DataflowServerSettings(StoreAddress):
 
     redis: Annotated[
         str,
-        Field(pattern=r"^(redis|rediss|unix)://"),
+        Field(pattern=r"^(redis|rediss|unix)://|^rediss?\+cluster://[^/?]+(/0?)?(\?.*)?$"),
         CommandOption("The data", metavar="redis://HOST:PORT/DB"),
     ]
-    """Redis 7.0 or newer, or Valkey, with an append-only file."""
+    """Redis 7.0 or newer, or Valkey, with an append-only file; a cluster as redis+cluster://HOST:PORT,HOST:PORT, of
+    which one node must answer.
+    """
     redis_password_file: FilePath | None = None
     """File holding its password; read again at every connection."""
     payloads: Annotated[str | None, Field(pattern=r"^(redis|rediss|unix|s3|file)://")] = None

@@ -1,7 +1,6 @@
 """Every failpoint of the system, each with the moment it stands for.
 
-One table, so that `astraflow doctor` and the chaos tests list them without importing a daemon, and a mistyped name is
-refused in any process. Names are `<root>.<moment>` or `<root>.<work>.<moment>`; a test compares them with the hits.
+One table, which any process can read without a daemon. Names are `<root>.<moment>` or `<root>.<work>.<moment>`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,11 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "dataflow.committed": "an episode is committed, its node has no acknowledgement; counted per episode of a push",
         "dataflow.bound": "a batch is bound to its step, its manifest is not sealed and the trainer knows nothing",
         "dataflow.acked": "a stage of a step is recorded, the trainer has no answer",
-        "dataflow.deleted": "a run is marked as deleted, its keys are still there",
+        "dataflow.run_listed": "a run is listed, nothing else of it is there",
+        "dataflow.run_created": "a run is there, its creator has no answer",
+        "dataflow.deleting": "a run is marked as deleted, it is still listed and its keys are there",
+        "dataflow.deleted": "a run is marked and listed as deleted, its keys are still there",
+        "dataflow.keys_removed": "a deleted run has no keys, it is still listed as being deleted",
         "dataflow.archive_sealed": "trajectories are about to be written to the archive, nothing of them is there",
         "dataflow.payloads_stored": "payloads are outside Redis, nothing refers to them yet",
         "dataflow.archive_stored": "trajectories are in the archive, Redis still holds them",

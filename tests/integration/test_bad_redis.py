@@ -12,10 +12,12 @@ import pytest
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError
 from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.homes.cluster import redis_at
 from astraflow_kit.lifecycle import ExitCode
 from support.dataflow_world import served
 from support.fake_redis import fake_redis
 from support.valkey import ValkeyServer
+from support.valkey_cluster import ValkeyNode
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -39,8 +41,22 @@ def after(*commands: tuple[str | int, ...]) -> Spoil:
 @asynccontextmanager
 async def cluster_node(server: ValkeyServer) -> AsyncIterator[str]:
     """A server in cluster mode."""
-    with ValkeyServer(server.folder / "cluster", options=["--cluster-enabled", "yes"]) as node:
+    with ValkeyNode(server.folder / "cluster") as node:
         yield node.url
+
+
+@asynccontextmanager
+async def part_of_a_cluster(server: ValkeyServer) -> AsyncIterator[str]:
+    """A cluster that has some of the slots."""
+    with ValkeyNode(server.folder / "cluster") as node:
+        node.ask("CLUSTER", "ADDSLOTSRANGE", 0, 8191, 8193, 16382)
+        yield f"redis+cluster://127.0.0.1:1,127.0.0.1:{node.port}"
+
+
+@asynccontextmanager
+async def as_a_cluster(server: ValkeyServer) -> AsyncIterator[str]:
+    """A server that is alone, asked for as a cluster."""
+    yield f"redis+cluster://127.0.0.1:{server.port}"
 
 
 OLD = {"redis_version": "6.2.14", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
@@ -68,8 +84,23 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
     ),
     "is a node of a cluster": (
         cluster_node,
-        ("is a node of a cluster", "give one without cluster mode", "each with a Redis"),
+        ("is a node of a cluster", "redis+cluster://HOST:PORT,HOST:PORT"),
         ExitCode.SUPERSEDED,
+    ),
+    "is no node of a cluster": (
+        as_a_cluster,
+        ("is no node of a cluster", "give its address as redis://HOST:PORT/DB"),
+        ExitCode.SUPERSEDED,
+    ),
+    "is a cluster with slots that nobody has": (
+        part_of_a_cluster,
+        ("nobody has the slots 8192, 16383", "CLUSTER ADDSLOTSRANGE", "bring the one that has them back"),
+        ExitCode.SUPERSEDED,
+    ),
+    "is a cluster that is not there": (
+        lambda _: nullcontext("redis+cluster://user:secret@127.0.0.1:1,127.0.0.1:2"),
+        ("no usable node of a Redis cluster at redis+cluster://127.0.0.1:1,127.0.0.1:2", "start one"),
+        ExitCode.UNAVAILABLE,
     ),
     "written by a later release": (
         after(("SET", "af:schema", 999)),
@@ -112,7 +143,7 @@ async def test_a_redis_that_cannot_hold_the_data_is_refused(own_valkey: ValkeySe
     spoil, words, status = ROWS[row]
     async with spoil(own_valkey) as url:
         with pytest.raises(AstraflowError) as refused:
-            async with Connection(url):
+            async with redis_at(url):
                 pass
         ended = await server_command("--redis", url, "--check")
     assert [word for word in words if word not in refused.value.message] == [], refused.value.message

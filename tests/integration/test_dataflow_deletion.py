@@ -1,4 +1,4 @@
-"""Deleting a run: who may, what its trajectories become, and that nothing of it is left."""
+"""Deleting a run: who may, what its trajectories become, that nothing of it is left, and what a crash leaves."""
 
 import asyncio
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
+from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import call_with
 from astraflow_dataflow.store.replies import as_list, as_text
 from astraflow_kit.failpoints import read_hits
@@ -15,7 +16,7 @@ from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served, until
 from support.work_stream import working
 
-SERVERS_OWN = {"af:schema", "af:incarnation", "af:beat"}
+SERVERS_OWN = ("af:schema", "af:incarnation", "af:beat")
 
 
 async def delete(world: World, run_id: str = "run", *, force: bool = False) -> pb.DeleteRunResponse:
@@ -24,8 +25,10 @@ async def delete(world: World, run_id: str = "run", *, force: bool = False) -> p
 
 
 async def keys(world: World) -> set[str]:
-    """Every key in Redis."""
-    return {as_text(key) for key in as_list(await world.dataflow.connection.raw("KEYS", "*"))}
+    """Every key that is not a server's own."""
+    found = [await primary.raw("KEYS", "*") for primary in world.dataflow.connection.primaries]
+    named = {as_text(key) for keys in found for key in as_list(keys)}
+    return {key for key in named if not key.startswith(SERVERS_OWN)}
 
 
 async def lived(world: World) -> None:
@@ -50,7 +53,7 @@ async def test_a_deleted_run_leaves_no_key_and_a_whole_account(world: World) -> 
     assert account.dropped["run_deleted"] == 5
     assert (account.ingested, account.trained, account.conservation_error) == (before.ingested, 2, 0)
     assert reply.deleted_keys > 20
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_a_run_that_is_worked_on_is_deleted_only_by_force(world: World) -> None:
@@ -65,7 +68,7 @@ async def test_a_run_that_is_worked_on_is_deleted_only_by_force(world: World) ->
 async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
     await world.create_run()
     await delete(world)
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_a_batch_that_a_trainer_holds_is_work(world: World) -> None:
@@ -83,7 +86,7 @@ async def test_a_trainer_between_two_steps_is_at_work_until_it_releases_its_poli
     assert (await world.status()).run_id == "run"
     await trainer.release()
     await delete(world)
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_everything_about_a_deleted_run_is_not_found_at_once(world: World) -> None:
@@ -101,7 +104,7 @@ async def test_everything_about_a_deleted_run_is_not_found_at_once(world: World)
         await waiting
     with pytest.raises(NotFoundError):
         await delete(world, force=True)
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_an_open_session_ends_when_its_run_is_deleted(world: World) -> None:
@@ -111,7 +114,7 @@ async def test_an_open_session_ends_when_its_run_is_deleted(world: World) -> Non
         await world.until(lambda status: status.nodes[0].connected)
         await delete(world, force=True)
         assert (await session.call.code()).name == "NOT_FOUND"
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_another_run_is_left_alone_and_the_name_is_free_again(world: World) -> None:
@@ -140,7 +143,7 @@ async def test_what_arrives_at_another_server_leaves_nothing_either(redis_url: s
             return not other.dataflow.registry.loaded()
 
         await until(forgotten)
-        assert await keys(one) <= SERVERS_OWN
+        assert await keys(one) == set()
 
 
 async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
@@ -159,7 +162,7 @@ async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
     monkeypatch.setattr("astraflow_dataflow.store.tasks.call_with", cancelled_when_redis_answers)
     with pytest.raises(asyncio.CancelledError):
         await store.episodes.commit("run", [node.episode(lease, 0)], horizon_s=60.0)
-    assert await keys(world) <= SERVERS_OWN
+    assert await keys(world) == set()
 
 
 async def test_a_run_to_delete_is_always_named(world: World) -> None:
@@ -168,20 +171,88 @@ async def test_a_run_to_delete_is_always_named(world: World) -> None:
         await delete(world, "")
 
 
+async def listed(world: World) -> list[str]:
+    """The runs of the server."""
+    return [run.run_id for run in (await world.client.runs.ListRuns(pb.ListRunsRequest())).runs]
+
+
+async def cut_off(process: DataflowProcess, moment: str) -> None:
+    """A server dies at that moment of creating or deleting a run."""
+    process.start(failpoints=f"dataflow.{moment}=kill")
+    async with process.world() as world:
+        if moment.startswith("run_"):
+            with pytest.raises(AstraflowError):
+                await world.create_run()
+        else:
+            await lived(world)
+            with pytest.raises(AstraflowError):
+                await delete(world, force=True)
+    process.wait_until_ended()
+    assert read_hits(process.failpoints_log)[-1].name == f"dataflow.{moment}"
+
+
+MOMENTS = {
+    "run_listed": False,
+    "run_created": True,
+    "deleting": False,
+    "deleted": False,
+    "keys_removed": False,
+}
+"""Where a server is killed, and whether the run is there once another one began."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-async def test_a_deletion_that_was_cut_off_is_finished_by_the_next_server(
-    process: DataflowProcess, redis_url: str, tmp_path: Path
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_what_was_cut_off_is_finished_by_the_next_server(
+    process: DataflowProcess, redis_url: str, tmp_path: Path, moment: str
 ) -> None:
-    process.start(failpoints="dataflow.deleted=kill")
-    async with process.world() as world:
-        await lived(world)
-        with pytest.raises(AstraflowError):
-            await delete(world, force=True)
-    process.wait_until_ended()
-    assert [hit.name for hit in read_hits(process.failpoints_log)] == ["dataflow.deleted"]
+    await cut_off(process, moment)
     async with served(redis_url, tmp_path) as world:
-        world.run_id = "run"
-        with pytest.raises(NotFoundError):
-            await world.status()
-        assert await keys(world) <= SERVERS_OWN
+        there = ["run"] if MOMENTS[moment] else []
+        assert (await listed(world), bool(await keys(world))) == (there, bool(there))
+        await world.create_run()
+        assert await listed(world) == ["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("moment", ["run_listed", "deleting"])
+async def test_what_was_cut_off_is_finished_by_the_next_call(
+    process: DataflowProcess, redis_url: str, tmp_path: Path, moment: str
+) -> None:
+    async with served(redis_url, tmp_path) as other:
+        await cut_off(process, moment)
+        assert await listed(other) == []
+        if moment == "run_listed":
+            await other.create_run()
+            assert await listed(other) == ["run"]
+        await delete(other, force=True)
+        assert await keys(other) == set()
+
+
+async def test_a_deletion_that_is_late_leaves_alone_the_run_that_was_created_since(world: World) -> None:
+    """Two servers delete a run; one of them is held up, and goes on when the name is taken again."""
+    await world.create_run()
+    deletions = world.dataflow.store.deletions
+    await deletions.begin("run", force=True, lease_s=60)
+    await deletions.delete_keys("run")
+    await world.dataflow.registry.forget("run")
+    await world.started("t1")
+    await deletions._list_as_deleted("run")
+    assert await listed(world) == []
+    await deletions.delete_keys("run")
+    assert (await listed(world), await deletions.deleting()) == (["run"], [])
+    assert await keys(world) >= {Keys("run").of(*kind) for kind in (("run",), ("known",), ("task", "t1"))}
+
+
+async def test_a_run_that_is_being_deleted_is_not_created_beside_it(world: World) -> None:
+    await world.create_run()
+    await world.dataflow.store.deletions.begin("run", force=True, lease_s=60)
+    with pytest.raises(PreconditionError, match="is being deleted; create it again in a moment"):
+        await world.create_run()
+    assert await listed(world) == []
+    await world.dataflow.store.deletions.mend(
+        "run"
+    )  # as a sweep does: it is listed again by the refused call
+    assert await keys(world) == set()

@@ -40,7 +40,7 @@ def safe_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
 async def has_waitaof(url: str) -> bool:
     """Whether this release can say what is on its disk under everysec."""
     async with Connection(url) as connection:
-        return (await connection.durability()).has_waitaof
+        return (await durability.ability_of(connection)).has_waitaof
 
 
 async def lose_power(server: ValkeyServer, *, disk_has: int) -> None:
@@ -200,13 +200,14 @@ async def test_acknowledged_as_replicated_is_on_the_replica(
 async def test_a_redis_that_lost_writes_without_a_restart_gets_another_identity(world: World) -> None:
     """As after a failover behind one address: the process looks the same, its data is older."""
     _, node = await world.started(dataset="Counting", groups_per_step=4)
-    connection, follower = world.dataflow.connection, world.dataflow.durability
+    connection = world.dataflow.connection
+    disk = world.dataflow.durability._disk(connection.home("run"))
     before = await connection.data_incarnation()
     first, second = await node.lease(2)
     await node.complete(first)
 
     async def seen() -> bool:
-        return follower._highest.get("run", 0) >= 2 and bool(follower._incarnation)
+        return disk._highest.get("run", 0) >= 2 and bool(disk._incarnation)
 
     await until(seen)
     async with working(world) as session:

@@ -146,7 +146,7 @@ async def test_a_task_that_redis_holds_damaged_costs_the_others_nothing(world: W
 
 async def times_to_live(world: World) -> list[int]:
     """Of all payloads and of what is written beside them, in seconds, -1 of those that stay."""
-    raw = world.dataflow.connection.raw
+    raw = world.dataflow.connection.home("run").raw
     found = [await raw("KEYS", f"af:[{{]run}}:{kind}:*") for kind in ("payload", "written")]
     return sorted([as_int(await raw("TTL", as_text(name))) for names in found for name in as_list(names)])
 

@@ -1,7 +1,7 @@
 """Fixtures of the dataflow tests: one Valkey per pytest process, one empty database and one server per test.
 
 Every test that asks for a Redis runs on Valkey. Those of what is kept in it run once more under `.ci/run`, on the
-system's redis-server, the oldest Redis that is supported.
+system's redis-server, the oldest Redis that is supported; a few of them also on a cluster.
 
 Made visible by `tests/integration/conftest.py` and `tests/contract/conftest.py`.
 """
@@ -14,6 +14,7 @@ import pytest
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World, served
 from support.valkey import ValkeyServer, flush, server_binary, system_redis
+from support.valkey_cluster import ValkeyCluster, running_cluster
 
 OF_WHAT_IS_KEPT = (
     "test_archive",
@@ -26,6 +27,8 @@ OF_WHAT_IS_KEPT = (
     "test_task_priorities",
 )
 """How the names of the modules begin whose tests run on both."""
+ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs")
+"""Modules whose tests run on a cluster as well: steps over several slots, and transactions of payloads and commits."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -33,13 +36,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".")[2]
     if "redis_binary" in metafunc.fixturenames and name.startswith(OF_WHAT_IS_KEPT):
         both = ["valkey", pytest.param("redis7", marks=pytest.mark.ci)]
+        if name in ON_A_CLUSTER:
+            both.append(pytest.param("cluster", marks=pytest.mark.ci))
         metafunc.parametrize("redis_binary", both, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def redis_binary(request: pytest.FixtureRequest) -> str:
-    """The server program a test runs on."""
-    return system_redis() if getattr(request, "param", "") == "redis7" else server_binary()
+    """The server program a test runs on; `cluster` for several of them."""
+    named = getattr(request, "param", "")
+    if named == "cluster":
+        return "cluster"
+    return system_redis() if named == "redis7" else server_binary()
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +64,28 @@ def own_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    """A running cluster of three primaries."""
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
 @pytest.fixture
-def redis_url(valkey: ValkeyServer) -> str:
-    """An empty database of the shared Valkey."""
-    flush(valkey.url)
-    return valkey.url
+def cluster(shared_cluster: ValkeyCluster) -> ValkeyCluster:
+    """The shared cluster, empty."""
+    shared_cluster.flush()
+    return shared_cluster
+
+
+@pytest.fixture
+def redis_url(request: pytest.FixtureRequest, redis_binary: str) -> str:
+    """An empty database of the shared Valkey, or the shared cluster, empty."""
+    if redis_binary == "cluster":
+        return str(request.getfixturevalue("cluster").url)
+    url = str(request.getfixturevalue("valkey").url)
+    flush(url)
+    return url
 
 
 @pytest.fixture

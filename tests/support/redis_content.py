@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from astraflow_dataflow.store.keys import BEAT_KEY
+from astraflow_dataflow.store.keys import own_key
 
 Content = dict[str, object]
 
@@ -25,7 +25,7 @@ _READ: Mapping[bytes, Callable[[Any, bytes], object]] = {
 def redis_content(url: str) -> Content:
     """Every key with what it holds, but for the server's own pulse, which goes on whatever is called."""
     with redis.Redis.from_url(url) as client:
-        keys = [key for key in client.keys("*") if key.decode() != BEAT_KEY]
+        keys = [key for key in client.keys("*") if key.decode() != own_key("beat")]
         return {key.decode(): _READ[client.type(key)](client, key) for key in keys}
 
 

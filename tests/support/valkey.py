@@ -51,6 +51,11 @@ class ValkeyServer:
             time.sleep(0.02)
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was started and not killed since."""
+        return self._process is not None
+
+    @property
     def log_bytes(self) -> int:
         """Size of the append-only file as it is now."""
         return self._log_file().stat().st_size

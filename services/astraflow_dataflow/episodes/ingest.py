@@ -98,9 +98,9 @@ class Ingest:
         if not taken:
             return
         self.durability.note(context.run_id, max(result.position for result in taken))
-        await self.durability.barrier()
+        await self.durability.barrier(context.run_id)
         for result in taken:
-            result.durability = self.durability.reached
+            result.durability = self.durability.reached(context.run_id)
         for outcome, number in Counter(result.outcome for result in taken).items():
             self.metrics.increment("astraflow_dataflow_pushes_total", number, outcome=_outcome_name(outcome))
 

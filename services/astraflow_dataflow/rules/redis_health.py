@@ -18,7 +18,7 @@ SLOW_PROBES = 5
 
 JUMP_MS = 15_000
 _STAGE = "data"
-_RELEASES = {
+REDIS_RELEASES = {
     "redis_silent": "start it again, or bring the network to it back; the server goes on by itself, and meanwhile "
     "nodes keep what they finish and trainers wait",
     "redis_read_only": "give the server the address of the primary (--redis), or make this one the primary (REPLICAOF "
@@ -28,6 +28,7 @@ _RELEASES = {
     "redis_full": "give it more memory (CONFIG SET maxmemory); trainers go on, and what they train on makes room",
     "redis_slow": "look at its machine (memory that is swapped, a slow disk under appendfsync) and at SLOWLOG GET",
 }
+"""Of the server's Redis: what ends the wait of each reason."""
 
 PAYLOAD_RELEASES = {
     "payloads_away": "start it again, or bring the network to it back; the server goes on by itself, and meanwhile "
@@ -84,7 +85,7 @@ class RedisHealth:
             stage=_STAGE,
             reason=reason,
             detail=f"Redis at {self.address}: {detail}",
-            released_by=_RELEASES[reason],
+            released_by=REDIS_RELEASES[reason],
             since_ms=int(self._since[1] * 1000),
         )
 

@@ -27,6 +27,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.runs.lengths import Lengths
 from astraflow_dataflow.runs.unreadable import reading
+from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
 from astraflow_kit.log import get_logger
@@ -163,10 +164,11 @@ class RunRegistry:
         await asyncio.gather(*ending, return_exceptions=True)
         context.wakeups.wake_all()
 
-    async def look_again(self) -> None:
-        """Redis may have lost writes: refresh every context."""
+    async def look_again(self, lost: Connection) -> None:
+        """A Redis may have lost writes: refresh the contexts of its runs."""
         for context in self.loaded():
-            await self._after_outage(context)
+            if self._store.connection.home(context.run_id) is lost:
+                await self._after_outage(context)
 
     def known(self, run_id: str) -> RunContext | None:
         """Return the context of a run if this process has it: of one that is being deleted, say."""
@@ -242,7 +244,7 @@ class RunRegistry:
         await reader.start()
         with reading(run_id):
             await self.refresh_versions(context)
-        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.data_incarnation = await self._store.connection.data_incarnation(context.run_id)
         context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
         self.on_loaded(context)
         log.info(
@@ -256,7 +258,7 @@ class RunRegistry:
         """Look at everything again: events may have been missed, and Redis may have lost its last second."""
         await self.refresh_versions(context)
         await self.refresh_plugins(context)
-        context.data_incarnation = await self._store.connection.data_incarnation()
+        context.data_incarnation = await self._store.connection.data_incarnation(context.run_id)
         context.wakeups.wake_all()
 
     async def _parsed(self, run: run_pb2.Run) -> Recipe:

@@ -67,14 +67,14 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         run = await self.registry.get(request.run_id)
         reason = request.reason or "operator"
         leases, connected = await self.store.nodes.drain(run.run_id, node_id=request.node_id, reason=reason)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.info("node.drain_ordered", node_id=request.node_id, reason=reason, leases=leases)
         return pb.DrainNodeResponse(leases=leases, connected=connected)
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.UndrainNodeResponse:
         run = await self.registry.get(request.run_id)
         reason = await self.store.nodes.undrain(run.run_id, node_id=request.node_id)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.info("node.undrained", node_id=request.node_id, reason=reason)
         return pb.UndrainNodeResponse(drain_reason=reason)
 
@@ -97,7 +97,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> pb.RequeueDeadLettersResponse:
         run = await self.registry.get(request.run_id)
         done = await self.store.admin.requeue(run.run_id, request.dead_letter_ids)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.info("dead_letters.requeued", run_id=run.run_id, count=done.requeued)
         return done
 
@@ -106,7 +106,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> pb.PurgeDeadLettersResponse:
         run = await self.registry.get(request.run_id)
         purged = await self.store.admin.purge(run.run_id, request.dead_letter_ids)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.info("dead_letters.purged", run_id=run.run_id, count=purged)
         return pb.PurgeDeadLettersResponse(purged=purged)
 
@@ -117,7 +117,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         token = request.token
         expires_s = token.expire_time.ToNanoseconds() / 1e9 if token.HasField("expire_time") else math.inf
         was_revoked = await self.revoked_tokens.revoke(token.token_id, expires_s=expires_s)
-        await self.durability.barrier()
+        await self.durability.barrier("")
         log.info("token.revoked", id=token.token_id, by=caller().subject)
         return pb.RevokeTokenResponse(was_revoked=was_revoked)
 

@@ -35,9 +35,9 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             run.run_id,
             request,
             lease_s=self.batching.lease_s,
-            incarnation=await self.store.connection.data_incarnation(),
+            incarnation=await self.store.connection.data_incarnation(run.run_id),
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.info(
             "policy.claimed",
             policy_id=request.policy_id,
@@ -45,7 +45,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             trainer=request.trainer_id,
         )
         claim.batch_lease_duration.FromMilliseconds(int(self.batching.lease_s * 1000))
-        claim.data_incarnation = await self.store.connection.data_incarnation()
+        claim.data_incarnation = await self.store.connection.data_incarnation(run.run_id)
         return claim
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
@@ -74,7 +74,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self._run(request.run_id, request.policy_id)
         reply = await self.batching.acquire(run, request, wait_s=request.wait_duration.ToNanoseconds() / 1e9)
         if reply.HasField("batch"):
-            await self.durability.barrier()
+            await self.durability.barrier(run.run_id)
         return reply
 
     async def FetchBatch(
@@ -97,7 +97,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
     async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
         run = await self._run(request.run_id, request.policy_id)
         recorded = await self.batching.ack(run, request)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         self.metrics.increment(
             "astraflow_dataflow_steps_total", policy=request.policy_id, stage=stage_name(recorded)
         )
@@ -106,7 +106,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
         run = await self._run(request.run_id, request.policy_id)
         reply = await self.store.batches.nack(run.run_id, request)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         said = {"policy_id": request.policy_id, "step": request.step, "reason": request.reason}
         if request.quarantine:
             num_dropped = reply.quarantined_trajectories
@@ -125,7 +125,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             discard=request.action == pb.VOID_ACTION_DISCARD,
             reason=request.reason or "voided by an operator",
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         log.warning("batch.voided", batch_id=request.batch_id, step=request.step, dropped=dropped)
         return pb.VoidBatchResponse(returned_groups=returned, dropped_trajectories=dropped)
 
@@ -138,7 +138,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self._run(request.run_id, request.policy_id)
         await self.store.batches.mark_durable(run.run_id, request)
         # Before anything is freed: the note that it may be must not be lost.
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         released = await self.store.batches.release_durable(run.run_id, request.policy_id)
         return pb.MarkDurableResponse(released_trajectories=released)
 

@@ -58,7 +58,7 @@ class EvaluationServicer(evaluation_service_pb2_grpc.EvaluationServiceServicer):
             samples_per_task=each,
             tasks=tasks,
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         found = await self._find(run.run_id, request.evaluation_id)
         return pb.RequestEvaluationResponse(evaluation=_pass_message(found))
 
@@ -89,7 +89,7 @@ class EvaluationServicer(evaluation_service_pb2_grpc.EvaluationServiceServicer):
         await self.store.evaluations.give_up(
             run.run_id, found.evaluation_id, reason="cancelled", state="cancelled"
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         ended = await self._find(run.run_id, found.evaluation_id)
         return pb.CancelEvaluationResponse(evaluation=_pass_message(ended))
 

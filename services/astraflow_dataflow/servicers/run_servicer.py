@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
-from astraflow.errors import AstraflowError, InvalidArgumentError, NotFoundError, PreconditionError
+from astraflow.errors import (
+    AstraflowError,
+    InvalidArgumentError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+)
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.episodes.archiving import Archives
 from astraflow_dataflow.records import Life
@@ -43,7 +49,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         run = await self.registry.create(request.run)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id, "")
         return pb.CreateRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
@@ -57,7 +63,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         if request.state:
             wanted = Life.ACTIVE if request.state == run_pb2.RUN_STATE_ACTIVE else Life.FINISHING
             await self.store.runs.advance(run_id, wanted)
-        await self.durability.barrier()
+        await self.durability.barrier(run_id)
         return pb.UpdateRunResponse(run=await self.store.runs.get(run_id))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
@@ -87,15 +93,17 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         offset = int(request.page_token or 0)
         ids = await self.store.runs.ids(offset=offset, limit=size + 1)
         seen = filter(caller().may_see, ids[:size])
-        runs = [await self._listed(run_id) for run_id in seen]
+        runs = [run for run_id in seen if (run := await self._listed(run_id))]
         return pb.ListRunsResponse(runs=runs, next_page_token=str(offset + size) if len(ids) > size else "")
 
-    async def _listed(self, run_id: str) -> run_pb2.Run:
-        """The run, or of one that cannot be read its name."""
+    async def _listed(self, run_id: str) -> run_pb2.Run | None:
+        """The run, or of one that cannot be read, or not now, its name; None of one whose creation was cut off."""
         try:
             with reading(run_id):
                 return await self.store.runs.get(run_id)
-        except PreconditionError as error:
+        except NotFoundError:
+            return None
+        except (PreconditionError, UnavailableError) as error:
             log.warning("run.not_listed", run_id=run_id, message=error.message)
             return run_pb2.Run(run_id=run_id)
 
@@ -105,15 +113,15 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             known = await self.registry.get(request.run_id)
         except AstraflowError as error:  # what cannot be read can still be deleted
             log.info("run.not_served", run_id=request.run_id, reason=error.reason, message=error.message)
-        counters = await self.store.runs.begin_delete(
+        counters = await self.store.deletions.begin(
             request.run_id, force=request.force, lease_s=self.trainer_lease_s
         )
         failpoints.hit("dataflow.deleted")
         await self.registry.forget(request.run_id)
         if known is not None:
             await self.archives.delete(known)
-        deleted = await self.store.runs.delete_keys(request.run_id)
-        await self.durability.barrier()
+        deleted = await self.store.deletions.delete_keys(request.run_id)
+        await self.durability.barrier(request.run_id, "")
         log.info("run.deleted", run_id=request.run_id, keys=deleted, forced=request.force)
         return pb.DeleteRunResponse(trajectories=last_count(counters), deleted_keys=deleted)
 
@@ -127,7 +135,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
                 for policy_id in run.policy_ids
                 for version in await self.versions.for_nodes(run, policy_id, None)
             ],
-            data_incarnation=await self.store.connection.data_incarnation(),
+            data_incarnation=await self.store.connection.data_incarnation(run.run_id),
             code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
             store_grants=self.grants.of(run.run),
         )

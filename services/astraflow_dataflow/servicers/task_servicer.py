@@ -40,7 +40,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         # Beside the event loop, which a thousand tasks with all the data they may have would hold up.
         tasks = await asyncio.to_thread(new_tasks, request, default_group_size=run.recipe.dataflow.group_size)
         submitted = await self.store.tasks.submit(run.run_id, tasks)
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         return pb.SubmitTasksResponse(submitted=submitted, duplicates=len(tasks) - submitted)
 
     async def Work(

@@ -32,7 +32,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
             epoch=request.trainer_epoch,
             num_unreadable_before=request.num_unreadable_before,
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         return pb.PublishResponse(version=announced)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
@@ -70,7 +70,7 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         pin = await self.versions.store.versions.pin(
             run.run_id, request.policy_id, version=request.version, reason=request.reason
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         return pb.PinVersionResponse(pin=pin)
 
     async def UnpinVersion(
@@ -81,5 +81,5 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
         was_pinned = await self.versions.store.versions.unpin(
             run.run_id, request.policy_id, version=request.version
         )
-        await self.durability.barrier()
+        await self.durability.barrier(run.run_id)
         return pb.UnpinVersionResponse(was_pinned=was_pinned)

@@ -35,14 +35,14 @@ class LastKnown:
     async def run_ids(self) -> list[str]:
         """Return all runs; while Redis is silent, those that were read before."""
         try:
-            return await self._answer(self.reporting.store.runs.ids())
+            return await self._answer("", self.reporting.store.runs.ids())
         except _Silent:
             return sorted(self._statuses)
 
     async def status(self, run_id: str) -> pb.StatusResponse:
         """Return the state of a run. Raises as `Reporting.status`, UnavailableError when nothing is remembered."""
         try:
-            status = await self._answer(self._of_run(run_id, self.reporting.status))
+            status = await self._answer(run_id, self._of_run(run_id, self.reporting.status))
         except _Silent:
             return self._remembered(run_id)
         self._statuses[status.run_id] = status
@@ -52,7 +52,7 @@ class LastKnown:
         """Return what each stage waits for; of a task nothing is remembered. Raises as `Reporting.why`."""
         try:
             return await self._answer(
-                self._of_run(run_id, lambda context: self.reporting.why(context, task_id))
+                run_id, self._of_run(run_id, lambda context: self.reporting.why(context, task_id))
             )
         except _Silent:
             last = self._remembered(run_id)
@@ -73,18 +73,18 @@ class LastKnown:
         """The run was deleted."""
         self._statuses.pop(run_id, None)
 
-    async def _answer(self, asked: Awaitable[T]) -> T:
-        """What is asked of Redis. Raises _Silent once that is known not to answer."""
+    async def _answer(self, run_id: str, asked: Awaitable[T]) -> T:
+        """What is asked of a run's Redis. Raises _Silent once that is known not to answer."""
         reading = asyncio.ensure_future(asked)
         asked_s = 0.0
         try:
             while not (await asyncio.wait((reading,), timeout=_LOOK_S))[0]:
                 asked_s += _LOOK_S
-                if self.reporting.redis.is_silent and asked_s >= _PATIENCE_S:
+                if self.reporting.redis.is_silent(run_id) and asked_s >= _PATIENCE_S:
                     raise _Silent
             return reading.result()
         except RetryableError as error:
-            if self.reporting.redis.is_silent:
+            if self.reporting.redis.is_silent(run_id):
                 raise _Silent from error
             raise
         finally:
@@ -95,7 +95,7 @@ class LastKnown:
 
     def _remembered(self, run_id: str) -> pb.StatusResponse:
         """The last status of the run, under what is known of Redis now. Raises UnavailableError when there is none."""
-        problem = self.reporting.redis_waits()
+        problem = self.reporting.redis_waits(run_id)
         found = self._statuses.get(run_id)
         if found is None and not run_id and len(self._statuses) == 1:
             (found,) = self._statuses.values()

@@ -1,4 +1,5 @@
-"""Watching Redis: a probe every moment that it answers, writes and is quick; what it lacks is a wait.
+"""Watching Redis, each primary of a cluster by itself: a probe every moment that it answers, writes and is quick; what
+it lacks is a wait of the runs that it has.
 
 A probe is a write that changes nothing and that Redis refuses whenever it refuses writes. Once it hangs, all calls fail
 at once instead of holding their callers. One per process, run by `server`; read by reporting.
@@ -10,9 +11,10 @@ import asyncio
 import time
 
 from astraflow.errors import AstraflowError
-from astraflow_dataflow.rules.redis_health import RedisHealth
+from astraflow_dataflow.rules.redis_health import REDIS_RELEASES, RedisHealth
 from astraflow_dataflow.rules.waits import Wait
-from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.connection import SLOT_MOVES, Connection, MovedError
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_kit.awake import Silence
 from astraflow_kit.log import get_logger
 
@@ -27,7 +29,39 @@ _HOLDS_BACK = (
 
 
 class RedisWatch:
-    """Knows, without asking, whether Redis can be used, and what it lacks."""
+    """Knows, without asking, whether the Redis of a run can be used, and what it lacks."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._probes: dict[Connection, Probe] = {}
+
+    def problem(self, run_id: str) -> Wait | None:
+        """What the run's Redis lacks now, since when by the server's clock; None when nothing."""
+        return self._of(self._redis.home(run_id)).problem
+
+    @property
+    def problems(self) -> list[Wait]:
+        """What each primary lacks now."""
+        return [probe.problem for probe in self._probes.values() if probe.problem]
+
+    def is_silent(self, run_id: str) -> bool:
+        """Whether the run's Redis has not answered for two seconds; the registry's for ''."""
+        return self._of(self._redis.home(run_id)).is_silent
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        while True:
+            primaries = self._redis.primaries
+            self._probes = {primary: self._of(primary) for primary in primaries}
+            hangs = await asyncio.gather(*(probe.look() for probe in self._probes.values()))
+            await asyncio.sleep(_AGAIN_S if any(hangs) else _PERIOD_S)
+
+    def _of(self, connection: Connection) -> Probe:
+        return self._probes.setdefault(connection, Probe(connection))
+
+
+class Probe:
+    """What the probes of one Redis found."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -46,21 +80,20 @@ class RedisWatch:
         """Whether Redis has not answered for two seconds."""
         return self._has_been_silent or self._connection.is_silent
 
-    async def run(self) -> None:
-        """Probe until cancelled."""
-        while True:
-            before = self.problem
-            hangs = await self._look()
-            if (now := self.problem) != before and (
-                now is None or before is None or now.reason != before.reason
-            ):
-                log.warning(
-                    "redis.health", lacks=now.reason if now else "", message=now.detail if now else ""
-                )
-            await asyncio.sleep(_AGAIN_S if hangs else _PERIOD_S)
+    async def look(self) -> bool:
+        """Probe once. Returns whether there was no answer."""
+        before = self.problem
+        hangs = await self._look()
+        if (now := self.problem) != before and (now is None or before is None or now.reason != before.reason):
+            log.warning(
+                "redis.health",
+                address=self._connection.address,
+                lacks=now.reason if now else "",
+                message=now.detail if now else "",
+            )
+        return hangs
 
     async def _look(self) -> bool:
-        """Probe once. Returns whether there was no answer."""
         started_s = time.monotonic()
         hangs, refused_as, why = False, "", ""
         try:
@@ -68,8 +101,12 @@ class RedisWatch:
                 await self._connection.probe()
         except TimeoutError:
             hangs, why = True, f"probes are not answered within {_TIMEOUT_S:g} s"
+        except MovedError:
+            pass  # it answers; the cluster looks up who has its slot now
         except AstraflowError as error:
-            refused_as, why = error.metadata.get("reason", ""), error.message
+            reason = error.metadata.get("reason", "")
+            if reason != SLOT_MOVES:  # it answers, and so does a primary whose own slot is moved
+                refused_as, why = reason if reason in REDIS_RELEASES else "", error.message
         latency_s = time.monotonic() - started_s
         figures = await self._figures() if refused_as else {}
         if refused_as or not why:

@@ -127,7 +127,9 @@ class Reporting:
 
     async def nodes(self, context: RunContext) -> list[admin_service_pb2.NodeStatus]:
         """Return the nodes by id."""
-        nodes = await self.store.nodes.all(context.run_id, now_ms=await self.store.connection.now_ms())
+        nodes = await self.store.nodes.all(
+            context.run_id, now_ms=await self.store.connection.now_ms(context.run_id)
+        )
         newest = await self.versions.newest(context)
         note_lags(nodes, {version.policy_id: version.version for version in newest})
         return nodes
@@ -214,18 +216,24 @@ class Reporting:
         waited = book.waited_ms(waits, now_ms=audit.now_ms)
         self._gauges(context.run_id).waits(waited)
         told = [wait_message(wait, waited_ms, now_ms=audit.now_ms) for wait, waited_ms in waited]
-        return [*self.redis_waits(), *told]
+        return [*self.redis_waits(context.run_id), *told]
 
-    def redis_waits(self) -> list[admin_service_pb2.Wait]:
-        """What Redis, or the holder of payloads, lacks now, without asking it; empty when nothing."""
+    def redis_waits(self, run_id: str) -> list[admin_service_pb2.Wait]:
+        """What the run's Redis, or the holder of payloads, lacks now, without asking it; empty when nothing."""
         now_ms = int(time.time() * 1000)
-        problems = filter(None, (self.redis.problem, self.store.payloads.problem))
-        waited = [(problem, max(0, now_ms - (problem.since_ms or now_ms))) for problem in problems]
+        mine, payloads = self.redis.problem(run_id), self.store.payloads.problem
+        waited = {
+            problem: max(0, now_ms - (problem.since_ms or now_ms))
+            for problem in filter(None, (mine, payloads, *self.redis.problems))
+        }
         self.metrics.replace(
             "astraflow_dataflow_redis_wait_seconds",
-            {(problem.reason,): waited_ms / 1000 for problem, waited_ms in waited},
+            {(problem.reason,): waited[problem] / 1000 for problem in sorted(waited, key=waited.__getitem__)},
         )
-        return [wait_message(problem, waited_ms, now_ms=now_ms) for problem, waited_ms in waited]
+        return [
+            wait_message(problem, waited[problem], now_ms=now_ms)
+            for problem in filter(None, (mine, payloads))
+        ]
 
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""

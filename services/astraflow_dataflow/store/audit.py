@@ -19,7 +19,7 @@ from astraflow_dataflow.records import (
     RouteCount,
     TrainerReport,
 )
-from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 
@@ -33,7 +33,7 @@ _TRIES = 3
 class AuditStore:
     """Read-only views of a whole run."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._trained: dict[str, tuple[str, int]] = {}
 

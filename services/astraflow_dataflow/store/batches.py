@@ -13,7 +13,8 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow_dataflow.records import Candidates, Life, Pending, Selection, timestamp
-from astraflow_dataflow.store.connection import Argument, Connection
+from astraflow_dataflow.store.connection import Argument
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import (
     Reply,
@@ -36,7 +37,7 @@ BoundStep: TypeAlias = pb.AcquireBatchRequest | pb.FetchBatchRequest | pb.AckBat
 class BatchStore:
     """Binding, acknowledging and releasing of batches."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def claim(
@@ -214,7 +215,7 @@ class BatchStore:
 class VersionStore:
     """Announced versions."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def publish(

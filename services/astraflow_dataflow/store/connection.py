@@ -1,8 +1,9 @@
-"""The one adapter over Redis: connection, checks, errors and replies.
+"""The one adapter over a Redis, alone or a primary of a cluster: connection, checks, errors and replies.
 
 Only the room `store` imports redis, and every state change goes through a function of the library, so what must be
 atomic is atomic whatever process asks. A Redis that would lose data silently (eviction, no append-only file, wrong
-schema) is refused at start with the remedy. Built by `server`, used by all domain modules through `Store`.
+schema) is refused at start with the remedy. Alone it is where all runs live (`homes.redis.Redis`); of primaries
+`homes.cluster` has one each. Used by all domain modules through `Store`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from redis import exceptions as redis_errors
 
 from astraflow import errors
 from astraflow._contract.bounds import MAX_INTEGER
-from astraflow_dataflow.records import Ability, Beat
 from astraflow_dataflow.store import function_library
-from astraflow_dataflow.store.keys import BEAT_KEY, INCARNATION_KEY, SCHEMA_KEY, SCHEMA_VERSION, Keys
+from astraflow_dataflow.store.keys import SCHEMA_VERSION, Keys, own_key
 from astraflow_dataflow.store.password_file import PasswordFile, without_credentials
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_kit.log import get_logger
@@ -37,11 +37,14 @@ MIN_REDIS_VERSION = (7, 0)
 _DEADLINE_S = 8.0
 """Below the deadline of a client's call, which then hears who is silent."""
 _BLOCKING_DEADLINE_S = 10.0
+"""Of what waits for the disk, or for a replica."""
 _MOST_AT_ONCE = 64
 """Commands in flight, besides blocking ones; each has a connection."""
 _ASK_AGAIN_S = 0.2
 SILENT = "redis_silent"
 """What `reason` says, in the metadata of errors, of a Redis that takes connections and does not answer."""
+SLOT_MOVES = "redis_slot_moves"
+"""The same, while the slot of a run is moved key by key."""
 
 Argument: TypeAlias = str | bytes | int | float
 Call: TypeAlias = tuple[str, tuple[Argument, ...]]
@@ -66,12 +69,27 @@ _REFUSED_USER = (
 )
 
 
-class Connection:
-    """A connection pool to one Redis with the library loaded."""
+class MovedError(errors.UnavailableError):
+    """The slot of a key is another node's by now: the command changed nothing, and belongs there."""
 
-    def __init__(self, url: str, *, password_file: Path | None = None, allow_volatile: bool = False) -> None:
+    def __init__(self, slot: int, address: str) -> None:
+        super().__init__(f"slot {slot} is at {address} now; repeat the call", retry_after_s=0.2)
+        self.slot = slot
+        self.address = address
+        """`HOST:PORT`."""
+
+
+class Connection:
+    """A connection pool to one Redis with the library loaded. A primary of a cluster has a `tag`, which hashes to one
+    of its slots.
+    """
+
+    def __init__(
+        self, url: str, *, password_file: Path | None = None, allow_volatile: bool = False, tag: str = ""
+    ) -> None:
         self._shown = without_credentials(url)
         self._allow_volatile = allow_volatile
+        self.tag = tag
         # No socket_timeout: redis-py then sends through asyncio.wait_for, which in Python 3.11 loses cancellations.
         # `_answered` bounds every command instead.
         self._redis = redis_asyncio.Redis.from_url(
@@ -122,12 +140,25 @@ class Connection:
         """Where Redis is, without credentials."""
         return self._shown
 
+    @property
+    def primaries(self) -> Sequence[Connection]:
+        """This one: it has all slots."""
+        return (self,)
+
+    def home(self, run_id: str) -> Connection:
+        """This one: all runs live here."""
+        return self
+
+    def own_key(self, name: str) -> str:
+        """Name of a key that this Redis keeps of itself."""
+        return own_key(name, self.tag)
+
     async def probe(self) -> None:
         """Write in a way that changes nothing, also to a silent Redis. Raises the typed error, whose metadata has what
         Redis lacks as `reason`; the caller bounds the time.
         """
         try:
-            await self._plain.execute_command("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
+            await self._plain.execute_command("SET", self.own_key("schema"), SCHEMA_VERSION, "NX")
         except redis_errors.RedisError as error:
             raise translate(error) from error
 
@@ -141,7 +172,7 @@ class Connection:
 
     async def figures(self) -> dict[str, str]:
         """Return what INFO says of memory, persistence and replication."""
-        sections = [await self._info(name) for name in ("memory", "persistence", "replication")]
+        sections = [await self.info(name) for name in ("memory", "persistence", "replication")]
         return {name: value for section in sections for name, value in section.items()}
 
     def note_silent(self) -> None:
@@ -164,15 +195,18 @@ class Connection:
         if source.encode() not in codes:
             await self.raw("FUNCTION", "LOAD", "REPLACE", source)
 
-    async def data_incarnation(self) -> str:
-        """Return the data set's identity; a restarted Redis may have lost its last second, so it counts as another."""
-        data_id = as_text(await self.raw("GET", INCARNATION_KEY))
+    async def data_incarnation(self, run_id: str = "") -> str:
+        """Return the identity of the data set that a run is in; a restarted Redis may have lost its last second, so it
+        counts as another.
+        """
+        key = self.own_key("incarnation")
+        data_id = as_text(await self.raw("GET", key))
         if not data_id:
-            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8), "NX")
-            data_id = as_text(await self.raw("GET", INCARNATION_KEY))
-        return _incarnation(data_id, await self._info("server"))
+            await self.raw("SET", key, secrets.token_hex(8), "NX")
+            data_id = as_text(await self.raw("GET", key))
+        return incarnation(data_id, await self.info("server"))
 
-    async def now_ms(self) -> int:
+    async def now_ms(self, run_id: str = "") -> int:
         """Return the time by Redis' clock."""
         seconds, microseconds = map(as_int, as_list(await self.raw("TIME")))
         return seconds * 1000 + microseconds // 1000
@@ -180,48 +214,7 @@ class Connection:
     async def replace_incarnation(self, seen: str) -> None:
         """Give the data set another identity, unless it no longer has the one that was seen."""
         if await self.data_incarnation() == seen:
-            await self.raw("SET", INCARNATION_KEY, secrets.token_hex(8))
-
-    async def durability(self) -> Ability:
-        """Return what this Redis can say about what is safe."""
-        server, persistence = await self._info("server"), await self._info("persistence")
-        return Ability(
-            name=f"Redis {server['redis_version']} at {self._shown}",
-            append_only=persistence.get("aof_enabled") == "1",
-            appendfsync=await self._setting("appendfsync"),
-            has_waitaof=as_list(await self.raw("COMMAND", "INFO", "WAITAOF")) not in ([], [None]),
-            replicas=int((await self._info("replication")).get("connected_slaves", "0")),
-        )
-
-    async def beat(self, run_ids: Sequence[str], *, wait: Sequence[Argument]) -> Beat:
-        """Read the position of each run, write a beat, and wait until it is safe with the command `wait` (none:
-        it counts as safe once answered). All on one connection, so the positions are those before the beat.
-        """
-        async with (
-            self._answered(_BLOCKING_DEADLINE_S, blocks=True),
-            self._redis.pipeline(transaction=False) as pipeline,
-        ):
-            pipeline.execute_command("INFO", "server")
-            pipeline.execute_command("GET", INCARNATION_KEY)
-            for run_id in run_ids:
-                pipeline.execute_command("HGET", Keys(run_id).of("run"), "position")
-            pipeline.execute_command("FCALL", function_library.function_name("beat"), 1, BEAT_KEY)
-            if wait:
-                pipeline.execute_command(*wait)
-            info, data_id, *rest = await pipeline.execute()
-            reached = rest[len(run_ids) + 1] if wait else 1
-            return Beat(
-                incarnation=_incarnation(as_text(data_id), {"run_id": str(info["run_id"])}),
-                positions=dict(zip(run_ids, map(as_int, rest[: len(run_ids)]), strict=True)),
-                is_safe=as_int(reached[0] if isinstance(reached, list) else reached) >= 1,
-            )
-        raise AssertionError("an answered pipeline returned or raised")
-
-    async def _setting(self, name: str) -> str:
-        try:
-            return as_text(as_mapping(await self.raw("CONFIG", "GET", name)).get(name, b"unknown"))
-        except (errors.InternalError, errors.PreconditionError):
-            return "unknown"  # hosted servers often forbid CONFIG
+            await self.raw("SET", self.own_key("incarnation"), secrets.token_hex(8))
 
     async def ready(self) -> str | None:
         """None when Redis answers and holds the functions; else the reason as one sentence."""
@@ -268,9 +261,17 @@ class Connection:
             return cast("Reply", await self._plain.execute_command(*command))
         raise AssertionError("an answered command returned or raised")
 
-    async def raw_many(self, commands: Iterable[tuple[Argument, ...]]) -> list[Reply]:
-        """Send plain commands in one pipeline, which is not atomic; one reply each. Raises the first typed error."""
-        async with self._answered(), self._plain.pipeline(transaction=False) as pipeline:
+    async def raw_many(
+        self, commands: Iterable[tuple[Argument, ...]], *, blocks: bool = False
+    ) -> list[Reply]:
+        """Send plain commands in one pipeline on one connection, which is not atomic; one reply each. Raises the first
+        typed error.
+        """
+        deadline_s = _BLOCKING_DEADLINE_S if blocks else _DEADLINE_S
+        async with (
+            self._answered(deadline_s, blocks=blocks),
+            self._plain.pipeline(transaction=False) as pipeline,
+        ):
             for command in commands:
                 pipeline.execute_command(*command)
             return cast("list[Reply]", await pipeline.execute())
@@ -341,19 +342,25 @@ class Connection:
         return True
 
     async def _check_server(self) -> None:
-        server, figures = await self._info("server"), await self._info("memory") | await self._info("cluster")
-        is_kept = (await self._info("persistence")).get("aof_enabled") == "1"
-        _require_usable(self._shown, server, figures, keeps=is_kept or self._allow_volatile)
+        server, figures = await self.info("server"), await self.info("memory") | await self.info("cluster")
+        is_kept = (await self.info("persistence")).get("aof_enabled") == "1"
+        _require_usable(
+            self._shown,
+            server,
+            figures,
+            keeps=is_kept or self._allow_volatile,
+            in_cluster=bool(self.tag),
+        )
 
-    async def _info(self, section: str) -> dict[str, str]:
-        lines = as_text(await self.raw("INFO", section)).splitlines()
-        return dict(line.split(":", 1) for line in lines if ":" in line)
+    async def info(self, section: str) -> dict[str, str]:
+        """Return a section of INFO."""
+        return info_fields(await self.raw("INFO", section))
 
     async def _check_schema(self) -> None:
-        stored = as_int(await self.raw("GET", SCHEMA_KEY))
+        stored = as_int(await self.raw("GET", self.own_key("schema")))
         if not stored:
-            await self.raw("SET", SCHEMA_KEY, SCHEMA_VERSION, "NX")
-            stored = as_int(await self.raw("GET", SCHEMA_KEY))
+            await self.raw("SET", self.own_key("schema"), SCHEMA_VERSION, "NX")
+            stored = as_int(await self.raw("GET", self.own_key("schema")))
         if stored != SCHEMA_VERSION:
             raise errors.IncompatibleError(
                 f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; "
@@ -388,7 +395,7 @@ def _packing(connection: type[AbstractConnection]) -> type[AbstractConnection]:
 
 
 def _require_usable(
-    shown: str, server: Mapping[str, str], figures: Mapping[str, str], *, keeps: bool
+    shown: str, server: Mapping[str, str], figures: Mapping[str, str], *, keeps: bool, in_cluster: bool
 ) -> None:
     """Raise IncompatibleError, with the remedy, for a Redis that is too old or would lose acknowledged data."""
     version = server["redis_version"]
@@ -402,10 +409,10 @@ def _require_usable(
             f"Redis at {shown} evicts keys (maxmemory-policy {policy}), which would lose acknowledged data; set "
             "maxmemory-policy noeviction"
         )
-    if figures.get("cluster_enabled") == "1":
+    if figures.get("cluster_enabled") == "1" and not in_cluster:
         raise errors.IncompatibleError(
-            f"Redis at {shown} is a node of a cluster, and all runs of a server live in one Redis; give one without "
-            "cluster mode, with replicas if it must not fail; for more runs more servers, each with a Redis"
+            f"Redis at {shown} is a node of a cluster, and is asked for as one that is alone; give the addresses of "
+            "some of its nodes as redis+cluster://HOST:PORT,HOST:PORT"
         )
     if not keeps:
         raise errors.IncompatibleError(
@@ -421,6 +428,8 @@ def translate(error: Exception) -> errors.AstraflowError:
             f"Redis refuses this user: {error}; give redis://USER@HOST:PORT/DB of one who may run all commands, "
             "and the password in --redis-password-file"
         )
+    if (elsewhere := _of_a_cluster(error)) is not None:
+        return elsewhere
     if isinstance(error, redis_errors.ReadOnlyError):
         return errors.UnavailableError(
             f"Redis is a read-only replica: {error}; give the address of its primary",
@@ -455,6 +464,29 @@ def translate(error: Exception) -> errors.AstraflowError:
     return errors.InternalError(f"Redis answered an error: {error}")
 
 
+def _of_a_cluster(error: Exception) -> errors.AstraflowError | None:
+    """The typed error for what only nodes of a cluster say."""
+    if isinstance(error, redis_errors.MovedError):
+        return MovedError(error.slot_id, f"{error.host}:{error.port}")
+    if isinstance(error, redis_errors.AskError | redis_errors.TryAgainError):
+        # A function would find a part of its run's keys on either node, so nobody is asked until all are on one.
+        return errors.UnavailableError(
+            f"the run's slot is being moved key by key ({error}); its calls wait until that has ended",
+            retry_after_s=0.2,
+            metadata={"reason": SLOT_MOVES},
+        )
+    if isinstance(error, redis_errors.ClusterDownError):
+        return errors.UnavailableError(
+            f"the Redis cluster refuses: {error}; bring its missing primaries back, and set "
+            "cluster-require-full-coverage no so that it serves what it has",
+            retry_after_s=0.2,
+            metadata={"reason": "redis_cluster_down"},
+        )
+    if str(error).startswith("UNBLOCKED"):
+        return errors.UnavailableError(f"Redis became a replica: {error}", retry_after_s=0.2)
+    return None
+
+
 def _typed(reply: object) -> Reply | errors.AstraflowError:
     if isinstance(reply, Exception):
         return translate(reply)
@@ -474,5 +506,11 @@ def _function_is_missing(reply: object) -> bool:
     return isinstance(reply, redis_errors.ResponseError) and "Function not found" in str(reply)
 
 
-def _incarnation(data_id: str, server: Mapping[str, str]) -> str:
+def info_fields(reply: Reply) -> dict[str, str]:
+    """Return the fields of what INFO, or CLUSTER INFO, answered."""
+    return dict(line.split(":", 1) for line in as_text(reply).splitlines() if ":" in line)
+
+
+def incarnation(data_id: str, server: Mapping[str, str]) -> str:
+    """Return the identity of a data set in a process; `server` is that section of INFO."""
     return f"{data_id}.{server.get('run_id', '')[:12]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, SCHEMA_VERSION, lua_table
+from astraflow_dataflow.store.keys import SCHEMA_VERSION, lua_table
 
 LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
@@ -100,7 +100,7 @@ _WRITES = (
 )
 # Not of a run that exists: it begins or ends there.
 _BEGINNINGS = ("create_run",)
-_ENDS = ("begin_delete", "end_delete", "beat")
+_ENDS = ("begin_delete", "remove_keys", "end_delete", "beat")
 
 
 def function_name(name: str) -> str:
@@ -111,7 +111,7 @@ def function_name(name: str) -> str:
 def source() -> str:
     """Return the library's Lua source, the same bytes for the same release."""
     folder = resources.files("astraflow_dataflow.store") / "lua"
-    parts = [f"#!lua name={LIBRARY}", lua_table(), f"local RUNS, DELETING = '{RUNS_KEY}', '{DELETING_KEY}'"]
+    parts = [f"#!lua name={LIBRARY}", lua_table()]
     parts += [(folder / f"{name}.lua").read_text(encoding="utf-8") for name in _ORDER]
     parts += [_registration(name, f"of_a_run(F.{name}, SIGNATURE.{name})", "'no-writes'") for name in _READS]
     parts += [

@@ -1,26 +1,23 @@
 """Every Redis key name of the data plane, and nothing else.
 
-A name is `af:{<run>}:<suffix>`, so all keys of a run hash to one slot; the same table is rendered into the Lua library
-(`lua_table`), so Python and the functions can never disagree about a name. Read by the store
-modules.
+A name is `af:{<run>}:<suffix>`, so all keys of a run hash to one slot of a cluster; what servers know of all runs, the
+registry, is in a slot of its own. The same table is rendered into the Lua library (`lua_table`), so Python and the
+functions can never disagree about a name. Read by the store modules.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 
-SCHEMA_KEY = "af:schema"
-INCARNATION_KEY = "af:incarnation"
-RUNS_KEY = "af:runs"
-"""Sorted set of run ids by creation time."""
-DELETING_KEY = "af:deleting"
-"""Set of run ids whose keys are being removed."""
-BEAT_KEY = "af:beat"
-"""A counter that is written to learn how far the disk, or a replica, has come."""
-PAYLOADS_KEY = "af:payloads"
+# No run is named `.`, so the registry's tag is no run's.
+RUNS_KEY = "af:{.}:runs"
+"""Sorted set of run ids by creation time; those too whose creation was cut off, until a sweep."""
+DELETING_KEY = "af:{.}:deleting"
+"""Set of run ids whose keys may have to be removed."""
+PAYLOADS_KEY = "af:{.}:payloads"
 """Incarnation of the store that holds payloads outside, as it was seen last."""
-REVOKED_TOKENS_KEY = "af:revoked_tokens"
+REVOKED_TOKENS_KEY = "af:{.}:revoked_tokens"
 """Sorted set of ids of revoked tokens by the time they expire."""
 
 TRAIN_LANE = "train"
@@ -95,6 +92,14 @@ _SUFFIXES = {
     "open_evaluations": "open_evaluations",
     "waiting_evaluations": "waiting_evaluations",
 }
+
+
+def own_key(name: str, tag: str = "") -> str:
+    """Name of a key that a Redis keeps of itself: `schema`; `incarnation`, the identity of its data set; `beat`, a
+    counter that is written to learn how far the disk, or a replica, has come. `tag` hashes to a slot of a cluster's
+    primary.
+    """
+    return f"af:{name}:{{{tag}}}" if tag else f"af:{name}"
 
 
 class Keys:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from astraflow_dataflow.store.connection import Argument, Connection
+from astraflow_dataflow.store.connection import Argument
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping
 
@@ -25,7 +26,7 @@ class StateChange:
 class PluginStateStore:
     """Loads and saves states."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def revisions(self, run_id: str, names: Sequence[str]) -> list[int]:

@@ -18,7 +18,7 @@ from astraflow_kit.identity.tokens import LEEWAY_S
 from astraflow_kit.log import get_logger
 
 if TYPE_CHECKING:
-    from astraflow_dataflow.store.connection import Connection
+    from astraflow_dataflow.store.homes.redis import Redis
 
 log = get_logger(__name__)
 
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 1.5
 class RevokedTokens:
     """The revoked tokens as Redis has them, and as this server last saw them."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
         self._seen: frozenset[str] = frozenset()
 

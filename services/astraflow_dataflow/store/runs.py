@@ -1,7 +1,7 @@
 """Runs, nodes and evaluations in Redis.
 
-Each method is one function call of the library and therefore atomic; repeated calls with equal arguments
-change nothing. Called by the run registry, the membership and evaluation services, and the run loop.
+Each method but `RunStore.create` is one function call of the library and therefore atomic; repeated calls with equal
+arguments change nothing. Called by the run registry, the membership and evaluation services, and the run loop.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from astraflow_dataflow.records import (
     timestamp,
 )
 from astraflow_dataflow.rules.window import Admission
-from astraflow_dataflow.store.connection import Argument, Connection
-from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
-from astraflow_dataflow.store.payloads.packs import Payloads
+from astraflow_dataflow.store.connection import Argument
+from astraflow_dataflow.store.homes.redis import Redis
+from astraflow_dataflow.store.keys import RUNS_KEY, Keys
 from astraflow_dataflow.store.replies import (
     Reply,
     as_bytes,
@@ -40,6 +40,7 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 from astraflow_dataflow.store.tasks import flat
+from astraflow_kit import failpoints
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -52,16 +53,15 @@ RUN_STATES = {
 _NODES_AT_ONCE = 128
 _NOTHING = b"[]"
 _EVALUATIONS_AT_ONCE = 64
-_GONE = ("", "deleting")
+GONE = ("", "deleting")
 """States of a run that is not there, or not for long."""
 
 
 class RunStore:
     """Runs: created once, moved forward in their life."""
 
-    def __init__(self, connection: Connection, payloads: Payloads) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
-        self._payloads = payloads
 
     async def create(
         self,
@@ -72,8 +72,9 @@ class RunStore:
     ) -> run_pb2.Run:
         """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not.
 
-        `archive` is the share of its tasks that are archived, the most bytes that may wait for it, and the reasons;
-        empty where nothing is.
+        It is listed before it is there, so that one that was cut off is found by a sweep, and once more after it, in
+        case a sweep took it off meanwhile. `archive` is the share of its tasks that are archived, the most bytes that
+        may wait for it, and the reasons; empty where nothing is.
         """
         code = run.code.SerializeToString(deterministic=True)
         digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
@@ -101,7 +102,12 @@ class RunStore:
             "\n".join(f"{role} {policy_id}" for role, policy_id in admission.roles.items()),
             archive,
         ]
+        listed: tuple[Argument, ...] = ("ZADD", RUNS_KEY, "NX", await self._connection.now_ms(), run.run_id)
+        await self._connection.raw(*listed)
+        failpoints.hit("dataflow.run_listed")
         reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
+        failpoints.hit("dataflow.run_created")
+        await self._connection.raw(*listed)
         if as_text(as_list(reply)[1]) != digest:
             raise _exists_otherwise(await self.get(run.run_id), asked=run)
         return await self.get(run.run_id)
@@ -110,7 +116,7 @@ class RunStore:
         """Return a run. Raises NotFoundError."""
         names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity", "switches")
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
-        if as_text(reply[3]) in _GONE:
+        if as_text(reply[3]) in GONE:
             raise _no_run(run_id)
         return run_pb2.Run(
             run_id=run_id,
@@ -136,7 +142,7 @@ class RunStore:
     async def switch(self, run_id: str) -> int:
         """Return the number of the switch of plug-ins that holds now; 0 before the first. Raises NotFoundError."""
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), "state", "switch"))
-        if as_text(reply[0]) in _GONE:
+        if as_text(reply[0]) in GONE:
             raise _no_run(run_id)
         return as_int(reply[1])
 
@@ -154,7 +160,7 @@ class RunStore:
         return {"switches": told, "switched_recipe_yaml": await self.switched_recipe(run_id, count)}
 
     async def ids(self, *, offset: int = 0, limit: int = 500) -> list[str]:
-        """Return run ids, oldest first."""
+        """Return run ids, oldest first; one whose creation or deletion was cut off is among them until a sweep."""
         reply = await self._connection.raw("ZRANGE", RUNS_KEY, offset, offset + limit - 1)
         return as_texts(reply)
 
@@ -169,49 +175,11 @@ class RunStore:
         """
         await self._connection.call(Keys(run_id), "advance", life.value, stopped_for)
 
-    async def begin_delete(self, run_id: str, *, force: bool, lease_s: float) -> dict[str, int]:
-        """End a run for everybody and return its last counters; the keys are still there.
-
-        A trainer works on it that called within `lease_s` and did not release its policy. Raises NotFoundError, and
-        without `force` PreconditionError naming who works on it.
-        """
-        reply = await self._connection.call(
-            Keys(run_id), "begin_delete", run_id, flag(force), int(lease_s * 1000)
-        )
-        # Also of a run that cannot be read, whose counters may be anything.
-        return {name: int(value) for name, value in as_mapping(reply).items() if value.isdigit()}
-
-    async def delete_keys(self, run_id: str) -> int:
-        """Remove the keys of a run whose deletion began, until none is left. Returns how many were removed."""
-        keys, removed = Keys(run_id), 0
-        last = {keys.of(kind) for kind in ("run", "counters", "packs", "packs_ending", "packs_ended")}
-        await self._payloads.remove_all(run_id)
-        while found := await self._delete_once(keys, last):
-            removed += found
-        return removed + 2 * as_int(await self._connection.call(keys, "end_delete", run_id))
-
-    async def deleting(self) -> list[str]:
-        """Return the runs whose deletion began and has not ended."""
-        return as_texts(await self._connection.raw("SMEMBERS", DELETING_KEY))
-
-    async def _delete_once(self, keys: Keys, last: set[str]) -> int:
-        cursor, removed = "0", 0
-        while True:
-            reply = as_list(
-                await self._connection.raw("SCAN", cursor, "MATCH", f"{keys.prefix}*", "COUNT", 1000)
-            )
-            cursor = as_text(reply[0])
-            names = [name for name in as_texts(reply[1]) if name not in last]
-            if names:
-                removed += as_int(await self._connection.raw("UNLINK", *names))
-            if cursor == "0":
-                return removed
-
 
 class NodeStore:
     """Nodes that joined a run, and what they last said of themselves."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def join(self, run_id: str, request: JoinRunRequest) -> int:
@@ -307,7 +275,7 @@ class NodeStore:
 class EvaluationStore:
     """Planned evaluations, their lanes and their sums."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def plan(

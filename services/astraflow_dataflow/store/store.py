@@ -1,4 +1,4 @@
-"""The typed stores of one process, over one Redis connection.
+"""The typed stores of one process, over one Redis or cluster.
 
 One value to pass around, so that a module says `store.batches.ack(…)` and never sees Redis. Built by `server`
 and by tests.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from astraflow_dataflow.store.admin import AdminStore
 from astraflow_dataflow.store.audit import AuditStore
 from astraflow_dataflow.store.batches import BatchStore, VersionStore
-from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.homes.deletion import Deletions
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.plugin_states import PluginStateStore
 from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
@@ -22,8 +23,9 @@ from astraflow_dataflow.store.tasks import ArchiveStore, EpisodeStore, TaskStore
 class Store:
     """The typed stores over one connection."""
 
-    connection: Connection
+    connection: Redis
     runs: RunStore
+    deletions: Deletions
     nodes: NodeStore
     evaluations: EvaluationStore
     tasks: TaskStore
@@ -37,12 +39,13 @@ class Store:
     payloads: Payloads
 
     @classmethod
-    def over(cls, connection: Connection, payloads: Payloads | None = None) -> Store:
+    def over(cls, connection: Redis, payloads: Payloads | None = None) -> Store:
         """Return the stores over `connection`; without `payloads`, they are in the same Redis."""
         payloads = payloads or Payloads(connection)
         return cls(
             connection=connection,
-            runs=RunStore(connection, payloads),
+            runs=RunStore(connection),
+            deletions=Deletions(connection, payloads),
             nodes=NodeStore(connection),
             evaluations=EvaluationStore(connection),
             tasks=TaskStore(connection),

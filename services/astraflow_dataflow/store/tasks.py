@@ -36,7 +36,8 @@ from astraflow_dataflow.rules.groups import (
     was_judged,
 )
 from astraflow_dataflow.rules.scores import result_lines
-from astraflow_dataflow.store.connection import Argument, Call, Connection
+from astraflow_dataflow.store.connection import Argument, Call
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import call_with
 from astraflow_dataflow.store.payloads.packs import Payloads, Place
@@ -63,7 +64,7 @@ DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
 class TaskStore:
     """Task lanes and leases."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
     async def submit(self, run_id: str, tasks: Sequence[task_pb2.Task]) -> int:
@@ -176,7 +177,7 @@ class TaskStore:
 class EpisodeStore:
     """Commits of episodes, and the groups they complete."""
 
-    def __init__(self, connection: Connection, payloads: Payloads) -> None:
+    def __init__(self, connection: Redis, payloads: Payloads) -> None:
         self._connection = connection
         self._payloads = payloads
 
@@ -452,7 +453,7 @@ def _traced(header: trajectory_pb2.TrajectoryHeader) -> str:
 class ArchiveStore:
     """What waits to be archived."""
 
-    def __init__(self, connection: Connection, payloads: Payloads) -> None:
+    def __init__(self, connection: Redis, payloads: Payloads) -> None:
         self._connection = connection
         self._payloads = payloads
 

@@ -20,7 +20,6 @@ function F.create_run(keys, a)
       'max_staleness', item.max_staleness, 'groups_per_step', item.groups_per_step, 'steps', item.steps, 'replay', item.replay, 'barrier', item.barrier, 'acceptance', '1', 'epoch', 0, 'finished', 0, 'durable', 0)
   end
   call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
-  call('ZADD', RUNS, now, a.run)
   emit(P, 'run')
   return { '1', a.digest }
 end
@@ -334,18 +333,33 @@ function F.begin_delete(keys, a)
     end
     emit(P, 'run')
     set_state(P, 'deleting')
-    call('ZREM', RUNS, a.run)
-    call('SADD', DELETING, a.run)
     write_gathered(P)
   end
   return call('HGETALL', K.counters(P))
 end
 
--- end_delete: run id. The last keys of a deleted run.
-SIGNATURE.end_delete = { 'run' }
-function F.end_delete(keys, a)
+-- What is left of a run until its deletion ends: that it is being deleted, and which packs were to be removed outside first.
+local function last_keys(P)
+  return { K.run(P), K.counters(P), K.packs(P), K.packs_ending(P), K.packs_ended(P) }
+end
+
+-- remove_keys: cursor, '0' at first. Removes some keys of a run that is being deleted, and of another none: it may have been created again meanwhile.
+-- The last ones stay. Returns { cursor, '0' at the end, number removed }.
+SIGNATURE.remove_keys = { 'cursor' }
+function F.remove_keys(keys, a)
+  local P, last, removed = keys[1], {}, 0
+  if run_of(P).state ~= 'deleting' then return { '0', 0 } end
+  for _, name in ipairs(last_keys(P)) do last[name] = true end
+  local found = call('SCAN', a.cursor, 'MATCH', P .. '*', 'COUNT', 1000)
+  for _, name in ipairs(found[2]) do
+    if not last[name] then removed = removed + call('UNLINK', name) end
+  end
+  return { found[1], removed }
+end
+
+-- end_delete. The last keys of a run that is being deleted. Returns how many.
+SIGNATURE.end_delete = {}
+function F.end_delete(keys)
   if run_of(keys[1]).state ~= 'deleting' then return 0 end
-  call('UNLINK', K.run(keys[1]), K.counters(keys[1]))
-  call('SREM', DELETING, a.run)
-  return 1
+  return call('UNLINK', unpack(last_keys(keys[1])))
 end

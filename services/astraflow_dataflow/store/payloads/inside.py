@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from astraflow.errors import AstraflowError
-from astraflow_dataflow.store.connection import Argument, Connection
+from astraflow_dataflow.store.connection import Argument
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply
 
@@ -20,7 +21,7 @@ _Command: TypeAlias = "tuple[Argument, ...]"
 
 
 async def call_with(
-    connection: Connection,
+    connection: Redis,
     keys: Keys,
     payloads: Mapping[str, bytes],
     name: str,

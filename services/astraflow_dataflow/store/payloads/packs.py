@@ -25,6 +25,7 @@ from astraflow.errors import (
 from astraflow_dataflow.rules.redis_health import PAYLOAD_RELEASES
 from astraflow_dataflow.rules.waits import Wait
 from astraflow_dataflow.store.connection import Connection
+from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import PAYLOADS_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.store.payloads.holders import PayloadHolder
 from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S
@@ -56,7 +57,7 @@ class Place:
 class Payloads:
     """The payloads of all runs of a server."""
 
-    def __init__(self, connection: Connection, holder: PayloadHolder | None = None) -> None:
+    def __init__(self, connection: Redis, holder: PayloadHolder | None = None) -> None:
         self._connection = connection
         self.holder = holder
         self._problem: Wait | None = None
@@ -82,7 +83,12 @@ class Payloads:
             await self.holder.open()
             return
         for run_id in as_texts(await self._connection.raw("ZRANGE", RUNS_KEY, 0, -1)):
-            if as_int(await self._connection.raw("HLEN", Keys(run_id).of("packs"))):
+            try:
+                num_packs = as_int(await self._connection.raw("HLEN", Keys(run_id).of("packs")))
+            except UnavailableError as error:  # the others can be served
+                log.warning("payloads.not_looked_at", run_id=run_id, message=error.message)
+                continue
+            if num_packs:
                 raise IncompatibleError(
                     f"payloads of run {run_id} are outside this Redis; give the server their address (--payloads)"
                 )
@@ -207,15 +213,17 @@ class Payloads:
         return removed
 
     async def remove_all(self, run_id: str) -> None:
-        """Remove all packs of a run that is being deleted, then what is known of them. Raises UnavailableError."""
+        """Remove all packs of a run that is being deleted, of no other. Raises UnavailableError."""
         keys = [Keys(run_id).of(kind) for kind in ("packs", "packs_ending", "packs_ended")]
-        packs, ending, ended = await self._connection.raw_many(
-            [("HKEYS", keys[0]), ("ZRANGE", keys[1], 0, -1), ("SMEMBERS", keys[2])]
-        )
+        named = (("HKEYS", keys[0]), ("ZRANGE", keys[1], 0, -1), ("SMEMBERS", keys[2]))
+        # The state last: what is named before it is not of a run that was created again.
+        asked = (*named, ("HGET", Keys(run_id).of("run"), "state"))
+        packs, ending, ended, state = await self._connection.raw_many(asked)
+        if as_text(state) != "deleting":
+            return
         names = [name for found in (packs, ending, ended) for name in as_texts(found)]
         for first in range(0, len(names), _REMOVED_AT_ONCE):
             await self._required().delete(run_id, names[first : first + _REMOVED_AT_ONCE])
-        await self._connection.raw("UNLINK", *keys)
 
     async def look(self, run_ids: Iterable[str]) -> str:
         """See whether the holder is there and holds what it must; `problem` says what it lacks. Returns its
@@ -243,7 +251,11 @@ class Payloads:
     async def _missing(self, run_id: str) -> list[str]:
         """Those of a few packs, drawn anew each time, that are needed and not there."""
         packs = Keys(run_id).of("packs")
-        drawn = as_texts(await self._connection.raw("HRANDFIELD", packs, _LOOKED_AT))
+        try:
+            drawn = as_texts(await self._connection.raw("HRANDFIELD", packs, _LOOKED_AT))
+        except UnavailableError as error:  # the run's Redis, not the holder
+            log.info("payloads.not_looked_at", run_id=run_id, message=error.message)
+            return []
         get = partial(self._required().get, run_id, start=0, length=1)
         gone = [pack for pack in drawn if await get(pack) is None]
         needed = as_list(await self._connection.raw("HMGET", packs, *gone)) if gone else []

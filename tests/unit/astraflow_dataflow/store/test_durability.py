@@ -16,7 +16,7 @@ from astraflow_dataflow.store.durability import Durability, Method, choose_metho
 from support.scripted_dataflow import eventually
 
 
-@dataclass
+@dataclass(eq=False)
 class PlayedRedis:
     """Answers beats by script: each turn is taken when the test lets it."""
 
@@ -45,6 +45,22 @@ class PlayedRedis:
     async def replace_incarnation(self, seen: str) -> None:
         """Another identity."""
         self.incarnation = seen + "'"
+
+    @property
+    def primaries(self) -> tuple[Any, ...]:
+        """It is alone."""
+        return (self,)
+
+    def home(self, run_id: str) -> Any:
+        """It has all runs."""
+        return self
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What durability asks of a Redis is asked of the script."""
+    monkeypatch.setattr("astraflow_dataflow.store.durability.ability_of", PlayedRedis.durability)
+    monkeypatch.setattr("astraflow_dataflow.store.durability.beat_of", PlayedRedis.beat)
 
 
 def able(**changes: Any) -> Any:
@@ -102,14 +118,14 @@ async def test_acks_wait_until_a_beat_after_them_is_safe() -> None:
     redis = able()
     redis.safe = [False, False, True]
     async with following(redis) as durability:
-        await durability.barrier()
+        await durability.barrier("run")
     assert redis.num_beats == 3
 
 
 async def test_acks_that_come_together_share_a_beat() -> None:
     redis = able()
     async with following(redis) as durability:
-        await asyncio.gather(*(durability.barrier() for _ in range(50)))
+        await asyncio.gather(*(durability.barrier("run") for _ in range(50)))
     assert redis.num_beats <= 2
 
 
@@ -118,14 +134,14 @@ async def test_an_ack_that_could_not_be_made_safe_is_an_error() -> None:
     redis.safe = [UnavailableError("away")]
     async with following(redis) as durability:
         with pytest.raises(UnavailableError, match="away"):
-            await durability.barrier()
+            await durability.barrier("run")
 
 
 async def test_in_memory_nothing_waits() -> None:
     durability = Durability(able(), Level.MEMORY)
     await durability.start()
-    await durability.barrier()
-    assert durability.reached == durability_pb2.DURABILITY_MEMORY
+    await durability.barrier("run")
+    assert durability.reached("run") == durability_pb2.DURABILITY_MEMORY
 
 
 async def test_a_mark_is_told_with_the_identity_of_its_data() -> None:
@@ -154,7 +170,7 @@ async def test_a_position_that_falls_gives_the_data_another_identity() -> None:
     redis = able()
     async with following(redis, run=7) as durability:
         durability.note("run", 7)
-        await durability.barrier()
+        await durability.barrier("run")
         redis.positions["run"] = 3
         durability.note("run", 3)  # nothing else makes it look: no beat is under way
         await eventually(durability.on_loss.mock_calls.copy, what="the loss")  # type: ignore[attr-defined]
@@ -165,7 +181,7 @@ async def test_a_commit_beside_the_very_first_beat_is_remembered() -> None:
     redis = able()
     async with following(redis, run=1) as durability:
         durability.note("run", 1)
-        first = asyncio.create_task(durability.barrier())
+        first = asyncio.create_task(durability.barrier("run"))
         await asyncio.wait_for(redis.answered.wait(), 10)
         durability.note("run", 2)
         await first
@@ -178,9 +194,9 @@ async def test_positions_of_another_process_are_not_compared() -> None:
     redis = able()
     async with following(redis, run=7) as durability:
         durability.note("run", 7)
-        await durability.barrier()
+        await durability.barrier("run")
         redis.incarnation, redis.positions["run"] = "b", 3
-        await durability.barrier()
+        await durability.barrier("run")
         assert redis.incarnation == "b"
         mark = durability.watermark("run")
         assert mark is not None
