@@ -121,7 +121,7 @@ class TimedTeam:
 
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Play the team's episode in the trace's time."""
-        if task.task_id.startswith("eval:"):
+        if any(policy.is_evaluation for policy in policies.values()):
             return await self._team.run(task, policies)
         key = f"{task.task_id}/{self._begun[task.task_id]}"
         self._begun[task.task_id] += 1

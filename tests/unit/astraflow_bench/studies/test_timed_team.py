@@ -27,7 +27,8 @@ class Speaking:
     max_new_tokens = 8
     wants_trajectory = True
 
-    def __init__(self, role: str, text: str, calls: list[str]) -> None:
+    def __init__(self, role: str, text: str, calls: list[str], *, is_evaluation: bool = False) -> None:
+        self.is_evaluation = is_evaluation
         self.name = self.role = role
         self._text, self._calls = text, calls
 
@@ -48,9 +49,10 @@ class Graded:
         return Score(reward=0.0)
 
 
-def policies(calls: list[str]) -> Mapping[str, Policy]:
+def policies(calls: list[str], *, is_evaluation: bool = False) -> Mapping[str, Policy]:
     spoken = {"solver": "47", "verifier": "reject"}
-    return cast("Mapping[str, Policy]", {role: Speaking(role, text, calls) for role, text in spoken.items()})
+    played = {role: Speaking(role, text, calls, is_evaluation=is_evaluation) for role, text in spoken.items()}
+    return cast("Mapping[str, Policy]", played)
 
 
 def team(**settings: Any) -> TimedTeam:
@@ -87,8 +89,7 @@ async def test_calls_wait_for_a_slot() -> None:
 
 async def test_an_evaluation_takes_no_time() -> None:
     slow = team(medians={"solver": 1e6, "verifier": 1e6})
-    evaluated = TaskSpec(task_id="eval:0.0:periodic:3", messages=TASK.messages, data=TASK.data)
-    assert len((await slow.run(evaluated, policies([]))).trajectories) == 3
+    assert len((await slow.run(TASK, policies([], is_evaluation=True))).trajectories) == 3
 
 
 async def test_in_lock_step_all_answers_come_before_all_verdicts() -> None:
