@@ -53,8 +53,8 @@ def test_a_study_reads_every_figure_from_real_runs(
     command += [word for item in overrides for word in ("--set", item)]
     # Status 1 says that a target was missed, which is likely here.
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    (file,) = (tmp_path / "out").glob("*.jsonl")
-    results = [json.loads(line) for line in file.read_text().splitlines()]
+    files = (tmp_path / "out").glob("*.jsonl")
+    results = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert sorted(one["arm"] for one in results) == sorted(arms), done.stderr
     for one in results:
         missing = [figure for figure, value in one["measured"]["figures"].items() if value is None]

@@ -11,8 +11,8 @@ def result(arm: str, seed: int, **figures: float) -> Result:
     return Result(arm=arm, seed=seed, measured=Measured(figures=figures), load=0, seconds=0, **nowhere)
 
 
-def evaluations(*points: tuple[int, float]) -> list[dict[str, Any]]:
-    """Lines of a metrics file: (version, held-out reward) each."""
+def evaluations(*points: tuple[int, float | None]) -> list[dict[str, Any]]:
+    """Lines of a metrics file: (version, held-out reward) each, None without a sample."""
     return [
         {"kind": "evaluation", "policy": "solver", "version": version, "heldout_reward": reward}
         for version, reward in points

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,22 @@ def run_cells(
     keep_runs: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Run what the ledger lacks, `jobs` at a time. Raises InternalError with the end of the run's own words when one
-    fails, after those beside it have ended.
+    """Run what the ledger lacks, `jobs` at a time. When one fails no other begins, and its error is raised after those
+    beside it have ended: InternalError with the end of the run's own words.
     """
     missing = ledger.missing(cells)
     say(f"{study.name}: {len(cells) - len(missing)} of {len(cells)} cells are there")
-    failure: InternalError | None = None
+    failure: BaseException | None = None
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [pool.submit(_finish, study, cell, folder=folder, keep_runs=keep_runs) for cell in missing]
         for done in as_completed(running):
-            try:
-                result = done.result()
-            except CancelledError:
+            if done.cancelled():
                 continue
-            except InternalError as error:
+            if error := done.exception():
                 failure = error
                 pool.shutdown(wait=False, cancel_futures=True)
                 continue
+            result = done.result()
             ledger.append(result)
             say(f"{result.arm}, seed {result.seed}: {_shown(result)} in {result.seconds:.0f} s")
     if failure is not None:

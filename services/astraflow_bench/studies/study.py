@@ -159,6 +159,9 @@ class Study:
 
 
 def heldout_curve(run: Run, policy: str = "") -> Curve:
-    """Held-out reward over versions; of two evaluations of one version the final one."""
-    points = {line["version"]: line["heldout_reward"] for line in run.of_kind("evaluation", policy)}
+    """Held-out reward over versions; of two evaluations of one version the final one. One without a sample, because
+    nodes had moved on, is left out.
+    """
+    lines = run.of_kind("evaluation", policy)
+    points = {line["version"]: line["heldout_reward"] for line in lines if line["heldout_reward"] is not None}
     return sorted(points.items())

@@ -46,6 +46,6 @@ def test_a_recording_replaces_the_tails_and_stands_in_the_recipe() -> None:
     assert "lengths:" in cells[0].resolved()
 
 
-def test_of_two_evaluations_of_a_version_the_final_one_counts() -> None:
-    lines = evaluations((0, 0.2), (9, 0.7), (9, 0.8))
+def test_of_two_evaluations_of_a_version_the_final_one_counts_and_an_empty_one_does_not() -> None:
+    lines = evaluations((0, 0.2), (5, None), (9, 0.7), (9, 0.8))
     assert heldout_curve(Run(summary={}, metrics=lines, events=[])) == [(0, 0.2), (9, 0.8)]
