@@ -252,6 +252,21 @@ async def test_a_recount_begins_again_when_something_moved_and_gives_up_when_it_
     assert await store.audits.recount("run", most=10) is None
 
 
+async def test_what_a_durable_step_frees_takes_a_command_a_trajectory(by_hand: World) -> None:
+    trainer, node = await by_hand.started(*(f"t{n}" for n in range(16)), groups_per_step=16, group_size=8)
+    await node.complete_all(await node.lease(16))
+    await trainer.train(1, base_version=0)
+
+    async def freed() -> None:
+        assert await trainer.mark_durable(1) == 128
+
+    spent = await commands(by_hand, freed)
+    assert inner(spent) / 128 < 1.5, spent
+    connection = by_hand.dataflow.connection
+    assert not await connection.raw("KEYS", "af:{run}:payload:*")
+    assert await connection.raw("HLEN", "af:{run}:owners") == 0
+
+
 async def expire_all(world: World) -> None:
     """All leases are past their deadline, as after a long silence of their node."""
     connection = world.dataflow.connection

@@ -93,13 +93,17 @@ end
 
 -- Payload and ownership of trajectories that nothing will read again.
 local function forget(P, ids)
-  for _, id in ipairs(ids) do
-    local place = call('HGET', K.owners(P), id)
-    if place then
-      PACKS.discard(P, place, id)
-      call('HDEL', K.owners(P), id)
+  local known, payloads = {}, {}
+  for i, place in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do
+    if place then known[#known + 1] = ids[i] end
+    if place and PACKS.outside(place) then
+      PACKS.discard(P, place, ids[i])
+    elseif place then
+      payloads[#payloads + 1] = K.payload(P, place, ids[i])
     end
   end
+  call_many({ 'UNLINK' }, payloads)
+  call_many({ 'HDEL', K.owners(P) }, known)
 end
 
 -- begin_pack: name, time ms that a commit has. Returns 1.
