@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from astraflow.blobs import blob_prefix
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
@@ -48,7 +49,7 @@ from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
 from astraflow_trainer.warm_start.starting_model import asset_files, reference_model, starting_model
-from astraflow_weights.errors import Fenced, StateInDoubt
+from astraflow_weights.errors import Fenced, ObjectNotFound, StateInDoubt
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.announcing import Announcer
 from astraflow_weights.publish.shard_publisher import ShardPublisher
@@ -76,11 +77,10 @@ class TrainingSession:
     ) -> None:
         """`heartbeat` is the first rank's, which speaks for all."""
         self._settings, self._heartbeat = settings, heartbeat
-        self._client, self._joined = client, joined
+        self._client, self._joined, self._store = client, joined, store
         algorithm, roles = joined.policy.trainer.algorithm, joined.policy.advantages
         self._plugins = StepPlugins.made(algorithm, source=joined.source, roles=roles)
         self._progress, self._controls = progress, controls
-        self._store = store
         # Read once; writer and compactor take copies of it.
         self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)
         self._group = group
@@ -96,6 +96,7 @@ class TrainingSession:
             trainer_id=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
             ledger=Ledger(own_folder(settings, group.index) / "ledger.jsonl"),
             settings=joined.policy.batches,
+            read_blob=partial(stored_blob, store, joined),
         )
 
     def run(self) -> None:
@@ -380,6 +381,18 @@ def _reference_dir(
     )
     group.set_value("reference_dir", str(found.absolute()))
     return found
+
+
+def stored_blob(store: ObjectStore, joined: JoinedRun, uri: str) -> bytes:
+    """What the run's store has under the URI of a blob. Raises LookupError."""
+    prefix = blob_prefix(joined.store_uri, joined.run_id)
+    name = uri.removeprefix(prefix)
+    if name == uri:
+        raise LookupError(f"{uri} is not below {prefix}")
+    try:
+        return store.get(f"{joined.run_id}/blobs/{name}")
+    except ObjectNotFound as error:
+        raise LookupError(str(error)) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from astraflow.recipe import RowLimits
 from astraflow.trajectories import BadTrajectory, check_row
 from astraflow_kit.log import get_logger
+from astraflow_trainer.batches.routing import RouterShape
 from astraflow_trainer.batches.rows import Group, TrainingRow
 from astraflow_trainer.ranks.reductions import Ranks
 
@@ -31,9 +32,13 @@ class Fitting:
     """Rows that are left out, over all ranks."""
 
 
-def fitting_rows(rows: Sequence[TrainingRow], *, limits: RowLimits, ranks: Ranks) -> Fitting:
-    """Leave out every group (of one task and role) with a row beyond `limits` on any rank; a collective."""
-    unfit = groups_left_out(_problems(rows, limits), ranks=ranks)
+def fitting_rows(
+    rows: Sequence[TrainingRow], *, limits: RowLimits, ranks: Ranks, routers: RouterShape | None = None
+) -> Fitting:
+    """Leave out every group (of one task and role) with a row on any rank that is beyond `limits`, or whose recorded
+    experts are not of the model's `routers` (None: of a dense one); a collective.
+    """
+    unfit = groups_left_out(_problems(rows, limits, routers or RouterShape()), ranks=ranks)
     if not unfit:
         return Fitting(rows, 0)
     kept = [row for row in rows if row.group not in unfit]
@@ -50,12 +55,15 @@ def groups_left_out(problems: Mapping[Group, BadTrajectory], *, ranks: Ranks) ->
     return {(task_id, role) for part in everybodys for task_id, role in json.loads(part)}
 
 
-def _problems(rows: Sequence[TrainingRow], limits: RowLimits) -> Mapping[Group, BadTrajectory]:
+def _problems(
+    rows: Sequence[TrainingRow], limits: RowLimits, routers: RouterShape
+) -> Mapping[Group, BadTrajectory]:
     """What is wrong with the first bad row of each group."""
     problems: dict[Group, BadTrajectory] = {}
     for row in rows:
         try:
             check_row(row.trajectory_id, row.token_ids, limits)
+            routers.require(row.trajectory_id, row.expert_routing)
         except BadTrajectory as problem:
             problems.setdefault(row.group, problem)
     return problems

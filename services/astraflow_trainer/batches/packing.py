@@ -52,6 +52,8 @@ class MicroBatch:
     """float32; what the loss of the token counts."""
     num_row_tokens: int
     """Tokens of the rows, padding excluded."""
+    routed_BLXK: torch.Tensor | None = None
+    """int64: the experts to replay in each of X layers, −1 where none were recorded; None where no row has any."""
 
     @property
     def one_row_per_lane(self) -> bool:
@@ -208,6 +210,7 @@ def micro_batch(rows: Sequence[TrainingRow], *, lanes: Sequence[Sequence[int]]) 
     positions = np.broadcast_to(np.arange(width), shape).copy()
     documents = np.full(shape, _PADDING, dtype=np.int64)
     columns: list[_TrainedColumns] = []
+    routed = _unrouted(rows, lanes, shape=shape)
     for lane_number, lane in enumerate(lanes):
         start = 0
         for document, index in enumerate(lane):
@@ -216,6 +219,8 @@ def micro_batch(rows: Sequence[TrainingRow], *, lanes: Sequence[Sequence[int]]) 
             token_ids[place] = row.token_ids
             positions[place] -= start
             documents[place] = document
+            if routed is not None and row.expert_routing is not None:
+                routed[place] = row.expert_routing
             columns.append(_trained_columns(row, index=index, offset=lane_number * width + start))
             start += row.num_tokens
     return MicroBatch(
@@ -230,7 +235,17 @@ def micro_batch(rows: Sequence[TrainingRow], *, lanes: Sequence[Sequence[int]]) 
         temperature_N=_joined([column.temperature for column in columns]),
         loss_weight_N=_joined([column.loss_weight for column in columns]),
         num_row_tokens=sum(rows[index].num_tokens for lane in lanes for index in lane),
+        routed_BLXK=None if routed is None else torch.from_numpy(routed),
     )
+
+
+def _unrouted(
+    rows: Sequence[TrainingRow], lanes: Sequence[Sequence[int]], *, shape: tuple[int, int]
+) -> np.ndarray | None:
+    """What is to be replayed where a row of the lanes has recorded experts, before any is written: −1."""
+    recorded = [rows[index].expert_routing for lane in lanes for index in lane]
+    known = next((given for given in recorded if given is not None), None)
+    return None if known is None else np.full((*shape, *known.shape[1:]), -1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import VersionSpan
 from astraflow.training.accepting import accepted_payload
 from astraflow.trajectories import check_columns, check_reward, check_trainable
+from astraflow_trainer.batches.routing import ReadBlob, recorded_routing
 
 Group: TypeAlias = tuple[str, str]
 """Task and role: rows that are compared, and left out, together."""
@@ -57,6 +58,8 @@ class TrainingRow:
     """Whether a limit of tokens cut its last answer off."""
     loss_weights: NDArray[np.float32] | None = None
     """float32[T]; what the loss of each token counts. None: 1."""
+    expert_routing: NDArray[np.uint16] | None = None
+    """uint16[T, layers, k]: the experts that the engine sent each token to; None where nobody recorded them."""
 
     def __post_init__(self) -> None:
         check_columns(
@@ -103,10 +106,22 @@ class TrainingRow:
         return min(span.version for span in self.version_spans)
 
 
-def accepted_row(item: batch_pb2.BatchItem, body: bytes | None, *, base_version: int) -> TrainingRow:
-    """Return the row of an item from its payload, None where that did not arrive. Raises BadTrajectory."""
+def accepted_row(
+    item: batch_pb2.BatchItem, body: bytes | None, *, base_version: int, read_blob: ReadBlob | None = None
+) -> TrainingRow:
+    """Return the row of an item from its payload, None where that did not arrive. Raises BadTrajectory.
+
+    `read_blob` reads what a payload refers to; without it expert routing is left out.
+    """
     trajectory = accepted_payload(item, body, base_version=base_version)
-    columns = decode_columns(trajectory)
+    columns, routing = decode_columns(trajectory), None
+    if read_blob is not None and trajectory.HasField("expert_routing"):
+        routing = recorded_routing(
+            trajectory.expert_routing,
+            name=item.trajectory_id,
+            num_tokens=len(columns.token_ids),
+            read=read_blob,
+        )
     return TrainingRow(
         trajectory_id=item.trajectory_id,
         origin=RowOrigin(item.task_id, item.role, item.member, item.turn, item.source),
@@ -120,4 +135,5 @@ def accepted_row(item: batch_pb2.BatchItem, body: bytes | None, *, base_version:
         reward=item.reward,
         temperature=trajectory.sampling.temperature,
         truncated=item.truncated,
+        expert_routing=routing,
     )

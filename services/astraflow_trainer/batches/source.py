@@ -32,6 +32,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
+from astraflow_trainer.batches.routing import ReadBlob
 from astraflow_trainer.batches.rows import Group, TrainingRow, accepted_row
 from astraflow_trainer.batches.stale import corrected
 
@@ -150,8 +151,11 @@ class BatchSource:
         trainer_id: str,
         ledger: Ledger,
         settings: BatchSettings | None = None,
+        read_blob: ReadBlob | None = None,
     ) -> None:
+        """`read_blob` reads what trajectories refer to, recorded experts; None leaves them out."""
         self._client = client
+        self._read_blob = read_blob
         self._settings = settings or BatchSettings()
         self._run_id = run_id
         self._policy_id = policy_id
@@ -285,7 +289,12 @@ class BatchSource:
         self.problems, self.num_stale_tokens = {}, 0
         for item in wanted:
             try:
-                row = accepted_row(item, bodies.pop(item.trajectory_id, None), base_version=base_version)
+                row = accepted_row(
+                    item,
+                    bodies.pop(item.trajectory_id, None),
+                    base_version=base_version,
+                    read_blob=self._read_blob,
+                )
             except BadTrajectory as problem:
                 self.problems.setdefault(group_of(item), problem)
                 continue

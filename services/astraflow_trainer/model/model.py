@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from astraflow_trainer.batches.packing import MicroBatch, attention_mask
 from astraflow_trainer.model.attention import Kernel, pieces, use_kernel
 from astraflow_trainer.model.logprobs import token_scores
+from astraflow_trainer.model.routers import ExpertRouters
 
 _PREFIX = "causal_lm."
 _ADAPTER_NAME = ".default."
@@ -158,8 +159,13 @@ class PackedModel(nn.Module):
 class PolicyModel(PackedModel):
     """A causal language model that answers one question: how likely are the trained tokens of a micro-batch.
 
-    Only these tokens reach the output head, in chunks, so logits are never held whole.
+    Only these tokens reach the output head, in chunks, so logits are never held whole. In training, a mixture of
+    experts replays the experts that a micro-batch brings; a reference, which is not trained, chooses for itself.
     """
+
+    def __init__(self, causal_lm: transformers.PreTrainedModel) -> None:
+        super().__init__(causal_lm)
+        self.routers = ExpertRouters(causal_lm)
 
     def forward(
         self, *, target_N: torch.Tensor, temperature_N: torch.Tensor, **asked: Any
@@ -173,6 +179,8 @@ class PolicyModel(PackedModel):
 
     def score(self, batch: MicroBatch) -> TokenScores:
         """Score a micro-batch; a collective when the model is sharded over several ranks. Moves the scores back."""
+        routed = batch.routed_BLXK if self.training else None
+        self.routers.routed_SXK = None if routed is None else self.moved(routed.flatten(0, 1))
         logprob_N, entropy_N = self(
             target_N=self.moved(batch.target_N),
             temperature_N=self.moved(batch.temperature_N),
@@ -186,6 +194,7 @@ class PolicyModel(PackedModel):
         Rows are of equal length. Holds these logits whole: for a few positions. A collective when the model is sharded
         over several ranks; call it without gradients.
         """
+        self.routers.routed_SXK = None
         output = self.causal_lm.get_decoder()(input_ids=self.moved(token_ids_BL), use_cache=False)
         head_VD = self.causal_lm.get_output_embeddings().weight
         logits_BKV = (output.last_hidden_state[:, -last:] @ head_VD.T).float()

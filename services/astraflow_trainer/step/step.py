@@ -226,7 +226,7 @@ def train_step(
         moved=moved,
     )
     limits = RowLimits(settings.tokens_per_microbatch, policy.vocab_size)
-    fitting = fitting_rows(rows, limits=limits, ranks=work.ranks)
+    fitting = fitting_rows(rows, limits=limits, ranks=work.ranks, routers=policy.routers.shape)
     plan = _plan(
         fitting,
         work=work,

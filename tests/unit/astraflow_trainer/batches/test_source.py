@@ -2,20 +2,26 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from astraflow import errors
+from astraflow.blobs import blob_prefix, blob_ref
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger, StepBatch
+from astraflow_trainer.joined_run import JoinedRun
+from astraflow_trainer.session import stored_blob
+from astraflow_weights.store.file import FileStore
 from support.scripted_batches import ScriptedBatches, batch_of, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
 
@@ -27,7 +33,7 @@ class Trainer(BatchSource):
 
     def __init__(self, client: Client, script: ScriptedBatches, folder: Path) -> None:
         self.script, self._path = script, folder / "work" / "ledger.jsonl"
-        names = {"run_id": RUN_ID, "policy_id": POLICY, "trainer_id": "host:1"}
+        names: dict[str, Any] = {"run_id": RUN_ID, "policy_id": POLICY, "trainer_id": "host:1"}
         super().__init__(client, **names, ledger=Ledger(self._path))
         self.claim()
 
@@ -129,6 +135,29 @@ def test_a_payload_that_is_not_what_its_item_says_is_a_problem_of_its_group(
     trainer.script.spoil.clear()
     assert len(trainer.fetch(trainer.take())) == 2
     assert trainer.problems == {}
+
+
+def test_recorded_experts_come_with_their_row_from_the_runs_store(trainer: Trainer, tmp_path: Path) -> None:
+    store, content = FileStore(tmp_path / "store"), bytes(range(6))
+    joined = cast("JoinedRun", SimpleNamespace(store_uri=store.uri, run_id=RUN_ID))
+    prefix, media = (
+        blob_prefix(store.uri, RUN_ID),
+        "application/x-astraflow-expert-routing; layers=1; k=2; dtype=uint8",
+    )
+    ref = blob_ref(content, name="t1-1", prefix=prefix, media_type=media)
+    trainer.script.spoil["t1-1"] = _body(lambda body: body.expert_routing.CopyFrom(ref))
+    assert trainer.fetch(trainer.take())[1].expert_routing is None  # nobody reads blobs here
+    trainer._read_blob = partial(stored_blob, store, joined)
+    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
+    problem = trainer.problems["task-1", POLICY]
+    assert (problem.slug, "its expert routing is gone" in problem.detail) == ("bad_blob", True)
+    store.put_if_absent(f"{RUN_ID}/blobs/t1-1", content)
+    plain, routed = trainer.fetch(trainer.take())
+    assert plain.expert_routing is None
+    assert routed.expert_routing is not None
+    assert routed.expert_routing.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    with pytest.raises(LookupError, match="is not below"):
+        stored_blob(store, joined, "file:///elsewhere/t1-1")
 
 
 def test_a_payload_that_is_gone_is_a_problem_of_its_group_and_the_others_come(trainer: Trainer) -> None:
