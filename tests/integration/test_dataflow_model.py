@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase
 
 from support.dataflow_machine import compare
+from support.dataflow_tour import tour
 from support.planted_bugs import QUICK
 from support.valkey import ValkeyServer
 
@@ -16,6 +17,12 @@ def quick_valkey(redis_binary: str, tmp_path: Path) -> Iterator[ValkeyServer]:
     """A server of its own that does not wait for a busy disk: here nothing is about what survives."""
     with ValkeyServer(tmp_path / "own", binary=redis_binary, options=QUICK) as server:
         yield server
+
+
+def test_servers_answer_as_the_model_does_to_each_call_once(
+    quick_valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    tour(quick_valkey.url, tmp_path)
 
 
 @pytest.mark.timeout(300)

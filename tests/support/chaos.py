@@ -33,7 +33,7 @@ BUSY_ROLES = ("node", "engine", "environment", "agent")
 # First part of a failpoint's name -> the role that runs it.
 _HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine": "engine"}
 _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
-_ENGINE_MODULE = "-m astraflow_engine"
+_ENGINE_MODULE, _SERVER = "-m astraflow_engine", "-m astraflow_dataflow"
 _LOOK_S = 0.01
 _SERVICE, _AGENT = f"{sys.executable} -m astraflow_environment", "asking_agent.py"
 # A run whose episodes need every kind of process; what is killed costs attempts.
@@ -167,10 +167,12 @@ class Monkey:
         return pids[-1] if pids and _lives(pids[-1]) else None
 
     def kill(self, role: str, *, hit: Hit | None = None, cut_bytes: int = 0) -> bool:
-        """SIGKILL a role's process, and wait until it is dead; False when there is none."""
+        """SIGKILL a role's process, and wait until it is dead; False when there is none. Where it has several, any."""
         pid = self.pid_of(role)
         if pid is None:
             return False
+        if role == "dataflow":
+            pid = random.choice([pid, *(child for child, words in _below(pid) if _SERVER in words)])
         with self._launcher_frozen(when=bool(cut_bytes)):
             os.kill(pid, signal.SIGKILL)
             self.story.deaths.append(Death(victim=role, pid=pid, hit=hit))
@@ -212,7 +214,9 @@ def run_kills(folder: Path, kills: Sequence[Kill]) -> Story:
     return _lived(director.monkey, director.direct, failpoints=armed)
 
 
-def run_random_kills(folder: Path, *, seed: int, num_kills: int) -> Story:
+def run_random_kills(
+    folder: Path, *, seed: int, num_kills: int, variables: Mapping[str, str] | None = None
+) -> Story:
     """Kill random processes at random instants, all drawn from `seed`; then end the run in order.
 
     Killing pauses while no step is taken for a while, so that a run cannot be kept from starting at all; one
@@ -221,7 +225,7 @@ def run_random_kills(folder: Path, *, seed: int, num_kills: int) -> Story:
     monkey, generator = Monkey(Story(files=RunFiles(folder))), random.Random(seed)
     weights = [1 if role == "launcher" else 2 for role in ROLES]
     victims = generator.choices(ROLES, weights=weights, k=num_kills)
-    return _lived(monkey, _Dice(monkey, generator, victims).throw)
+    return _lived(monkey, _Dice(monkey, generator, victims).throw, variables=variables)
 
 
 def run_busy_kills(folder: Path, *, seed: int, kills: Mapping[str, int]) -> Story:

@@ -2,23 +2,21 @@
 
 Each call goes to one of the two servers; either may be killed while calls are on their way. Every call's answer is the
 model's, and after each the trajectories, the credit and the leases are where the model has them. Used by the stateful
-test, and as a program by the one of planted bugs: `python -m support.dataflow_machine REDIS FOLDER`.
+test and by `dataflow_tour`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import sys
 import threading
-import traceback
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -37,6 +35,7 @@ from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.errors import AstraflowError
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.packs import Place
@@ -65,7 +64,7 @@ class Plane:
         self._thread.start()
         self._stacks = [AsyncExitStack(), AsyncExitStack()]
         self.worlds = [self._start(0), self._start(1)]
-        self.runs = itertools.count()
+        self.runs: Iterator[object] = itertools.count()
 
     def do(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Wait for work in the servers' loop."""
@@ -145,6 +144,17 @@ class DataflowMachine(RuleBasedStateMachine):
         self.submit(6)
 
     # Nodes.
+
+    @rule(server=any_of)
+    def settle_twice(self, server: int) -> None:
+        """Both servers settle what one push completed."""
+        settle = Settling._settle
+
+        async def twice(settling: Settling, *arguments: Any) -> int:
+            return sum(await asyncio.gather(*(settle(settling, *arguments) for _ in range(2))))
+
+        with patch.object(Settling, "_settle", twice):
+            self.work(0, server, 1, (0.0, 1.0))
 
     @rule(count=st.integers(2, 6))
     def submit(self, count: int) -> None:
@@ -298,15 +308,18 @@ class DataflowMachine(RuleBasedStateMachine):
     @rule(which=any_of, server=any_of, reason=st.sampled_from(["drain", "workflow_error"]))
     def fail_what_was_lost(self, which: int, server: int, reason: str) -> None:
         """A node gives back a lease that it lost, and has got again under another attempt."""
-        self.expire_a_lease(which, server)
-        before = len(self.leases)
-        self.lease(0, server, 4)
-        again = {lease.task.task_id for _, lease in self.leases[before:]}
-        for node, lease in self.leases[:before]:
-            if lease.task.task_id in again and node.node_id == self.nodes[0].node_id:
-                node.world = self._world(server)
-                expected = self.model.fail(node.node_id, lease, free=reason == "drain", retryable=True)
-                assert self._do(node.fail(lease, reason)) == expected
+        for node, lease, _ in self._lost_and_leased_again(which, server):
+            expected = self.model.fail(node.node_id, lease, free=reason == "drain", retryable=True)
+            assert self._do(node.fail(lease, reason)) == expected
+
+    @precondition(lambda self: self._in_state("leased"))
+    @rule(which=any_of, server=any_of)
+    def push_what_was_lost(self, which: int, server: int) -> None:
+        """A node pushes under a lease that it lost, before and after what comes under the newer attempt."""
+        for node, lease, again in self._lost_and_leased_again(which, server):
+            for held, member in ((lease, 0), (again, 1), (lease, 1)):
+                fields: dict[str, Any] = {"episode_id": f"e{len(self.pushed)}", "version": self.model.version}
+                self._push(node, node.episode(held, member, reward=float(member), **fields))
 
     @precondition(lambda self: self._opened())
     @rule(which=any_of, server=any_of)
@@ -398,14 +411,20 @@ class DataflowMachine(RuleBasedStateMachine):
             self.used.update(item.trajectory_id for item in batch.items)
 
     @rule(server=any_of)
-    def train(self, server: int) -> None:
+    def train(self, server: int, *, end: str = "trained") -> None:
         """A trainer does all that a step needs."""
         step = self.model.finished + 1
         self.acquire(9, server, 1, 0)
         if step in self.model.batches:
             self.ack(9, server, 0, "intent", 1)
-            self.ack(9, server + 1, 0, "trained", 1)
+            self.ack(9, server + 1, 0, end, 1)
             self.publish(9, server)
+
+    @precondition(lambda self: len(self.model.ready) >= GROUPS_PER_STEP)
+    @rule(server=any_of)
+    def skip(self, server: int) -> None:
+        """A trainer's guard refuses the step, which has no version."""
+        self.train(server, end="skipped")
 
     @precondition(lambda self: self.bound)
     @rule(which=st.integers(0, 9), server=any_of, step=st.integers(0, 1), quarantine=st.booleans())
@@ -544,6 +563,19 @@ class DataflowMachine(RuleBasedStateMachine):
         assert (reply == "FencedError") == fenced
         return fenced
 
+    def _lost_and_leased_again(
+        self, which: int, server: int
+    ) -> Iterator[tuple[Node, task_pb2.Lease, task_pb2.Lease]]:
+        """What the first node had before a lease expired, and has again: node, old lease, new lease."""
+        self.expire_a_lease(which, server)
+        before = len(self.leases)
+        self.lease(0, server, 4)
+        again = {lease.task.task_id: lease for _, lease in self.leases[before:]}
+        for node, lease in self.leases[:before]:
+            if lease.task.task_id in again and node.node_id == self.nodes[0].node_id:
+                node.world = self._world(server)
+                yield node, lease, again[lease.task.task_id]
+
     def _push(self, node: Node, episode: trajectory_pb2.Episode) -> None:
         outcome = self._do(node.outcome(episode))
         assert outcome == self.model.push(episode)
@@ -596,22 +628,3 @@ def compare(
         run_state_machine_as_test(machine, settings=bounds)
     finally:
         plane.close()
-
-
-class FirstDisagreement(DataflowMachine):
-    """Ends the process at the first disagreement: what is repeated to explain it may end otherwise, for servers with
-    bugs need not do the same thing twice.
-    """
-
-    def teardown(self) -> None:
-        """Called while the error of the rule, if there was one, is on its way out."""
-        if isinstance(error := sys.exc_info()[1], AssertionError):
-            traceback.print_exception(error)
-            sys.stderr.flush()
-            os._exit(1)
-        super().teardown()
-
-
-if __name__ == "__main__":
-    where, searched = (sys.argv[1], Path(sys.argv[2])), [Phase.generate]
-    compare(*where, examples=100, calls=100, phases=searched, machine=FirstDisagreement)

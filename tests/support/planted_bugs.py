@@ -1,18 +1,20 @@
 """Bugs that a change could bring into the dataflow server, each of which the stateful test must find.
 
-A bug is a text of a source file, which is there once, and what stands there instead. `make soak
-T=tests/integration/test_planted_bugs.py` plants one after the other in a copy of the services.
+A bug is a text of a source file, which is there once, and what stands there instead. The soak of
+tests/integration/test_planted_bugs.py plants one after the other in a copy of the services.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.dataflow_tour import FOUND
 from support.valkey import ValkeyServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -123,10 +125,10 @@ BUGS = (
         "(1 - j.acceptance)",
     ),
     Bug(
-        "two servers settle one task",
+        "what is settled is still assembling",
         f"{LUA}/settle.lua",
-        "if f[1] == 'complete' then\n      local known",
-        "if true then\n      local known",
+        "count(P, 'assembling', -total)",
+        "",
     ),
     Bug(
         "an old trainer is not fenced",
@@ -227,21 +229,40 @@ BUGS = (
 )
 
 
-def disagreement(bug: Bug, folder: Path) -> str:
-    """What the comparison says with this bug in a copy of the services; nothing if servers and model agree."""
+@dataclass(frozen=True)
+class Found:
+    """What told servers with a bug from the model: the call, how many there were until then, and what it took."""
+
+    call: str
+    num_calls: int
+    cpu_s: float
+
+
+def disagreement(bug: Bug, folder: Path) -> Found | None:
+    """What the comparison finds with this bug in a copy of the services; None if servers and model agree. Raises
+    AssertionError with what it said when it ended otherwise.
+    """
     services = folder / "services"
     shutil.copytree(REPOSITORY / "services", services, ignore=shutil.ignore_patterns("__pycache__"))
     source = services / bug.file
     source.write_text(source.read_text().replace(bug.found, bug.planted))
     paths = [services, REPOSITORY / "tests", REPOSITORY / "clients" / "python"]
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
     with ValkeyServer(folder / "valkey", options=QUICK) as valkey:
         ran = subprocess.run(
-            [sys.executable, "-m", "support.dataflow_machine", valkey.url, str(folder)],
+            [sys.executable, "-m", "support.dataflow_tour", valkey.url, str(folder)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,
             text=True,
             timeout=1800,
             check=False,
         )
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     shutil.rmtree(services)
-    return "" if ran.returncode == 0 else ran.stderr
+    if ran.returncode == 0:
+        return None
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith(FOUND), ran.stderr
+    *call, num_calls = last.removeprefix(FOUND).split()
+    cpu_s = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+    return Found(call=" ".join(call).replace("_", " "), num_calls=int(num_calls), cpu_s=cpu_s)

@@ -15,7 +15,7 @@ from itertools import islice
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
-from astraflow.errors import ConflictError, InvalidArgumentError
+from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import StepRequest
 from astraflow.trajectories import batch_digest
 from astraflow_dataflow.batches.measuring import inform_filters, measured_step
@@ -185,10 +185,6 @@ class Batching:
         """
         batch, batch_id = await self._manifest(context, request), request.batch_id
         measured = measured_step(batch, request.mismatch_kl)
-        if batch.batch_id == batch_id and batch.digest != request.digest:
-            raise ConflictError(
-                f"the digest is not that of batch {batch_id}; fetch the batch again and train on what was handed out"
-            )
         replay = context.recipe.policy(request.policy_id).batches.replay
         by_priority = replay is not None and replay.order == "priority"
         found = priorities(batch) if by_priority and request.stage == pb.BATCH_STAGE_TRAINED else {}
