@@ -125,9 +125,9 @@ BUGS = (
         "(1 - j.acceptance)",
     ),
     Bug(
-        "what is settled is still assembling",
+        "a group that is ready is nowhere",
         f"{LUA}/settle.lua",
-        "count(P, 'assembling', -total)",
+        "gather({ 'ZADD', K.ready(P, item.policy) }, score, item.gid)",
         "",
     ),
     Bug(
