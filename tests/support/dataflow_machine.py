@@ -172,7 +172,7 @@ class DataflowMachine(RuleBasedStateMachine):
         leases = self._do(asking.lease(want, wait_s=0))
         self.leases += [(asking, lease) for lease in leases]
         names = [lease.task.task_id for lease in leases]
-        assert names[again:] == fresh
+        assert names[again:] == fresh, (names, again, fresh)
         for lease in leases:
             self.model.lease(asking.node_id, lease)
 
@@ -357,7 +357,12 @@ class DataflowMachine(RuleBasedStateMachine):
         assert self.trainers[-1].epoch == self.model.claim()
 
     @precondition(lambda self: len(self.model.ready) >= GROUPS_PER_STEP or self.model.now % 4 == 0)
-    @rule(which=st.integers(0, 9), server=any_of, step=st.integers(-1, 2), behind=st.integers(0, 1))
+    @rule(
+        which=st.integers(0, 9),
+        server=any_of,
+        step=st.integers(-1, 2),
+        behind=st.sampled_from([0, 1, -1, -2]),
+    )
     def acquire(self, which: int, server: int, step: int, behind: int) -> None:
         """A trainer asks for a batch."""
         trainer, wanted = self._trainer(which, server), max(1, self.model.finished + step)
@@ -373,8 +378,51 @@ class DataflowMachine(RuleBasedStateMachine):
         elif isinstance(expected, str):
             assert reply.waiting_for == expected
         else:
-            self.bound[wanted], self.voided = reply.batch, None
-            self.model.bind(wanted, [item.task_id for item in reply.batch.items[::GROUP_SIZE]])
+            self._was_bound(reply.batch, base, expected)
+
+    def _was_bound(self, batch: batch_pb2.Batch, base: int, among: set[tuple[int, int, str]]) -> None:
+        assert batch.base_version == base
+        self.bound[batch.step], self.voided = batch, None
+        names = [item.task_id for item in batch.items[::GROUP_SIZE]]
+        self.model.bind(batch.step, names, base=base, among=among)
+
+    @precondition(lambda self: self.model.batches)
+    @rule(
+        which=st.integers(0, 9), server=any_of, step=st.sampled_from([2, 2, 2, 1, 0, 3]), early=st.booleans()
+    )
+    def read_ahead(self, which: int, server: int, step: int, early: bool) -> None:
+        """A trainer asks for the batch of the step after the one in hand, and may forget what that one makes."""
+        trainer, wanted = self._trainer(which, server), max(1, self.model.finished + step)
+        base = max(0, self.model.version + (0 if early else 1))
+        reply = self._try(trainer.read_ahead(wanted, base_version=base))
+        if self._is_fenced(trainer, reply):
+            return
+        expected = self.model.offer_ahead(wanted, base)
+        if isinstance(reply, str):
+            assert reply == expected
+        elif expected == "bound":
+            assert reply.batch.batch_id == self.bound[wanted].batch_id
+        elif isinstance(expected, str):
+            assert reply.waiting_for == expected
+        else:
+            self._was_bound(reply.batch, *expected)
+
+    @precondition(lambda self: self.model.batches and self.model.now % 4 == 0)
+    @rule(server=any_of, moments=st.integers(0, 60))
+    def kill_a_server_that_reads_ahead(self, server: int, moments: int) -> None:
+        """Whether it was bound or not: asked again, the other one says."""
+        trainer, wanted = self._trainer(9, server), self.model.finished + 2
+
+        async def interrupted() -> None:
+            call = asyncio.create_task(trainer.read_ahead(wanted, base_version=max(0, self.model.version)))
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+        self._do(interrupted())
+        self.plane.replace(server % 2)
+        self.read_ahead(9, server + 1, 2, True)
 
     @precondition(lambda self: self.bound)
     @rule(
@@ -415,9 +463,10 @@ class DataflowMachine(RuleBasedStateMachine):
         """A trainer does all that a step needs."""
         step = self.model.finished + 1
         self.acquire(9, server, 1, 0)
-        if step in self.model.batches:
-            self.ack(9, server, 0, "intent", 1)
-            self.ack(9, server + 1, 0, end, 1)
+        if step in self.model.batches and step != self.model.ahead:
+            place = sum(known > step for known in self.bound)
+            self.ack(9, server, place, "intent", 1)
+            self.ack(9, server + 1, place, end, 1)
             self.publish(9, server)
 
     @precondition(lambda self: len(self.model.ready) >= GROUPS_PER_STEP)
@@ -427,7 +476,7 @@ class DataflowMachine(RuleBasedStateMachine):
         self.train(server, end="skipped")
 
     @precondition(lambda self: self.bound)
-    @rule(which=st.integers(0, 9), server=any_of, step=st.integers(0, 1), quarantine=st.booleans())
+    @rule(which=st.integers(0, 9), server=any_of, step=st.integers(0, 2), quarantine=st.booleans())
     def nack(self, which: int, server: int, step: int, quarantine: bool) -> None:
         """A trainer gives a batch back, for good or not."""
         trainer, wanted = self._trainer(which, server), max(1, self.model.finished + step)
@@ -578,7 +627,8 @@ class DataflowMachine(RuleBasedStateMachine):
 
     def _push(self, node: Node, episode: trajectory_pb2.Episode) -> None:
         outcome = self._do(node.outcome(episode))
-        assert outcome == self.model.push(episode)
+        expected = self.model.push(episode)
+        assert outcome == expected, (outcome, expected)
         self.pushed.append((node, episode))
 
     def _in_state(self, *states: str) -> list[str]:

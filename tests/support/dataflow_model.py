@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 
 GROUP_SIZE = GROUPS_PER_STEP = MAX_ATTEMPTS = 2
-MAX_STALENESS = 1
+MAX_STALENESS = MAX_BEHIND = 1
 SMOOTHING, FLOOR = 1 / 8, 0.25
 OPEN = {"queued", "leased", "retry"}
 
@@ -41,6 +41,7 @@ class ModelBatch:
     """What is bound to a step."""
 
     groups: list[tuple[int, int, str]]
+    base: int
     stage: str = ""
 
 
@@ -56,6 +57,8 @@ class Model:
     answers: dict[tuple[str, str], str] = field(default_factory=dict)
     ready: set[tuple[int, int, str]] = field(default_factory=set)
     batches: dict[int, ModelBatch] = field(default_factory=dict)
+    ahead: int = 0
+    """The step whose batch was read ahead and not acquired since for itself; 0 when none was."""
     unpublished: dict[int, int] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     acceptance: float = 1.0
@@ -210,6 +213,15 @@ class Model:
     def _end_step(self) -> None:
         if self.switched is not None:
             self.filters, self.switched = self.switched, None
+            self._give_back_ahead()
+
+    def _give_back_ahead(self) -> None:
+        if self.ahead:
+            groups = self.batches.pop(self.ahead).groups
+            del self.unpublished[self.ahead]
+            self.ready |= set(groups)
+            self._move(groups, "in_batch", "ready")
+            self.ahead = 0
 
     def claim(self) -> int:
         """A trainer takes the policy over."""
@@ -218,24 +230,57 @@ class Model:
 
     def offer(self, step: int, base: int) -> str | set[tuple[int, int, str]]:
         """What acquiring answers: an error, what it waits for, or the groups that must and may be bound."""
-        if step in self.batches:
+        if step in self.batches and step != self.ahead:
             return "bound"
         if step != self.finished + 1:
             return "NotFoundError" if step <= self.finished else "InvalidArgumentError"
+        if base > self.version + MAX_BEHIND:
+            return "publish"
+        if step == self.ahead:
+            if self._takes_up(self.batches[step], base):
+                self.ahead = 0
+                return "bound"
+            self._give_back_ahead()
         stale = {group for group in self.ready if group[0] < base - MAX_STALENESS}
         self.ready -= stale
         self.counts["ready"] -= GROUP_SIZE * len(stale)
         self.counts["stale"] += GROUP_SIZE * len(stale)
         return set(self.ready) if len(self.ready) >= GROUPS_PER_STEP else "ready_groups"
 
-    def bind(self, step: int, task_ids: Sequence[str]) -> None:
-        """These tasks' groups were bound; none that is left was due before one of them."""
-        taken = [group for group in self.ready if group[2] in task_ids]
+    def _takes_up(self, batch: ModelBatch, base: int) -> bool:
+        """Whether what was read ahead is for this version, and nothing that only this step may have is due before."""
+        last, latest = base - MAX_STALENESS, max(batch.groups)
+        return base == batch.base and not any(
+            group[0] == last and group[:2] < latest[:2] for group in self.ready
+        )
+
+    def offer_ahead(self, step: int, base: int) -> str | tuple[int, set[tuple[int, int, str]]]:
+        """What reading ahead answers: what it waits for, or the version and the groups that may be bound for it."""
+        if step in self.batches:
+            return "bound"
+        if step <= self.finished:
+            return "NotFoundError"
+        in_hand = self.batches.get(step - 1)
+        if step != self.finished + 2 or in_hand is None or self.ahead:
+            return "not_ahead"
+        base = max(base, in_hand.base + 1)
+        if base > self.version + MAX_BEHIND + 1:
+            return "publish"
+        fresh = {group for group in self.ready if group[0] >= base - MAX_STALENESS}
+        return (base, fresh) if len(fresh) >= GROUPS_PER_STEP else "ready_groups"
+
+    def bind(
+        self, step: int, task_ids: Sequence[str], *, base: int, among: set[tuple[int, int, str]]
+    ) -> None:
+        """These tasks' groups were bound, for a version; none that is left of those that may be was due before one."""
+        taken = [group for group in among if group[2] in task_ids]
         assert len(taken) == len(set(task_ids)) == GROUPS_PER_STEP, "bound what is not ready"
         self.ready -= set(taken)
-        nearest = all(max(group[:2] for group in taken) <= left[:2] for left in self.ready)
+        nearest = all(max(group[:2] for group in taken) <= left[:2] for left in among - set(taken))
         assert nearest, "a group that is left was due before one that was bound"
-        self.batches[step], self.unpublished[step] = ModelBatch(taken), GROUPS_PER_STEP
+        self.batches[step], self.unpublished[step] = ModelBatch(taken, base), GROUPS_PER_STEP
+        if step == self.finished + 2:
+            self.ahead = step
         self._move(taken, "ready", "in_batch")
 
     def ack(self, step: int, stage: str) -> str:
@@ -243,6 +288,8 @@ class Model:
         batch = self.batches.get(step)
         if batch is None:
             return "NotFoundError"
+        if step == self.ahead:
+            return "PreconditionError"
         order = {"": 0, "intent": 1, "trained": 2, "skipped": 2}
         if order[batch.stage] == 2 and order[stage] == 2 and batch.stage != stage:
             return "ConflictError"
@@ -257,6 +304,7 @@ class Model:
             self._end_step()
             if stage == "skipped":
                 del self.unpublished[step]
+                self._give_back_ahead()
         return stage
 
     def give_back(self, step: int, *, dropped: str = "") -> str:
@@ -272,7 +320,11 @@ class Model:
         if not dropped:
             self.ready |= set(batch.groups)
         self._move(batch.groups, "in_batch", dropped or "ready")
-        self._end_step()
+        if step == self.ahead:
+            self.ahead = 0
+        else:
+            self._give_back_ahead()
+            self._end_step()
         return ""
 
     def publish(self, step: int) -> None:

@@ -405,6 +405,11 @@ class Trainer:
         waiting = {"wait_duration": timedelta(seconds=wait_s), "timeout_s": wait_s + 10}
         return await self._ask(batches.AcquireBatchResponse, step=step, base_version=base_version, **waiting)
 
+    async def read_ahead(self, step: int, *, base_version: int = 1) -> batches.AcquireBatchResponse:
+        """Acquire the batch of the step after the one in hand, if there is one now."""
+        named = {"step": step, "base_version": base_version, "read_ahead": True}
+        return await self._ask(batches.AcquireBatchResponse, **named)
+
     async def fetch(
         self, step: int, *trajectory_ids: str, pack_bytes: int = 0
     ) -> list[batches.FetchBatchResponse]:

@@ -145,8 +145,8 @@ BUGS = (
     Bug(
         "the groups that are due last are taken",
         f"{LUA}/batches.lua",
-        "call('ZPOPMIN', K.ready(P, policy), wanted)",
-        "call('ZPOPMAX', K.ready(P, policy), wanted)",
+        "call('ZRANGEBYSCORE', K.ready(P, policy), oldest, '+inf', 'LIMIT', 0, wanted)",
+        "call('ZREVRANGEBYSCORE', K.ready(P, policy), '+inf', oldest, 'LIMIT', 0, wanted)",
     ),
     Bug(
         "groups as old as they may be are dropped",
@@ -181,8 +181,38 @@ BUGS = (
     Bug(
         "a skipped step waits for its version",
         f"{LUA}/batches.lua",
-        "if not trained then call('HDEL', K.unpublished(P, policy), step) end",
-        "",
+        "if not trained then\n    call('HDEL', K.unpublished(P, policy), step)",
+        "if not trained then",
+    ),
+    Bug(
+        "a batch that was read ahead is trained on before the step before",
+        f"{LUA}/batches.lua",
+        "if call('HGET', K.policy(P, policy), 'ahead') == a.step then",
+        "if false then",
+    ),
+    Bug(
+        "what was read ahead stays bound after a step that was skipped",
+        f"{LUA}/batches.lua",
+        "call('HDEL', K.unpublished(P, policy), step)\n    give_back_ahead(P, policy)",
+        "call('HDEL', K.unpublished(P, policy), step)",
+    ),
+    Bug(
+        "what was read ahead stays bound when the step before is given back",
+        f"{LUA}/batches.lua",
+        "give_back_ahead(P, policy)\n  switch_plugins(P)",
+        "switch_plugins(P)",
+    ),
+    Bug(
+        "what is read ahead is judged for the version of the step before",
+        f"{LUA}/batches.lua",
+        "tonumber(call('HGET', K.batch(P, in_hand), 'base')) + 1)",
+        "tonumber(call('HGET', K.batch(P, in_hand), 'base')))",
+    ),
+    Bug(
+        "what was read ahead is trained on from another version",
+        f"{LUA}/batches.lua",
+        "if base ~= tonumber(call('HGET', K.batch(P, id), 'base')) or has_missed",
+        "if has_missed",
     ),
     Bug(
         "a batch that is given back keeps its credit",

@@ -36,7 +36,8 @@ log = get_logger(__name__)
 PAYLOADS_PER_READ = 32
 # A waiting call looks again at least this often, should an event get lost with its Redis.
 _LOOK_AGAIN_S = 5.0
-_OVER = "run_finished"
+_FINAL = ("run_finished", "not_ahead")
+"""What a batch waits for when no waiting helps."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Batching:
                     failpoints.hit("dataflow.bound")
                     reply.batch.CopyFrom(await self._manifest(context, request))
                     return reply
-                if left_s <= 0 or reply.waiting_for == _OVER:
+                if left_s <= 0 or reply.waiting_for in _FINAL:
                     return reply
                 await news.wait(min(left_s, _LOOK_AGAIN_S))
 

@@ -107,6 +107,7 @@ class BatchStore:
             STALE_GROUPS_PER_CALL,
             lease_ms,
             wait_ms,
+            flag(request.read_ahead),
         )
         if selection is not None:
             arguments += (selection.mode, OFFERED_GROUPS, selection.detail, *selection.chosen)

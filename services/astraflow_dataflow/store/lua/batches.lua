@@ -39,16 +39,16 @@ local function held_by_another(P, policy, claimer, lease_ms)
     'anyway, which fences that trainer', 'holder=' .. f[1])
 end
 
--- The plug-ins that were asked for last hold from now on, if they do not yet: no step is in hand, or one has just ended. Of those that were asked
--- for since the last time only the newest do.
-local function switch_plugins(P)
-  local f = call('HMGET', K.run(P), 'switches', 'switch')
-  if not f[1] or f[1] == f[2] then return end
-  local steps = {}
-  for _, policy in ipairs(policies(P)) do steps[#steps + 1] = policy .. ' ' .. call('HGET', K.policy(P, policy), 'finished') end
-  call('HSET', K.switch(P, f[1]), 'effect_ms', now_ms(), 'steps', lines(steps))
-  call('HSET', K.run(P), 'switch', f[1], 'archive', call('HGET', K.switch(P, f[1]), 'archive'))
-  emit(P, 'run')
+local function return_groups(P, policy, gids, n, reason)
+  for _, gid in ipairs(gids) do
+    call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)
+    note_group(P, gid, 'R', reason)
+  end
+  count(P, 'in_batch', -n)
+  count(P, 'ready', n)
+  emit(P, 'ready ' .. policy)
+  emit(P, 'work')
+  return #gids
 end
 
 local function unbind(P, policy, step, id)
@@ -56,6 +56,44 @@ local function unbind(P, policy, step, id)
   call('HDEL', K.steps(P, policy), step)
   call('HDEL', K.unpublished(P, policy), step)
   call('ZREM', K.batch_leases(P), id)
+end
+
+-- A policy's field `ahead` is the step whose batch was read ahead: bound while the step before was in hand, and not acquired since for itself. The
+-- batch goes back when that step did not end as was reckoned with, or is to have other groups.
+local function give_back_ahead(P, policy)
+  local step = call('HGET', K.policy(P, policy), 'ahead')
+  if not step then return end
+  local id = call('HGET', K.steps(P, policy), step)
+  local f = call('HMGET', K.batch(P, id), 'groups', 'n')
+  return_groups(P, policy, split(f[1]), tonumber(f[2]), 'read_ahead')
+  unbind(P, policy, step, id)
+  call('UNLINK', K.batch(P, id))
+  call('HDEL', K.policy(P, policy), 'ahead')
+end
+
+-- The plug-ins that were asked for last hold from now on, if they do not yet: no step is in hand, or one has just ended. Of those that were asked
+-- for since the last time only the newest do. They choose every batch that is not in hand.
+local function switch_plugins(P)
+  local f = call('HMGET', K.run(P), 'switches', 'switch')
+  if not f[1] or f[1] == f[2] then return end
+  local steps = {}
+  for _, policy in ipairs(policies(P)) do
+    give_back_ahead(P, policy)
+    steps[#steps + 1] = policy .. ' ' .. call('HGET', K.policy(P, policy), 'finished')
+  end
+  call('HSET', K.switch(P, f[1]), 'effect_ms', now_ms(), 'steps', lines(steps))
+  call('HSET', K.run(P), 'switch', f[1], 'archive', call('HGET', K.switch(P, f[1]), 'archive'))
+  emit(P, 'run')
+end
+
+-- A batch is taken back, of the step in hand or of the one that was read ahead; the latter goes with the former, whose step is bound anew.
+local function take_back(P, policy, step, id)
+  unbind(P, policy, step, id)
+  if call('HGET', K.policy(P, policy), 'ahead') == step then
+    call('HDEL', K.policy(P, policy), 'ahead')
+    return
+  end
+  give_back_ahead(P, policy)
   switch_plugins(P)
 end
 
@@ -79,11 +117,14 @@ local function accept_loss(P, policy, identity, step)
   local finished = tonumber(f[1])
   call('HSET', K.run(P), 'identity', identity)
   if step <= finished then return end
-  for _, bound in ipairs(call('HKEYS', K.steps(P, policy))) do
-    if tonumber(bound) > finished and tonumber(bound) <= step then
-      local id = call('HGET', K.steps(P, policy), bound)
+  local steps = call('HKEYS', K.steps(P, policy))
+  -- The newest first: what goes with a step before it would return.
+  table.sort(steps, function(one, other) return tonumber(one) > tonumber(other) end)
+  for _, bound in ipairs(steps) do
+    local id = call('HGET', K.steps(P, policy), bound)
+    if id and tonumber(bound) > finished and tonumber(bound) <= step then
       discard(P, id, 'voided')
-      unbind(P, policy, bound, id)
+      take_back(P, policy, bound, id)
       call('UNLINK', K.batch(P, id))
     end
   end
@@ -173,12 +214,16 @@ local function note_wait(P, policy, reason, wait_ms)
   call('HSET', Q, 'wait_until', now + wait_ms + 2000)
 end
 
--- Takes `wanted` groups out of the ready set: those a selector chose, or the ones whose deadline is nearest.
-local function take(P, policy, wanted, chosen)
-  for _, gid in ipairs(chosen) do call('ZREM', K.ready(P, policy), gid) end
-  if #chosen > 0 then return chosen end
-  local popped, gids = call('ZPOPMIN', K.ready(P, policy), wanted), {}
-  for i = 1, #popped, 2 do gids[#gids + 1] = popped[i] end
+-- The lowest score of a group that a step starting from `base` may have.
+local function oldest_for(P, policy, base)
+  local oldest = base - tonumber(call('HGET', K.policy(P, policy), 'max_staleness'))
+  return oldest > 0 and precise(oldest * 4294967296) or '-inf'
+end
+
+-- Takes `wanted` groups out of the ready set: those a selector chose, or the ones whose deadline is nearest from the score `oldest` on.
+local function take(P, policy, wanted, chosen, oldest)
+  local gids = #chosen > 0 and chosen or call('ZRANGEBYSCORE', K.ready(P, policy), oldest, '+inf', 'LIMIT', 0, wanted)
+  call_many({ 'ZREM', K.ready(P, policy) }, gids)
   return gids
 end
 
@@ -210,11 +255,12 @@ local function more_come(P, policy)
   return is_over and 0 or 1
 end
 
--- The ready groups a batch is chosen from, nearest deadline first.
-local function offer(P, policy, limit)
-  local lacked = now_ms() - tonumber(call('HGET', K.policy(P, policy), 'lack_since') or now_ms())
-  local out = { 'offer', call('SCARD', K.outstanding(P, policy)), more_come(P, policy), lacked }
-  local ready = call('ZRANGE', K.ready(P, policy), 0, limit - 1, 'WITHSCORES')
+-- The ready groups a batch is chosen from, nearest deadline first from the score `oldest` on. What is read ahead never has to do with what there is.
+local function offer(P, a, limit, oldest)
+  local policy, is_ahead = a.policy, a.ahead == '1'
+  local lacked = is_ahead and 0 or now_ms() - tonumber(call('HGET', K.policy(P, policy), 'lack_since') or now_ms())
+  local out = { 'offer', call('SCARD', K.outstanding(P, policy)), is_ahead and 1 or more_come(P, policy), lacked }
+  local ready = call('ZRANGEBYSCORE', K.ready(P, policy), oldest, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
   for i = 1, #ready, 2 do out[#out + 1] = { ready[i], ready[i + 1], call('HGET', K.group(P, ready[i]), 'items') } end
   return out
 end
@@ -229,21 +275,26 @@ local function all_ready(P, policy, wanted, chosen)
   return n == wanted
 end
 
+-- A step waits for this; one that is read ahead holds nobody up.
+local function waits(P, a, reason, text)
+  if a.ahead ~= '1' then note_wait(P, a.policy, reason, tonumber(a.wait_ms)) end
+  return { 'wait', reason, text }
+end
+
 -- What a selector, or what the batch needs, makes of a step that could be bound: a reply when there is nothing to bind yet, nil when the choice can
 -- be. How long it lacks something is kept apart from the wait, which ends while the trainer does not ask.
-local function selected(P, policy, wanted, mode, wait_ms, limit, lack, chosen)
-  if mode == 'offer' then return offer(P, policy, math.max(limit, wanted)) end
-  if mode == 'wait' then
-    note_wait(P, policy, 'selector', wait_ms)
-    return { 'wait', 'selector', 'the selector wants other groups than those that are ready' }
+local function selected(P, a, wanted, oldest)
+  if not a.mode then return nil end
+  if a.mode == 'offer' then return offer(P, a, math.max(tonumber(a.offered), wanted), oldest) end
+  if a.mode == 'wait' then return waits(P, a, 'selector', 'the selector wants other groups than those that are ready') end
+  if a.mode == 'lack' then
+    if a.ahead ~= '1' then
+      call('HSETNX', K.policy(P, a.policy), 'lack_since', now_ms())
+      call('HSET', K.policy(P, a.policy), 'lack', a.lack)
+    end
+    return waits(P, a, 'batch_needs', a.lack)
   end
-  if mode == 'lack' then
-    call('HSETNX', K.policy(P, policy), 'lack_since', now_ms())
-    call('HSET', K.policy(P, policy), 'lack', lack)
-    note_wait(P, policy, 'batch_needs', wait_ms)
-    return { 'wait', 'batch_needs', lack }
-  end
-  return not all_ready(P, policy, wanted, chosen) and { 'more' } or nil
+  return not all_ready(P, a.policy, wanted, a.rest) and { 'more' } or nil
 end
 
 -- Groups of all policies that nodes sample or will sample again.
@@ -253,55 +304,97 @@ local function still_sampled(P)
   return n
 end
 
--- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms; to choose groups also 'offer',
--- 'wait', 'lack' or 'take', most groups offered, what is lacking, groups to take. Returns { 'bound', batch, stage } | { 'wait', reason, figures } | { 'more' } |
--- { 'offer', outstanding groups, 1 when others come, ms that the batch has lacked something, { group, score, items }... }.
-SIGNATURE.acquire = { 'policy', 'epoch', 'step', 'base', 'max_behind', 'stale_limit', 'lease_ms', 'wait_ms', 'mode', 'offered', 'lack', rest = true }
+-- Binds the groups of a step, from the score `oldest` on, or says what it waits for.
+local function bind_ready(P, a, base, oldest, wanted)
+  local ready = call('ZCOUNT', K.ready(P, a.policy), oldest, '+inf')
+  if ready < wanted then return waits(P, a, 'ready_groups', ready .. ' of ' .. wanted .. ' groups are ready') end
+  local instead = selected(P, a, wanted, oldest)
+  if instead then return instead end
+  return { 'bound', bind(P, a.policy, tonumber(a.step), base, take(P, a.policy, wanted, a.rest, oldest), tonumber(a.lease_ms)), '' }
+end
+
+local function behind_publishing(P, a, base, newest, most)
+  if base <= newest + most then return nil end
+  return waits(P, a, 'publish', 'base version ' .. base .. ', newest published ' .. newest .. ', at most ' .. a.max_behind .. ' behind')
+end
+
+-- The batch of the step after the one in hand, for the version that this one makes. Groups that would be too old for it stay where they are: the
+-- step in hand may yet be skipped. Synchronous runs read nothing ahead.
+local function read_ahead(P, a, finished, newest, wanted, barrier)
+  local Q, step = K.policy(P, a.policy), tonumber(a.step)
+  local in_hand = call('HGET', K.steps(P, a.policy), precise(step - 1))
+  local is_next = step == finished + 2 and in_hand and not call('HGET', Q, 'ahead')
+  local is_synchronous = (barrier or 'none') ~= 'none' or tonumber(run_of(P).alternate or 0) > 0
+  if not is_next or is_synchronous or run_of(P).state ~= 'active' then
+    return { 'wait', 'not_ahead', 'the step before has to end first' }
+  end
+  local base = math.max(tonumber(a.base), tonumber(call('HGET', K.batch(P, in_hand), 'base')) + 1)
+  local behind = behind_publishing(P, a, base, newest, tonumber(a.max_behind) + 1)
+  if behind then return behind end
+  local reply = bind_ready(P, a, base, oldest_for(P, a.policy, base), wanted)
+  if reply[1] == 'bound' then call('HSET', Q, 'ahead', a.step) end
+  return reply
+end
+
+-- Whether this step is the last one that may have a ready group which is due before another of its batch: it came after that was read ahead.
+local function has_missed(P, policy, base, id)
+  local oldest, latest = base - tonumber(call('HGET', K.policy(P, policy), 'max_staleness')), 0
+  for _, gid in ipairs(split(call('HGET', K.batch(P, id), 'groups'))) do
+    latest = math.max(latest, tonumber(call('HGET', K.group(P, gid), 'score')))
+  end
+  local due = math.min(latest, (oldest + 1) * 4294967296)
+  return oldest >= 0 and call('ZCOUNT', K.ready(P, policy), precise(oldest * 4294967296), '(' .. precise(due)) > 0
+end
+
+-- The step begins whose batch was read ahead: it has that one, if it is what the step would get now. Returns nil when it went back.
+local function take_up_ahead(P, a, base, id)
+  if base ~= tonumber(call('HGET', K.batch(P, id), 'base')) or has_missed(P, a.policy, base, id) then
+    give_back_ahead(P, a.policy)
+    return nil
+  end
+  call('HDEL', K.policy(P, a.policy), 'ahead', 'wait', 'wait_since', 'wait_until')
+  call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
+  return { 'bound', id, '' }
+end
+
+-- acquire: policy, epoch, step, base version, most versions unpublished, stale groups per call, lease ms, wait ms, '1' to read the step after the one
+-- in hand ahead; to choose groups also 'offer', 'wait', 'lack' or 'take', most groups offered, what is lacking, groups to take. Returns { 'bound',
+-- batch, stage } | { 'wait', reason, figures } | { 'more' } | { 'offer', outstanding groups, 1 when others come, ms that the batch has lacked
+-- something, { group, score, items }... }.
+SIGNATURE.acquire = { 'policy', 'epoch', 'step', 'base', 'max_behind', 'stale_limit', 'lease_ms', 'wait_ms', 'ahead', 'mode', 'offered', 'lack', rest = true }
 function F.acquire(keys, a)
   local P, policy, step, base = keys[1], a.policy, tonumber(a.step), tonumber(a.base)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local id = call('HGET', K.steps(P, policy), a.step)
-  if id then
+  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step', 'barrier', 'ahead')
+  local finished, newest, wanted, id = tonumber(f[1]), tonumber(f[3] or -1), tonumber(f[4]), call('HGET', K.steps(P, policy), a.step)
+  if id and (f[6] ~= a.step or a.ahead == '1') then
     note_heard(P, policy)
     call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
     return { 'bound', id, call('HGET', K.batch(P, id), 'stage') }
   end
-  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step', 'barrier')
-  local finished = tonumber(f[1])
   if step <= finished then
     return refuse('NOTFOUND', 'step ' .. step .. ' is not retained: steps up to ' .. f[2] .. ' are durable; resume from there')
   end
+  if a.ahead == '1' then return read_ahead(P, a, finished, newest, wanted, f[5]) end
   if step ~= finished + 1 then
     return refuse('INVALID', 'step ' .. step .. ' cannot be bound: the last finished step is ' .. finished .. ', ask for ' .. finished + 1)
   end
   note_heard(P, policy)
-  if run_of(P).state ~= 'active' then return { 'wait', 'run_finished', 'the run takes no more steps' } end
+  if run_of(P).state ~= 'active' then
+    give_back_ahead(P, policy)
+    return { 'wait', 'run_finished', 'the run takes no more steps' }
+  end
   local whose, last = turn(P)
-  if whose and whose ~= policy then
-    note_wait(P, policy, 'turn', tonumber(a.wait_ms))
-    return { 'wait', 'turn', 'it is the turn of ' .. whose .. ', until its step ' .. last .. ' is finished' }
-  end
-  local newest = tonumber(f[3] or -1)
-  if base > newest + tonumber(a.max_behind) then
-    note_wait(P, policy, 'publish', tonumber(a.wait_ms))
-    return { 'wait', 'publish', 'base version ' .. base .. ', newest published ' .. newest .. ', at most ' .. a.max_behind .. ' behind' }
-  end
+  if whose and whose ~= policy then return waits(P, a, 'turn', 'it is the turn of ' .. whose .. ', until its step ' .. last .. ' is finished') end
+  local behind = behind_publishing(P, a, base, newest, tonumber(a.max_behind))
+  if behind then return behind end
+  local taken_up = id and take_up_ahead(P, a, base, id)
+  if taken_up then return taken_up end
   if drop_stale(P, policy, base, tonumber(a.stale_limit)) then return { 'more' } end
-  local ready = call('ZCARD', K.ready(P, policy))
-  if ready < tonumber(f[4]) then
-    note_wait(P, policy, 'ready_groups', tonumber(a.wait_ms))
-    return { 'wait', 'ready_groups', ready .. ' of ' .. f[4] .. ' groups are ready' }
-  end
   local sampled = f[5] == 'phase' and still_sampled(P) or 0
-  if sampled > 0 then
-    note_wait(P, policy, 'barrier', tonumber(a.wait_ms))
-    return { 'wait', 'barrier', sampled .. ' groups are still sampled' }
-  end
-  local wanted, chosen = tonumber(f[4]), a.rest
-  local instead = a.mode and selected(P, policy, wanted, a.mode, tonumber(a.wait_ms), tonumber(a.offered), a.lack, chosen)
-  if instead then return instead end
-  return { 'bound', bind(P, policy, step, base, take(P, policy, wanted, chosen), tonumber(a.lease_ms)), '' }
+  if sampled > 0 and call('ZCARD', K.ready(P, policy)) >= wanted then return waits(P, a, 'barrier', sampled .. ' groups are still sampled') end
+  return bind_ready(P, a, base, '-inf', wanted)
 end
 
 -- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then when there is no manifest yet the items of its groups, and
@@ -349,7 +442,10 @@ local function end_step(P, policy, step, id, stage, n, priorities)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
   call('ZREM', K.batch_leases(P), id)
   switch_plugins(P)
-  if not trained then call('HDEL', K.unpublished(P, policy), step) end
+  if not trained then
+    call('HDEL', K.unpublished(P, policy), step)
+    give_back_ahead(P, policy)
+  end
   local takes_turns = turn(P)
   if not trained or takes_turns then emit(P, 'work') end
   -- The trainer whose turn begins waits for a batch.
@@ -375,6 +471,10 @@ function F.ack(keys, a)
   if f[2] ~= a.digest then
     return refuse('CONFLICT', 'the digest is not that of batch ' .. a.batch .. '; fetch the batch again and train on what was handed out')
   end
+  if call('HGET', K.policy(P, policy), 'ahead') == a.step then
+    return refuse('PRECONDITION', 'batch ' .. a.batch .. ' was read ahead; once the step before is TRAINED or SKIPPED, acquire step ' .. a.step ..
+      ' for itself, then record what is done with it', 'lacks=step_before')
+  end
   local now_order, next_order = STAGE_ORDER[f[1]], STAGE_ORDER[a.stage]
   if now_order == 2 and next_order == 2 and f[1] ~= a.stage then
     return refuse('CONFLICT', 'step ' .. a.step .. ' is already ' .. f[1] .. ' and cannot become ' .. a.stage)
@@ -391,18 +491,6 @@ function F.ack(keys, a)
       'replayed', call('HGET', B, 'replayed'))
   end
   return a.stage
-end
-
-local function return_groups(P, policy, gids, n, reason)
-  for _, gid in ipairs(gids) do
-    call('ZADD', K.ready(P, policy), call('HGET', K.group(P, gid), 'score'), gid)
-    note_group(P, gid, 'R', reason)
-  end
-  count(P, 'in_batch', -n)
-  count(P, 'ready', n)
-  emit(P, 'ready ' .. policy)
-  emit(P, 'work')
-  return #gids
 end
 
 -- nack: policy, epoch, step, batch or '' for whichever is bound, why its groups are quarantined or '' where they return to the ready set with their
@@ -424,7 +512,7 @@ function F.nack(keys, a)
   else
     dropped = discard(P, id, 'quarantined', a.quarantine)
   end
-  unbind(P, policy, a.step, id)
+  take_back(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
   return { returned, dropped }
 end
@@ -447,7 +535,7 @@ function F.void(keys, a)
   else
     dropped = discard(P, a.batch, 'voided')
   end
-  unbind(P, policy, a.step, a.batch)
+  take_back(P, policy, a.step, a.batch)
   call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)
   -- Stays for a while, so that its trainer learns of it and a repeated call gets the same answer.
   call('HDEL', B, 'groups', 'manifest', 'digest')

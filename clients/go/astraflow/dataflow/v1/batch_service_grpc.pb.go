@@ -30,7 +30,8 @@ type BatchServiceClient interface {
 	ReleasePolicy(ctx context.Context, in *ReleasePolicyRequest, opts ...grpc.CallOption) (*ReleasePolicyResponse, error)
 	// Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-	// empty response with `waiting_for`; `run_finished` says that there will be none.
+	// empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+	// step after the one in hand.
 	AcquireBatch(ctx context.Context, in *AcquireBatchRequest, opts ...grpc.CallOption) (*AcquireBatchResponse, error)
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
 	// good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.
@@ -192,7 +193,8 @@ type BatchServiceServer interface {
 	ReleasePolicy(context.Context, *ReleasePolicyRequest) (*ReleasePolicyResponse, error)
 	// Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
 	// groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-	// empty response with `waiting_for`; `run_finished` says that there will be none.
+	// empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+	// step after the one in hand.
 	AcquireBatch(context.Context, *AcquireBatchRequest) (*AcquireBatchResponse, error)
 	// Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
 	// good answers NOT_FOUND, with its trajectory as `payload_missing` in the metadata.

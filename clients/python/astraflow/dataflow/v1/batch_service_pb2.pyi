@@ -342,6 +342,7 @@ class AcquireBatchRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     WAIT_DURATION_FIELD_NUMBER: _builtins.int
+    READ_AHEAD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -352,6 +353,14 @@ class AcquireBatchRequest(_message.Message):
     """Step the batch is for: last finished + 1, or an earlier one that is retained (replay after a resume)."""
     base_version: _builtins.int
     """Version the step will start from. Decides staleness."""
+    read_ahead: _builtins.bool
+    """Bind the batch of `step` while the step before is in hand, to fetch it meanwhile; `base_version` is the one that this
+    step will publish. It has to be acquired for itself, without `read_ahead`, once the step before is TRAINED or
+    SKIPPED; until then AckBatch answers FAILED_PRECONDITION. That returns the same batch, or another one: its groups
+    return when the step before is skipped, given back or voided, when plug-ins are switched, when the step starts from
+    another version, or when a group came meanwhile that no later step may have. Where nothing can be read ahead (the
+    step before is not in hand, `dataflow.barrier`, policies that take turns) `waiting_for` is `not_ahead`, at once.
+    """
     @_builtins.property
     def wait_duration(self) -> _duration_pb2.Duration:
         """Long poll; default 0."""
@@ -365,10 +374,11 @@ class AcquireBatchRequest(_message.Message):
         step: _builtins.int = ...,
         base_version: _builtins.int = ...,
         wait_duration: _duration_pb2.Duration | None = ...,
+        read_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["wait_duration", b"wait_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "policy_id", b"policy_id", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "wait_duration", b"wait_duration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "policy_id", b"policy_id", "read_ahead", b"read_ahead", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch", "wait_duration", b"wait_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,7 +122,8 @@ class BatchServiceServicer:
     def AcquireBatch(self, request, context):
         """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
         groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-        empty response with `waiting_for`; `run_finished` says that there will be none.
+        empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+        step after the one in hand.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

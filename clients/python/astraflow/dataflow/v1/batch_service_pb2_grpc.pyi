@@ -52,7 +52,8 @@ class BatchServiceStub:
     AcquireBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
     groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-    empty response with `waiting_for`; `run_finished` says that there will be none.
+    empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+    step after the one in hand.
     """
     FetchBatch: _grpc.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
@@ -104,7 +105,8 @@ class BatchServiceAsyncStub(BatchServiceStub):
     AcquireBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.AcquireBatchRequest, _batch_service_pb2.AcquireBatchResponse]  # type: ignore[assignment]
     """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
     groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-    empty response with `waiting_for`; `run_finished` says that there will be none.
+    empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+    step after the one in hand.
     """
     FetchBatch: _aio.UnaryStreamMultiCallable[_batch_service_pb2.FetchBatchRequest, _batch_service_pb2.FetchBatchResponse]  # type: ignore[assignment]
     """Streams the payloads of chosen trajectories of a bound batch, in the order asked. Read only. One that is gone for
@@ -173,7 +175,8 @@ class BatchServiceServicer:
     ) -> _typing.Union[_batch_service_pb2.AcquireBatchResponse, _abc.Awaitable[_batch_service_pb2.AcquireBatchResponse]]:
         """Returns the batch bound to (policy, step), binding one when none is; waits up to `wait_duration` for enough ready
         groups. Atomic, idempotent: the same (policy, step) always returns the same batch. No batch in time answers an
-        empty response with `waiting_for`; `run_finished` says that there will be none.
+        empty response with `waiting_for`; `run_finished` says that there will be none. With `read_ahead` the batch of the
+        step after the one in hand.
         """
 
     def FetchBatch(
