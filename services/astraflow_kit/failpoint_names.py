@@ -34,6 +34,7 @@ KNOWN: Mapping[str, str] = MappingProxyType(
         "raas.activate": "a version is fetched and verified, the engine still serves the old one",
         "raas.activated": "the engine serves the new version, the server does not know it yet",
         # trainer
+        "trainer.read_ahead": "the next step's batch is bound beside the step in hand, nothing of it is fetched",
         "trainer.intent_recorded": "the server knows what the step will train on, nothing is trained",
         "trainer.micro_batch": "a micro-batch is about to be computed, by every rank",
         "trainer.step_taken": "the optimizer step is taken, neither the ledger nor the server knows",

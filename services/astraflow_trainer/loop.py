@@ -2,9 +2,10 @@
 
 Invariant: the order above holds for every step; publishing runs beside the next step, at most `max_behind`
 versions behind, a checkpoint is written beside it too, after the versions of all steps it covers are announced, and a
-step's payloads are released only after that. After a restart the loop replays the retained batches from the
-checkpoint on, verbatim, and continues. What operators ask is done between two steps. Every rank runs it
-alike; `RankBatches` lets the first one decide. `session` runs it in the training thread.
+step's payloads are released only after that. While a step computes, the batch of the next one is read ahead; it is
+acquired in its turn all the same, and what was read is used where it is the same batch. After a restart the loop
+replays the retained batches from the checkpoint on, verbatim, and continues. What operators ask is done between two
+steps. Every rank runs it alike; `RankBatches` lets the first one decide. `session` runs it in the training thread.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class TrainingLoop:
         self._newest = 0
         self._blocked = _Blocked()
         self._checkpoints = CheckpointWorker(publisher, durable=self._durable)
-        self._num_damaged = 0
+        self._num_damaged = self._last_step = 0
         self._saved_s = 0.0
         """When the newest checkpoint was made, by the monotonic clock."""
 
@@ -142,6 +143,7 @@ class TrainingLoop:
             with self._checkpoints:
                 step = self._run(settings)
         except BaseException as error:
+            self._source.end_read_ahead(gives_back=False)
             self._controls.ended(UnavailableError(f"the trainer is ending: {error}"))
             raise
         self._controls.ended(PreconditionError(f"the trainer has ended after step {step}"))
@@ -153,7 +155,7 @@ class TrainingLoop:
         self._saved_s = time.monotonic()
         self._progress.resumed(durable_step=saved, learning_rate=self._learner.learning_rate)
         self._published = settings.published
-        self._num_damaged = settings.num_damaged
+        self._num_damaged, self._last_step = settings.num_damaged, settings.last_step
         self._newest = max(settings.version, *settings.published.values(), 0)
         known_step = max(*settings.published, self._claim.last_finished_step)
         # A wish to stop is seen in `_take`: the first rank decides there, the others hear of it.
@@ -174,6 +176,7 @@ class TrainingLoop:
             if step % settings.checkpoint_every_steps == 0:
                 saved = self._begin_checkpoint(step, version=version)
         self._progress.ended(Phase.STOPPING)
+        self._source.end_read_ahead(gives_back=True)
         self._checkpoints.wait(waiting=self._say_what_fails)
         if step > saved:
             self._checkpoint(step, version=version)
@@ -237,6 +240,7 @@ class TrainingLoop:
         with self._blocked.by("publish_wait_s"):
             self._publisher.wait_for_room(waiting=lambda: self._progress.waiting(self._publisher.waits_for))
         self._progress.waiting("batch")
+        batch_from = time.monotonic()
         batch = self._source.acquire(
             step, base_version=self._newest, waiting=self._waiting, controls=self._controls
         )
@@ -245,6 +249,9 @@ class TrainingLoop:
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
             rows = self._source.fetch(batch)
+            if step < self._last_step:
+                # A step that is replayed here has its version already; what follows it is bound, or not read ahead.
+                self._source.read_ahead(step + 1, base_version=self._newest + 1)
             self._progress.training()
             trained_from = time.monotonic()
             with self._progress.computing():
@@ -269,7 +276,7 @@ class TrainingLoop:
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
             metrics=_named(metrics, batch, num_unread=self._source.num_left_out)
-            | {"damaged_checkpoints": float(damaged)}
+            | {"damaged_checkpoints": float(damaged), "batch_wait_s": trained_from - batch_from}
             | self._source.measured()
             | self._blocked.taken(),
         )

@@ -31,6 +31,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
 from astraflow_trainer.batches.rank_batches import RankBatches
+from astraflow_trainer.batches.read_ahead import ReadAhead
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.heartbeat import Heartbeat
@@ -45,6 +46,7 @@ from astraflow_trainer.model.sharding import placement_of
 from astraflow_trainer.progress import Progress
 from astraflow_trainer.publish.open_publisher import compacting, open_publisher
 from astraflow_trainer.publish.publishing import PublishWorker
+from astraflow_trainer.ranks.board import Board
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
@@ -269,7 +271,7 @@ class TrainingSession:
                 log.info("policy.published", version=start.version, reason="it is not trained")
                 return
             loop = TrainingLoop(
-                source=RankBatches(self._source, self._group.training),
+                source=RankBatches(self._source, self._group.training, ahead=self._read_ahead(claim)),
                 learner=learner,
                 publisher=worker,
                 progress=self._progress,
@@ -288,6 +290,15 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _read_ahead(self, claim: Claim) -> ReadAhead | None:
+        """What reads the next batch beside a step; None where steps are synchronous, or without `trainer.prefetch`."""
+        dataflow, policy = self._joined.recipe.dataflow, self._joined.policy
+        is_synchronous = dataflow.barrier != "none" or dataflow.alternate_every_steps is not None
+        if is_synchronous or not policy.batches.max_staleness or not policy.trainer.prefetch:
+            return None
+        board = Board(self._group.store) if self._group.size > 1 else None
+        return ReadAhead(self._source, lease_s=claim.batch_lease_s, is_first=self._is_first, board=board)
 
     def _assets(self, model_dir: Path) -> list[Path]:
         """What travels with every version: all that the model has beside weights, and what an adapter is."""

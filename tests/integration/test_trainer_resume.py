@@ -82,7 +82,7 @@ async def undisturbed(world: World, tmp_path: Path) -> Ending:
 
 
 SOME = (
-    *("trainer.step_taken@4", "weights.publish.before_manifest@4"),
+    *("trainer.read_ahead@3", "trainer.step_taken@4", "weights.publish.before_manifest@4"),
     *("trainer.committed@4", "trainer.checkpoint_half_written@2"),
 )
 ALL = (

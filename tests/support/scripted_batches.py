@@ -72,6 +72,10 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What the next polls for a batch wait for; afterwards there is one."""
     on_acquire: Callable[[int], object] = lambda _step: None
     """Called while a poll for a batch is under way."""
+    reads_ahead: bool = False
+    """Hand out the batch after the one in hand, too."""
+    renamed: dict[int, str] = field(default_factory=dict)
+    """Steps whose batch is another one from now on, and its id."""
     gone: set[str] = field(default_factory=set)
     """Trajectories whose payloads are gone from the server."""
     spoil: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
@@ -88,6 +92,8 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     """What was asked and told, in order."""
     base_versions: list[int] = field(default_factory=list)
     """Of each request for a batch."""
+    bases: dict[int, int] = field(default_factory=dict)
+    """The newest of each step."""
     acks: list[pb.AckBatchRequest] = field(default_factory=list)
     announced: list[version_pb2.Version] = field(default_factory=list)
     renewals: list[pb.RenewBatchRequest] = field(default_factory=list)
@@ -116,15 +122,19 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         )
 
     def AcquireBatch(self, request: pb.AcquireBatchRequest, context: Any) -> pb.AcquireBatchResponse:
+        if request.read_ahead and not self.reads_ahead:
+            return pb.AcquireBatchResponse(waiting_for="not_ahead")
         self.on_acquire(request.step)
         self._act("AcquireBatch", context, epoch=request.trainer_epoch)
         self.base_versions.append(request.base_version)
+        self.bases[request.step] = request.base_version
         if self.empty_polls:
             return pb.AcquireBatchResponse(waiting_for=self.empty_polls.popleft())
-        self.events.append(f"acquire {request.step}")
+        self.events.append(f"{'ahead' if request.read_ahead else 'acquire'} {request.step}")
         finished = request.step <= self.last_finished_step
         stage = pb.BATCH_STAGE_TRAINED if finished else pb.BATCH_STAGE_UNSPECIFIED
         batch = batch_of(request.step, base_version=request.base_version)
+        batch.batch_id = self.renamed.get(request.step, batch.batch_id)
         if self.spoiled_batches:
             self.spoiled_batches.popleft()(batch)
         return pb.AcquireBatchResponse(batch=batch, stage=stage)
@@ -133,7 +143,7 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
         self._act("FetchBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"fetch {request.step}")
         self.fetched.append(list(request.trajectory_ids))
-        items = batch_of(request.step, base_version=self.base_versions[-1]).items
+        items = batch_of(request.step, base_version=self.bases[request.step]).items
         chosen = [
             item
             for item in items
@@ -165,7 +175,8 @@ class ScriptedBatches(  # type: ignore[misc]  # two services have a Watch
     def NackBatch(self, request: pb.NackBatchRequest, context: Any) -> pb.NackBatchResponse:
         self._act("NackBatch", context, epoch=request.trainer_epoch)
         self.events.append(f"nack {request.step} {request.batch_id} {request.reason}")
-        assert request.quarantine
+        if not request.quarantine:
+            return pb.NackBatchResponse(returned_groups=1)
         return pb.NackBatchResponse(quarantined_trajectories=BATCH_SIZE)
 
     def RenewBatch(self, request: pb.RenewBatchRequest, context: Any) -> pb.RenewBatchResponse:

@@ -72,6 +72,12 @@ class _SameRows:
     def fetch(self, _batch: StepBatch) -> list[TrainingRow]:
         return list(self._rows)
 
+    def read_ahead(self, _step: int, *, base_version: int) -> None:
+        """It is there already."""
+
+    def end_read_ahead(self, *, gives_back: bool) -> None:
+        """Nothing was read."""
+
     def finish(self, _batch: StepBatch, *, skipped: bool) -> bool:
         return skipped
 

@@ -20,6 +20,7 @@ from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow.training.accepting import group_of
 from astraflow_trainer.batches.fitting import groups_left_out
 from astraflow_trainer.batches.precision import LogprobPrecision
+from astraflow_trainer.batches.read_ahead import ReadAhead
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import NOT_MEASURED, RUN_FINISHED, BatchSource, StepBatch
 from astraflow_trainer.controls import Controls, Orders
@@ -64,14 +65,19 @@ class _Received:
     num_spans_max: int
     are_bf16: bool
     num_stale_tokens: int
+    was_read_ahead: bool
+    read_ahead_s: float
 
 
 class RankBatches:
     """Batches of one policy as one rank sees them. Blocking; owned by the training thread."""
 
-    def __init__(self, source: BatchSource, ranks: Ranks) -> None:
-        """`source` speaks for this rank; its epoch is the one that the first rank claimed."""
+    def __init__(self, source: BatchSource, ranks: Ranks, *, ahead: ReadAhead | None = None) -> None:
+        """`source` speaks for this rank; its epoch is the one that the first rank claimed. Without `ahead` a batch is
+        fetched when its step begins.
+        """
         self._source = source
+        self._ahead = ahead
         self._ranks = ranks
         self._is_first = ranks.index == 0
         self._received: list[_Received] = []
@@ -122,21 +128,38 @@ class RankBatches:
         """Return this rank's rows, without groups of which a payload, of any rank, cannot be trained on; a
         collective.
         """
-        fetched = self._source.fetch(batch, items=self._share(batch))
-        left_out = groups_left_out(self._source.problems, ranks=self._ranks)
+        read = self._ahead.taken(batch) if self._ahead is not None else None
+        fetched = self._source.fetch(batch, items=self._share(batch)) if read is None else read[0]
+        left_out = groups_left_out(fetched.problems, ranks=self._ranks)
         self.num_left_out = sum(group_of(item) in left_out for item in batch.bound.items) if left_out else 0
-        rows = [row for row in fetched if row.group not in left_out]
+        rows = [row for row in fetched.rows if row.group not in left_out]
         mine = _Received(
-            num_bytes=self._source.fetched_bytes,
+            num_bytes=fetched.num_bytes,
             num_trajectories=len(rows),
             num_tokens=sum(row.num_tokens for row in rows),
             num_spans_max=max((len(row.version_spans) for row in rows), default=0),
             are_bf16=self._precision.look(rows),
-            num_stale_tokens=self._source.num_stale_tokens,
+            num_stale_tokens=fetched.num_stale_tokens,
+            was_read_ahead=read is not None,
+            read_ahead_s=0.0 if read is None else read[1],
         )
         everybody = self._ranks.all_gather(json.dumps(asdict(mine)).encode())
         self._received = [_Received(**json.loads(message)) for message in everybody]
         return rows
+
+    def read_ahead(self, step: int, *, base_version: int) -> None:
+        """Read the batch of `step`, the one after the step in hand, beside training. No collective: each rank takes up
+        what it has read when `fetch` is called for the very batch.
+        """
+        if self._ahead is not None:
+            self._ahead.begin(step, base_version=base_version, share=self._share)
+
+    def end_read_ahead(self, *, gives_back: bool) -> None:
+        """No step follows here: what was read ahead goes back, or waits for the next trainer."""
+        if self._ahead is not None and gives_back:
+            self._ahead.end()
+        elif self._ahead is not None:
+            self._ahead.leave()
 
     def measured(self) -> dict[str, float]:
         """Return what the ranks received of the latest batch, as named numbers."""
@@ -147,6 +170,8 @@ class RankBatches:
             "num_version_spans_max": float(max((rank.num_spans_max for rank in self._received), default=0)),
             "bf16_logprobs": float(any(rank.are_bf16 for rank in self._received)),
             "num_quarantined_batches": float(self._source.num_quarantined),
+            "read_ahead": float(all(rank.was_read_ahead for rank in self._received)),
+            "read_ahead_s": max((rank.read_ahead_s for rank in self._received), default=0.0),
         }
         if len(self._received) > 1:
             for index, rank in enumerate(self._received):

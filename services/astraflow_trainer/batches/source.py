@@ -47,6 +47,8 @@ NOT_MEASURED = -1.0
 """What a trajectory that nothing was measured of has for its mismatch."""
 RUN_FINISHED = "run_finished"
 """What the server says a batch waits for when there will be none."""
+NOT_AHEAD = "not_ahead"
+"""What it says when none can be read ahead now."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,19 @@ class StepBatch:
         }
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Payloads of a batch as rows, in the order of its items."""
+
+    rows: list[TrainingRow]
+    num_bytes: int
+    """Payload bytes that were received."""
+    num_stale_tokens: int
+    """Tokens that are masked or count for less."""
+    problems: dict[Group, BadTrajectory]
+    """Groups with a payload that cannot be trained on."""
+
+
 class Ledger:
     """The trainer's own record of what it trained on: one JSON line per step, flushed to disk before going
     on. A line that a crash cut short is removed: its step was not acked.
@@ -140,7 +155,9 @@ class Ledger:
 
 
 class BatchSource:
-    """Batches of one policy under one claimed epoch. Blocking; owned by the training thread."""
+    """Batches of one policy under one claimed epoch. Blocking; owned by the training thread, but for `read_ahead`,
+    `fetch` and `kept_alive`, which the thread calls, too, that reads the next batch.
+    """
 
     def __init__(
         self,
@@ -162,12 +179,6 @@ class BatchSource:
         self._trainer_id = trainer_id
         self._ledger = ledger
         self.epoch = 0
-        self.fetched_bytes = 0
-        """Payload bytes that the latest `fetch` received."""
-        self.num_stale_tokens = 0
-        """Tokens of the latest `fetch` that are masked or count for less."""
-        self.problems: dict[Group, BadTrajectory] = {}
-        """Groups of the latest `fetch` with a payload that cannot be trained on."""
         self.num_quarantined = 0
         """Batches that the latest `acquire` gave back, never to be bound again."""
 
@@ -253,6 +264,39 @@ class BatchSource:
             self._quarantine(batch, problem, step=step)
         return None
 
+    def read_ahead(self, step: int, *, base_version: int, stopped: Callable[[], bool]) -> StepBatch | None:
+        """Return the batch of the step after the one in hand, waiting until there is one; None when `stopped` says so
+        first, when none can be read ahead, and for one that is not what it says, which `acquire` quarantines.
+
+        Raises FencedError when a newer epoch exists.
+        """
+        request = batch_service_pb2.AcquireBatchRequest(
+            **self._held,
+            step=step,
+            base_version=base_version,
+            wait_duration=Duration(seconds=int(_LONG_POLL_S)),
+            read_ahead=True,
+        )
+        acquire, timeout_s = self._client.batches.AcquireBatch, _LONG_POLL_S + 10.0
+        while not stopped():
+            response = self._client.call(acquire, request, timeout_s=timeout_s)
+            if response.HasField("batch"):
+                batch = StepBatch.of(response)
+                is_good = bad_batch(batch.bound, policy_id=self._policy_id, step=step) is None
+                failpoints.hit("trainer.read_ahead")
+                return batch if is_good else None
+            if response.waiting_for in (NOT_AHEAD, RUN_FINISHED):
+                return None
+        return None
+
+    def give_back(self, batch: StepBatch) -> None:
+        """Return the groups of a batch that was read ahead and will not be trained on here."""
+        step, batch_id = batch.bound.step, batch.bound.batch_id
+        request = batch_service_pb2.NackBatchRequest(
+            **self._held, step=step, reason="trainer_ended", batch_id=batch_id
+        )
+        self._client.call(self._client.batches.NackBatch, request)
+
     def _quarantine(self, batch: StepBatch, problem: BadBatch, *, step: int) -> None:
         """Give a batch back for good. Raises InternalError where another one would not help."""
         log.error(
@@ -275,18 +319,17 @@ class BatchSource:
             self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
         failpoints.hit("trainer.intent_recorded")
 
-    def fetch(
-        self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None
-    ) -> list[TrainingRow]:
+    def fetch(self, batch: StepBatch, *, items: Sequence[batch_pb2.BatchItem] | None = None) -> Fetched:
         """Return the rows of `items`, some of the batch's, in their order; None means all of them.
 
         One whose payload is gone, or is not what its item says, is missing: `problems` has it.
         """
         wanted = batch.bound.items if items is None else items
         bodies = fetch_bodies(self._client, self._held, step=batch.bound.step, items=wanted)
-        self.fetched_bytes, base_version = sum(map(len, bodies.values())), batch.bound.base_version
+        num_bytes, base_version = sum(map(len, bodies.values())), batch.bound.base_version
         rows: list[TrainingRow] = []
-        self.problems, self.num_stale_tokens = {}, 0
+        problems: dict[Group, BadTrajectory] = {}
+        num_stale_tokens = 0
         for item in wanted:
             try:
                 row = accepted_row(
@@ -296,15 +339,15 @@ class BatchSource:
                     read_blob=self._read_blob,
                 )
             except BadTrajectory as problem:
-                self.problems.setdefault(group_of(item), problem)
+                problems.setdefault(group_of(item), problem)
                 continue
             num_stale = 0
             # What is replayed on purpose has a bound of its own.
             if not item.use:
                 row, num_stale = corrected(row, base_version=base_version, settings=self._settings)
             rows.append(row)
-            self.num_stale_tokens += num_stale
-        return rows
+            num_stale_tokens += num_stale
+        return Fetched(rows, num_bytes, num_stale_tokens, problems)
 
     def finish(self, batch: StepBatch, *, skipped: bool, mismatch_kl: Sequence[float] = ()) -> bool:
         """Record, in the ledger and at the server, that the optimizer step was taken or skipped. `mismatch_kl` is of

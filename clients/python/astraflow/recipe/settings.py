@@ -221,6 +221,10 @@ class TrainerSettings(Section):
     """How often several ranks add their gradients up: once a step, for which each keeps the gradient of the whole model
     (4 bytes per weight), or after each micro-batch, which sends as much each time.
     """
+    prefetch: bool = True
+    """Fetch and check the batch of the next step while a step computes. Nothing is read ahead with `dataflow.barrier`,
+    `alternate_every_steps` or `max_staleness: 0`.
+    """
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between durable checkpoints, at most."""
     checkpoint_every_s: float = Field(default=600.0, ge=1, le=86_400)

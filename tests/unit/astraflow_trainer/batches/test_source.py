@@ -82,7 +82,7 @@ def test_waiting_for_a_batch_tells_the_servers_reasons(trainer: Trainer) -> None
 def test_rows_come_in_the_batchs_order_with_its_rewards_and_origins(trainer: Trainer, packs: bool) -> None:
     """The scripted server sends payloads in reverse, in packs or, as an earlier release, each alone."""
     trainer.script.packs = packs
-    rows = trainer.fetch(trainer.take())
+    rows = trainer.fetch(trainer.take()).rows
     assert [(row.trajectory_id, row.reward) for row in rows] == [("t1-0", 0.0), ("t1-1", 1.0)]
     assert [row.origin for row in rows] == [RowOrigin("task-1", POLICY, 1, turn, "sums") for turn in (0, 1)]
     assert rows[0].token_ids.tolist() == [1, 2, 3]
@@ -128,13 +128,14 @@ def test_a_payload_that_is_not_what_its_item_says_is_a_problem_of_its_group(
     trainer: Trainer, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
     trainer.script.spoil["t1-1"] = spoil
-    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
-    [(group, problem)] = trainer.problems.items()
+    fetched = trainer.fetch(trainer.take())
+    assert [row.trajectory_id for row in fetched.rows] == ["t1-0"]
+    [(group, problem)] = fetched.problems.items()
     assert (group, problem.slug) == (("task-1", POLICY), reason)
     assert "t1-1" in problem.detail
     trainer.script.spoil.clear()
-    assert len(trainer.fetch(trainer.take())) == 2
-    assert trainer.problems == {}
+    fetched = trainer.fetch(trainer.take())
+    assert (len(fetched.rows), fetched.problems) == (2, {})
 
 
 def test_recorded_experts_come_with_their_row_from_the_runs_store(trainer: Trainer, tmp_path: Path) -> None:
@@ -162,8 +163,9 @@ def test_recorded_experts_come_with_their_row_from_the_runs_store(trainer: Train
 
 def test_a_payload_that_is_gone_is_a_problem_of_its_group_and_the_others_come(trainer: Trainer) -> None:
     trainer.script.gone.add("t1-0")
-    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-1"]
-    assert trainer.problems["task-1", POLICY].slug == "payload_missing"
+    fetched = trainer.fetch(trainer.take())
+    assert [row.trajectory_id for row in fetched.rows] == ["t1-1"]
+    assert fetched.problems["task-1", POLICY].slug == "payload_missing"
     trainer.script.fail("FetchBatch", errors.NotFoundError("no batch is bound to step 1"))
     with pytest.raises(errors.NotFoundError, match="no batch is bound"):
         trainer.fetch(trainer.take())
@@ -171,8 +173,9 @@ def test_a_payload_that_is_gone_is_a_problem_of_its_group_and_the_others_come(tr
 
 def test_a_trajectory_of_a_version_that_its_step_cannot_know_is_a_problem(trainer: Trainer) -> None:
     trainer.script.spoiled_batches.append(lambda batch: setattr(batch.items[1], "max_version", 1))
-    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
-    problem = trainer.problems["task-1", POLICY]
+    fetched = trainer.fetch(trainer.take())
+    assert [row.trajectory_id for row in fetched.rows] == ["t1-0"]
+    problem = fetched.problems["task-1", POLICY]
     assert (problem.slug, problem.detail) == (
         "future_version",
         "t1-1: sampled from version 1, its step starts from 0",
