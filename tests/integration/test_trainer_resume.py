@@ -41,7 +41,13 @@ class Ending:
 
 
 async def run_to_the_end(
-    world: World, folder: Path, *, failpoints: str = "", name: str = "run", damage: str = ""
+    world: World,
+    folder: Path,
+    *,
+    failpoints: str = "",
+    name: str = "run",
+    damage: str = "",
+    prefetch: bool = True,
 ) -> Ending:
     """Train all steps, in two lives when a failpoint kills the first; `damage` names a checkpoint to break between."""
     run = await trainers.create_run(
@@ -51,7 +57,7 @@ async def run_to_the_end(
         steps=STEPS,
         checkpoint_every_steps=2,
         # Each step's gradient depends on the running baseline that all steps before it made.
-        overrides=["trainer.algorithm.advantage=rae"],
+        overrides=["trainer.algorithm.advantage=rae", f"trainer.prefetch={str(prefetch).lower()}"],
     )
     trainer = TrainerProcess(world.address, folder, run_id=name)
     async with trainers.recorded(world, trainer, steps=STEPS):
@@ -114,6 +120,17 @@ async def test_a_trainer_killed_in_any_window_ends_with_the_same_bits(
     assert resumed.census.steps == list(range(STEPS + 1))
     assert resumed.ledger.step_of == undisturbed.ledger.step_of
     assert resumed.ledger.last_step == STEPS
+
+
+@pytest.mark.timeout(240)
+async def test_steps_have_the_same_batches_and_weights_when_nothing_is_read_ahead(
+    undisturbed: Ending, world: World, tmp_path: Path
+) -> None:
+    plain = await run_to_the_end(world, tmp_path, prefetch=False)
+    assert plain.ledger.step_of == undisturbed.ledger.step_of
+    assert [record.model_root for record in plain.census.records] == [
+        record.model_root for record in undisturbed.census.records
+    ]
 
 
 @pytest.mark.timeout(240)
