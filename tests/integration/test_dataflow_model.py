@@ -27,7 +27,7 @@ def test_servers_answer_as_the_model_does_to_each_call_once(
 
 @pytest.mark.timeout(300)
 def test_servers_answer_as_the_model_does(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
-    compare(quick_valkey.url, tmp_path, examples=25, calls=60)
+    compare(quick_valkey.url, tmp_path, examples=15, calls=60)
 
 
 @pytest.mark.ci
