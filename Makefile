@@ -98,7 +98,7 @@ format: $(TEST_STAMP) ## Reformat and mend what ruff can mend
 
 types: $(TEST_STAMP) ## mypy --strict
 	@$(BIN)/mypy
-	@for recipe in recipes/*/; do $(BIN)/mypy $$recipe || exit 1; done # apart: every recipe.py is the module `recipe`
+	@for recipe in $(dir $(wildcard recipes/*/recipe.py)); do $(BIN)/mypy $$recipe || exit 1; done # apart: every recipe.py is the module `recipe`
 
 proto: $(TEST_STAMP) ## Regenerate the contracts in Python, and TypeScript where it is installed
 	@$(BIN)/python proto/generate.py
