@@ -147,13 +147,14 @@ def test_recorded_experts_come_with_their_row_from_the_runs_store(trainer: Train
     )
     ref = blob_ref(content, name="t1-1", prefix=prefix, media_type=media)
     trainer.script.spoil["t1-1"] = _body(lambda body: body.expert_routing.CopyFrom(ref))
-    assert trainer.fetch(trainer.take())[1].expert_routing is None  # nobody reads blobs here
+    assert trainer.fetch(trainer.take()).rows[1].expert_routing is None  # nobody reads blobs here
     trainer._read_blob = partial(stored_blob, store, joined)
-    assert [row.trajectory_id for row in trainer.fetch(trainer.take())] == ["t1-0"]
-    problem = trainer.problems["task-1", POLICY]
+    fetched = trainer.fetch(trainer.take())
+    assert [row.trajectory_id for row in fetched.rows] == ["t1-0"]
+    problem = fetched.problems["task-1", POLICY]
     assert (problem.slug, "its expert routing is gone" in problem.detail) == ("bad_blob", True)
     store.put_if_absent(f"{RUN_ID}/blobs/t1-1", content)
-    plain, routed = trainer.fetch(trainer.take())
+    plain, routed = trainer.fetch(trainer.take()).rows
     assert plain.expert_routing is None
     assert routed.expert_routing is not None
     assert routed.expert_routing.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]]]
