@@ -12,7 +12,7 @@ from support.source_tree import REPOSITORY
 NAMES: dict[str, tuple[Any, str]] = {
     "advantage": (
         AnyAdvantage,
-        "grpo dr_grpo rloo reinforce none reinforce_pp reinforce_pp_baseline maxrl opo dr_mas joint at_grpo "
+        "grpo dr_grpo rloo reinforce none reinforce_pp reinforce_pp_baseline gae maxrl opo dr_mas joint at_grpo "
         "designer_executor hierarchical rae margin quality",
     ),
     "loss": (
@@ -27,7 +27,7 @@ NAMES: dict[str, tuple[Any, str]] = {
     "mismatch.weight": (algorithm.AnyWeight, "none tis mis icepop"),
     "mismatch.reject": (algorithm.AnyReject, "geometric kl"),
 }
-PRESETS = "grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline maxrl opo gspo gmpo cispo sapo dppo m2po opd sft"
+PRESETS = "grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline maxrl opo gspo gmpo cispo sapo dppo m2po ppo opd sft"
 ESTIMATORS = "k1 k2 k3 k3_k2"
 
 

@@ -35,10 +35,10 @@ def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_of(name: str, folder: Path) -> tuple[Recipe, RecipeSource]:
-    """A recipe with what a page shows, and the page's code in the folder."""
+    """A recipe with what a page shows first, and the page's code in the folder."""
     page = REPOSITORY / "docs" / "plugins" / f"{name}.md"
     (folder / "recipe.py").write_text("\n".join(blocks(page, "python")))
-    (part,) = map(yaml.safe_load, blocks(page, "yaml"))
+    part = yaml.safe_load(blocks(page, "yaml")[0])
     text = yaml.safe_dump(merged(yaml.safe_load(recipe_text()), part))
     return parse_recipe(text).recipe, RecipeSource(text=text, folder=folder)
 

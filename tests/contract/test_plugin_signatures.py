@@ -29,6 +29,7 @@ CALLS = {
             "(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> GenerateResult"
         ),
         "decode": "(self, token_ids: Sequence[int]) -> str",
+        "demonstrate": "(self, text: str) -> GenerateResult",
         "encode": "(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]",
         "extend": (
             "(self, token_ids: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]"
