@@ -87,11 +87,7 @@ _ENTRIES = (
         "astraflow_dataflow_wait_seconds", "What waits now, since when.", "run", "policy", "stage", "reason"
     ),
     _gauge("astraflow_dataflow_redis_wait_seconds", "What Redis lacks now, since when.", "reason"),
-    _gauge(
-        "astraflow_dataflow_staleness_versions",
-        "Versions behind of the groups that steps took lately: p50, p99, max.",
-        *("run", "policy", "stat"),
-    ),
+    _gauge("astraflow_dataflow_staleness_versions", "Of groups: p50, p99, max.", "run", "policy", "stat"),
     _gauge("astraflow_dataflow_version_bytes", "Size of the newest version.", "run", "policy", "kind"),
     _gauge("astraflow_dataflow_version_density", "Share of weights it changed.", "run", "policy"),
     _gauge("astraflow_dataflow_version_lag", "Versions that the last node is behind.", "run", "policy"),

@@ -271,7 +271,11 @@ class TrainingSession:
                 log.info("policy.published", version=start.version, reason="it is not trained")
                 return
             loop = TrainingLoop(
-                source=RankBatches(self._source, self._group.training, ahead=self._read_ahead(claim)),
+                source=RankBatches(
+                    self._source,
+                    self._group.training,
+                    ahead=_read_ahead(self._joined, self._source, self._group, claim),
+                ),
                 learner=learner,
                 publisher=worker,
                 progress=self._progress,
@@ -291,15 +295,6 @@ class TrainingSession:
                 )
             )
 
-    def _read_ahead(self, claim: Claim) -> ReadAhead | None:
-        """What reads the next batch beside a step; None where steps are synchronous, or without `trainer.prefetch`."""
-        dataflow, policy = self._joined.recipe.dataflow, self._joined.policy
-        is_synchronous = dataflow.barrier != "none" or dataflow.alternate_every_steps is not None
-        if is_synchronous or not policy.batches.max_staleness or not policy.trainer.prefetch:
-            return None
-        board = Board(self._group.store) if self._group.size > 1 else None
-        return ReadAhead(self._source, lease_s=claim.batch_lease_s, is_first=self._is_first, board=board)
-
     def _assets(self, model_dir: Path) -> list[Path]:
         """What travels with every version: all that the model has beside weights, and what an adapter is."""
         lora, folder = self._joined.policy.lora, own_folder(self._settings, self._group.index)
@@ -313,7 +308,7 @@ class TrainingSession:
             announcer,
             policy_id=self._joined.policy_id,
             max_behind=self._joined.policy.trainer.publish.max_behind,
-            published=lambda committed: self._published(committed, notify),
+            published=partial(_published, self._progress, notify),
             failing=self._progress.store_lacks,
         )
 
@@ -368,9 +363,20 @@ class TrainingSession:
         detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"
         self._progress.starting("warm_start", detail=detail, fraction=share)
 
-    def _published(self, committed: CommittedVersion, notify: Callable[[], None]) -> None:
-        self._progress.published(committed.version)
-        notify()
+
+def _published(progress: Progress, notify: Callable[[], None], committed: CommittedVersion) -> None:
+    progress.published(committed.version)
+    notify()
+
+
+def _read_ahead(joined: JoinedRun, source: BatchSource, group: RankGroup, claim: Claim) -> ReadAhead | None:
+    """What reads the next batch beside a step; None where steps are synchronous, or without `trainer.prefetch`."""
+    dataflow, policy = joined.recipe.dataflow, joined.policy
+    is_synchronous = dataflow.barrier != "none" or dataflow.alternate_every_steps is not None
+    if is_synchronous or not policy.batches.max_staleness or not policy.trainer.prefetch:
+        return None
+    board = Board(group.store) if group.size > 1 else None
+    return ReadAhead(source, lease_s=claim.batch_lease_s, is_first=group.index == 0, board=board)
 
 
 def _reference_dir(

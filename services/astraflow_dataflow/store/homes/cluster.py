@@ -4,7 +4,7 @@ Each primary is a `Connection` of its own, with its deadlines, functions, schema
 command that got it changed nothing. ASK is not: a function reads keys that it does not name, and while a slot is moved
 key by key it would find a part of them on either node. What calls name is a prefix and no key, so the node that lets a
 slot go answers each with ASK before it runs, and they wait; moved atomically (Valkey 9, Redis 8.4), a slot makes nobody
-wait. redis-py's own cluster client follows ASK. Built by `redis_at`.
+wait. redis-py's own cluster client follows ASK. Called by the server and the store.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Cluster:
             except MovedError as moved:
                 await asyncio.sleep(_PAUSE_S if attempt else 0)
                 await self._look(looks)
-                if self._of(key) is home:  # not every node has heard of it
+                if self._of(key) is home:  # not every node knows of it yet
                     self._believe(moved)
             except UnavailableError:
                 self._doubt.set()

@@ -29,7 +29,7 @@ class SlotMap:
     """Who has which slot, as one node of the cluster sees it."""
 
     epoch: int
-    """The highest that node has heard of; newer ones are right."""
+    """The highest that node knows of; newer ones are right."""
     owners: tuple[str, ...]
     """`HOST:PORT` of the primary of each slot, '' where none has it."""
 
