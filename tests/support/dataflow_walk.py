@@ -219,13 +219,14 @@ class Walk:
             assert not trace.truncated
             for item in trace.trajectories:
                 place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()
-                found[item.drop_reason or place] += 1
+                reason, _, _ = item.drop_reason.partition(": ")  # behind it, why a trainer did not take a batch
+                found[reason or place] += 1
         account = (await self.world.status()).trajectories
         places = ("trained", "in_batch", "ready", "assembling")
         expected = Counter({place: getattr(account, place) for place in places})
         expected += Counter({reason: n for reason, n in account.dropped.items() if reason != "poison"})
         found.pop("poison", None)  # quarantined episodes are not listed trajectory by trajectory
-        assert found == expected
+        assert found == expected, (found - expected, expected - found)
 
     def check_ids(self) -> None:
         """No trajectory was trained twice, none that was not accepted, and groups were whole."""
