@@ -331,7 +331,7 @@ class DataflowMachine(RuleBasedStateMachine):
         self._sweep(server)
         self.model.expire(task_id)
 
-    @precondition(lambda self: any(task.is_dead for task in self.model.tasks.values()))
+    @precondition(lambda self: self.model.letters)
     @rule(server=any_of)
     def requeue(self, server: int) -> None:
         """An operator lets dead tasks run anew."""

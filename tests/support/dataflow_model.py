@@ -29,7 +29,6 @@ class ModelTask:
     tries: int = 0
     node: str = ""
     charged: bool = False
-    is_dead: bool = False
     members: dict[int, str] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     rewards: dict[int, float] = field(default_factory=dict)
@@ -54,6 +53,8 @@ class Model:
     """What `filters` will be when the step in hand ends."""
     tasks: dict[str, ModelTask] = field(default_factory=dict)
     queue: list[str] = field(default_factory=list)
+    letters: list[str] = field(default_factory=list)
+    """Dead letters, oldest first."""
     answers: dict[tuple[str, str], str] = field(default_factory=dict)
     ready: set[tuple[int, int, str]] = field(default_factory=set)
     batches: dict[int, ModelBatch] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class Model:
 
     def bury(self, task_id: str) -> None:
         """The task's tries are spent, or nothing can come of it."""
-        self.tasks[task_id].is_dead = True
+        self.letters.append(task_id)
         self._close(task_id, "incomplete")
 
     def fail(self, node: str, lease: task_pb2.Lease, *, free: bool, retryable: bool) -> bool:
@@ -146,7 +147,7 @@ class Model:
 
     def requeue(self) -> int:
         """All dead letters run anew; what was accepted of them answers DUPLICATE from now on."""
-        dead = [task_id for task_id, task in self.tasks.items() if task.is_dead]
+        dead, self.letters = self.letters, []
         for task_id in dead:
             before = self.tasks[task_id]
             self.answers |= {(task_id, episode): "DUPLICATE" for episode in before.members.values()}
@@ -185,6 +186,8 @@ class Model:
     def _refusal(self, task: ModelTask, episode: trajectory_pb2.Episode) -> str:
         if any(math.isnan(item.header.reward) for item in episode.trajectories):
             return "POISON"
+        if episode.hedge and not episode.trajectories:
+            return "SUPERSEDED"  # a copy that failed says nothing of the other one
         if episode.member in task.members:
             return "FENCED" if not episode.hedge and episode.attempt < task.attempt else "SUPERSEDED"
         return "" if task.state in OPEN else "LATE_CLOSED"
