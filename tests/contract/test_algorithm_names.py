@@ -27,7 +27,10 @@ NAMES: dict[str, tuple[Any, str]] = {
     "mismatch.weight": (algorithm.AnyWeight, "none tis mis icepop"),
     "mismatch.reject": (algorithm.AnyReject, "geometric kl"),
 }
-PRESETS = "grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline maxrl opo gspo gmpo cispo sapo dppo m2po ppo opd sft"
+PRESETS = (
+    "grpo dr_grpo dapo rloo reinforce_pp reinforce_pp_baseline maxrl opo gspo gmpo cispo sapo dppo m2po ppo "
+    "opd sft"
+)
 ESTIMATORS = "k1 k2 k3 k3_k2"
 
 

@@ -219,7 +219,9 @@ class Walk:
             assert not trace.truncated
             for item in trace.trajectories:
                 place = trace_pb2.TrajectoryPlace.Name(item.place).removeprefix("TRAJECTORY_PLACE_").lower()
-                reason, _, _ = item.drop_reason.partition(": ")  # behind it, why a trainer did not take a batch
+                reason, _, _ = item.drop_reason.partition(
+                    ": "
+                )  # behind it, why a trainer did not take a batch
                 found[reason or place] += 1
         account = (await self.world.status()).trajectories
         places = ("trained", "in_batch", "ready", "assembling")

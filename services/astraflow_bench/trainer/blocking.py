@@ -78,7 +78,7 @@ class _SameRows:
     def end_read_ahead(self, *, gives_back: bool) -> None:
         """Nothing was read."""
 
-    def finish(self, _batch: StepBatch, *, skipped: bool) -> bool:
+    def finish(self, _batch: StepBatch, *, skipped: bool, **_: Any) -> bool:
         return skipped
 
     def mark_durable(self, _step: int) -> None:

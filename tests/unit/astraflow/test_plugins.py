@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astraflow import plugins, rewards, trajectories
+from astraflow import plugin_state, plugins, rewards, trajectories
 
-HERE = {plugins.__name__, rewards.__name__}
+HERE = {plugins.__name__, plugin_state.__name__, rewards.__name__}
 OWN = {name: kind for name, kind in vars(plugins).items() if getattr(kind, "__module__", "") in HERE}
 PROTOCOLS = {name: kind for name, kind in OWN.items() if getattr(kind, "_is_protocol", False)}
 VALUES: dict[str, Any] = dict(inspect.getmembers(plugins, dataclasses.is_dataclass))
