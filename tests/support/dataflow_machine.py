@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -547,6 +548,7 @@ class DataflowMachine(RuleBasedStateMachine):
         assert +found == +model.counts
         assert account.conservation_error == policy.credit_error == 0
         assert (policy.outstanding_groups, policy.credit) == (model.outstanding, model.credit)
+        assert math.isclose(policy.acceptance, model.acceptance, rel_tol=1e-9)
         held = {node.node_id: node.leases for node in status.nodes}
         assert held == {
             name: sum((task.state, task.node) == ("leased", name) for task in model.tasks.values())
