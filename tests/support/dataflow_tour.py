@@ -35,7 +35,15 @@ class Tour:
     def take(self) -> None:
         """All of it, in a run of its own."""
         self._do(self.machine.begin, filters=True, steps=1)
-        for part in (self.attempts, self.closing, self.failures, self.groups, self.batches, self.trainers):
+        for part in (
+            self.attempts,
+            self.closing,
+            self.failures,
+            self.groups,
+            self.batches,
+            self.ahead,
+            self.trainers,
+        ):
             part()
 
     def attempts(self) -> None:
@@ -119,6 +127,32 @@ class Tour:
         self._acquire(step=1)
         self._do(self.machine.void, server=ANY, discard=True)
 
+    def ahead(self) -> None:
+        """The batch of the step after the one in hand, whose fate it shares."""
+        assert not self.machine.model.ready
+        for age in (1, 1, 1, 0):
+            self._submit()
+            self._lease(1)
+            self._push(LAST, member=0, age=age)
+            self._push(LAST, member=1, age=age, reward=0.0)
+        self._acquire(step=1)
+        self._read_ahead(early=True)  # of those that are left, one will be too old for the next step
+        self._finish("trained")
+        self._until_ready(4)
+        self._acquire(step=1)  # drops one that is too old
+        self._until_ready(2)
+        self._read_ahead()
+        self._ack("intent")  # of the one that was read ahead
+        self._finish("skipped")
+        self._until_ready(4)
+        self._acquire(step=1)
+        self._read_ahead()
+        self._do(self.machine.nack, which=NEWEST, server=ANY, step=1, quarantine=False)
+        self._acquire(step=1)
+        self._read_ahead()
+        self._finish("trained")
+        self._do(self.machine.acquire, which=NEWEST, server=ANY, step=1, behind=1)  # not what it was read for
+
     def trainers(self) -> None:
         """An old trainer goes on after another one has claimed its policy."""
         self._until_ready(2)
@@ -180,6 +214,17 @@ class Tour:
 
     def _acquire(self, *, step: int, which: int = NEWEST) -> None:
         self._do(self.machine.acquire, which=which, server=ANY, step=step, behind=0)
+
+    def _read_ahead(self, *, early: bool = False) -> None:
+        self._do(self.machine.read_ahead, which=NEWEST, server=OTHER, step=2, early=early)
+
+    def _finish(self, stage: str) -> None:
+        """Acknowledge the step in hand, whether or not another batch was read ahead, and publish."""
+        machine = self.machine
+        place = sum(step > machine.model.finished + 1 for step in machine.bound)
+        for each in ("intent", stage):
+            self._do(machine.ack, which=NEWEST, server=ANY, step=place, stage=each, wrong=1)
+        self._do(machine.publish, which=NEWEST, server=ANY)
 
     def _ack(self, stage: str, *, wrong: int = 1, which: int = NEWEST) -> None:
         self._do(self.machine.ack, which=which, server=OTHER, step=0, stage=stage, wrong=wrong)
