@@ -21,10 +21,10 @@ RESULTS = REPOSITORY / "docs" / "results" / "planted-bugs.md"
 ABOUT = """# Bugs that are planted, and found
 
 Written by `make soak T="tests/integration/test_planted_bugs.py -m 'ci or soak'"`. Each bug of
-[a list](../../tests/support/planted_bugs.py) is planted in a copy of the services, and Hypothesis calls two servers
-until they and [a model](../../tests/support/dataflow_model.py) disagree. *found by* is the call whose answer was
-another one, or `all is where the model has it`, which counts trajectories, credit and leases after each call; *calls*
-are those until then.
+[a list](../../tests/support/planted_bugs.py) is planted in a copy of the services, and two servers are called, by
+[a fixed tour](../../tests/support/dataflow_tour.py) of some 150 calls and then by Hypothesis, until they and
+[a model](../../tests/support/dataflow_model.py) disagree. *found by* is the call whose answer was another one, or `all
+is where the model has it`, which counts trajectories, credit and leases after each call; *calls* are those until then.
 """
 
 
