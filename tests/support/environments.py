@@ -139,8 +139,9 @@ class ServedEnvironment:
         assert self.process.returncode is None, self.log.read_text()
         async with httpx.AsyncClient() as client:
             try:
-                found: dict[str, dict[str, int]] = (await client.get(f"http://{self.http}/status")).json()
-            except httpx.TransportError as error:
+                answer = (await client.get(f"http://{self.http}/status")).raise_for_status()
+                found: dict[str, dict[str, int]] = answer.json()
+            except (httpx.HTTPError, ValueError) as error:  # it ends, perhaps while it answers
                 await asyncio.wait_for(self.process.wait(), 20)
                 raise AssertionError(self.log.read_text()) from error
         return found
