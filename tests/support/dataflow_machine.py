@@ -372,14 +372,20 @@ class DataflowMachine(RuleBasedStateMachine):
         if self._is_fenced(trainer, reply):
             return
         expected = self.model.offer(wanted, base)
+        self._was_answered(reply, expected if isinstance(expected, str) else (base, expected), step=wanted)
+
+    def _was_answered(
+        self, reply: Any, expected: str | tuple[int, set[tuple[int, int, str]]], *, step: int
+    ) -> None:
+        """A batch was asked for; expected are an error, what it waits for, or the version and what may be bound."""
         if isinstance(reply, str):
             assert reply == expected
         elif expected == "bound":
-            assert reply.batch.batch_id == self.bound[wanted].batch_id
+            assert reply.batch.batch_id == self.bound[step].batch_id
         elif isinstance(expected, str):
             assert reply.waiting_for == expected
         else:
-            self._was_bound(reply.batch, base, expected)
+            self._was_bound(reply.batch, *expected)
 
     def _was_bound(self, batch: batch_pb2.Batch, base: int, among: set[tuple[int, int, str]]) -> None:
         assert batch.base_version == base
@@ -398,15 +404,7 @@ class DataflowMachine(RuleBasedStateMachine):
         reply = self._try(trainer.read_ahead(wanted, base_version=base))
         if self._is_fenced(trainer, reply):
             return
-        expected = self.model.offer_ahead(wanted, base)
-        if isinstance(reply, str):
-            assert reply == expected
-        elif expected == "bound":
-            assert reply.batch.batch_id == self.bound[wanted].batch_id
-        elif isinstance(expected, str):
-            assert reply.waiting_for == expected
-        else:
-            self._was_bound(reply.batch, *expected)
+        self._was_answered(reply, self.model.offer_ahead(wanted, base), step=wanted)
 
     @precondition(lambda self: self.model.batches and self.model.now % 4 == 0)
     @rule(server=any_of, moments=st.integers(0, 60))
