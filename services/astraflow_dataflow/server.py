@@ -295,7 +295,7 @@ class RunKeeper:
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
-        self._dataflow.reporting.redis_waits("")  # its gauge says so while nothing else can be read
+        self._dataflow.reporting.export_redis()
         try:
             run_ids = await self._dataflow.store.runs.ids()
             deleting = await self._dataflow.store.deletions.deleting()

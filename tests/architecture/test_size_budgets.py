@@ -20,8 +20,8 @@ Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
 KIT_LINES = 3_420
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 55_192
-TEST_CODE_LINES = 65_443
+PRODUCT_CODE_LINES = 55_191
+TEST_CODE_LINES = 65_439
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.

@@ -221,19 +221,18 @@ class Reporting:
     def redis_waits(self, run_id: str) -> list[admin_service_pb2.Wait]:
         """What the run's Redis, or the holder of payloads, lacks now, without asking it; empty when nothing."""
         now_ms = int(time.time() * 1000)
-        mine, payloads = self.redis.problem(run_id), self.store.payloads.problem
-        waited = {
-            problem: max(0, now_ms - (problem.since_ms or now_ms))
-            for problem in filter(None, (mine, payloads, *self.redis.problems))
-        }
-        self.metrics.replace(
-            "astraflow_dataflow_redis_wait_seconds",
-            {(problem.reason,): waited[problem] / 1000 for problem in sorted(waited, key=waited.__getitem__)},
-        )
+        problems = filter(None, (self.redis.problem(run_id), self.store.payloads.problem))
         return [
-            wait_message(problem, waited[problem], now_ms=now_ms)
-            for problem in filter(None, (mine, payloads))
+            wait_message(problem, lasted_ms(problem, now_ms=now_ms), now_ms=now_ms) for problem in problems
         ]
+
+    def export_redis(self) -> None:
+        """Bring the gauge of what any Redis lacks up to date, of each reason the longest."""
+        now_ms, lasted_s = int(time.time() * 1000), dict[tuple[str, ...], float]()
+        for problem in filter(None, (self.store.payloads.problem, *self.redis.problems)):
+            reason = (problem.reason,)
+            lasted_s[reason] = max(lasted_s.get(reason, 0.0), lasted_ms(problem, now_ms=now_ms) / 1000)
+        self.metrics.replace("astraflow_dataflow_redis_wait_seconds", lasted_s)
 
     async def recount(self, context: RunContext) -> tuple[Audit, TrajectoryAccount]:
         """Return one snapshot and where its trajectories are; a defect is logged with the drift of each counter."""
@@ -287,6 +286,11 @@ def failures_message(failures: TaskFailures) -> admin_service_pb2.TaskFailures:
         first_time=timestamp(failures.first_ms),
         last_time=timestamp(failures.last_ms),
     )
+
+
+def lasted_ms(problem: Wait, *, now_ms: int) -> int:
+    """How long something has been so that knows when it began; 0 where it does not."""
+    return max(0, now_ms - (problem.since_ms or now_ms))
 
 
 def note_lags(nodes: Sequence[admin_service_pb2.NodeStatus], newest: Mapping[str, int]) -> None:
