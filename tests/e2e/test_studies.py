@@ -38,6 +38,7 @@ TOYS = {
     "two-policies": (["together"], 3, (*TEAM, "dataflow.groups_per_step=2")),
     "weights-in-training": (["recipe"], 3, ONE),
     "quickstart": (["control"], 3, ONE),
+    "recipes": (["quickstart control"], 3, ONE),
 }
 
 

@@ -11,6 +11,7 @@ import typer
 from astraflow.errors import RecipeError
 from astraflow_bench.commands.figures_page import figure_rows
 from astraflow_bench.commands.results_folder import made
+from astraflow_bench.signals import ended_by_sigterm
 from astraflow_bench.studies import page
 from astraflow_bench.studies.catalogue import studies
 from astraflow_bench.studies.ledger import Ledger
@@ -48,11 +49,13 @@ def study(
         Path, typer.Option(metavar="FOLDER", callback=made, help="Where runs and warm starts are kept.")
     ] = Path(),
     keep_runs: Annotated[bool, typer.Option(help="Keep the folders of finished runs.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells that are missing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the cells that have not finished.")
+    ] = False,
 ) -> None:
     """Run a study on this machine, cell by cell: one line of FOLDER/NAME.jsonl each, then a page and a picture.
 
-    Started again it goes on with what is missing. Status 1: a target was missed or a run failed.
+    Started again it goes on with what has not finished. Status 1: a target was missed or a run failed.
     """
     found = _study(name, lengths)
     try:
@@ -66,17 +69,19 @@ def study(
         for cell in Ledger(path).missing(cells):
             typer.echo(f"{cell.name}: {' '.join(cell.overrides)}")
         return
-    with lock_folder(
+    lock = lock_folder(
         runs / ".astraflow" / "studies" / found.name, remedy="end it first, or give other --runs"
-    ):
+    )
+    with lock, ended_by_sigterm():
         ledger = Ledger(path)
         try:
             run_cells(found, cells, ledger, jobs=jobs, folder=runs, keep_runs=keep_runs, say=_say)
         finally:
-            # Of what there is, also when the last run failed; a page that is there is not replaced by an empty one.
-            figures = page.write(found, ledger.results, out) if ledger.results else []
+            # Of what there is, also after an interrupt; a page that is there is not replaced by an empty one.
+            ran, failures = ledger.results, ledger.failures
+            figures = page.write(found, ran, out, failures=failures) if ran or failures else []
     typer.echo("\n".join(figure_rows(figures)))
-    if any(figure.met is False for figure in figures):
+    if failures or any(figure.met is False for figure in figures):
         raise typer.Exit(1)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from astraflow_bench.studies.data_algorithms import data_study
 from astraflow_bench.studies.disciplines import async_study
 from astraflow_bench.studies.quickstart import quickstart_study
+from astraflow_bench.studies.recipes import recipes_study
 from astraflow_bench.studies.staleness import staleness_study
 from astraflow_bench.studies.study import Study
 from astraflow_bench.studies.two_policies import two_policies_study
@@ -22,5 +23,6 @@ def studies(lengths: Sequence[float] = ()) -> dict[str, Study]:
         data_study(),
         two_policies_study(),
         weights_study(),
+        recipes_study(),
     ]
     return {study.name: study for study in found}

@@ -1,7 +1,8 @@
-"""The file of a study: one JSON line for each finished cell, with its whole configuration.
+"""The file of a study: one JSON line for each cell that ran, with its whole configuration.
 
-Invariant: a line is a cell that ran to its end with the recipe that the line holds. A line cut short by a kill is
-removed; a cell whose recipe is another one today is refused, never mixed with the old ones. `running` appends.
+Invariant: a line is a cell that ran with the recipe that the line holds; of several of one cell the last counts. A line
+cut short by a kill is removed, a run that failed runs again; a cell whose recipe is another one today is refused, never
+mixed with the old ones. `running` appends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from astraflow_launcher.view.metrics_file import to_json
 
 
 class Ledger:
-    """The finished cells of a study in `path`. Raises IncompatibleError for a line that is none."""
+    """The cells of a study that ran, in `path`. Raises IncompatibleError for a line that is none."""
 
     def __init__(self, path: Path) -> None:
         drop_cut_line(path)
@@ -30,15 +31,20 @@ class Ledger:
 
     @property
     def results(self) -> list[Result]:
-        """All finished cells, in the order of the file."""
-        return list(self._found.values())
+        """All cells that finished, in the order of the file."""
+        return [one for one in self._found.values() if not one.failed]
+
+    @property
+    def failures(self) -> list[Result]:
+        """All cells whose last run failed."""
+        return [one for one in self._found.values() if one.failed]
 
     def missing(self, cells: Iterable[Cell]) -> list[Cell]:
-        """The cells that have no line yet. Raises ConflictError where a line has another recipe than its cell."""
+        """The cells that have not finished yet. Raises ConflictError where a line has another recipe than its cell."""
         wanted = []
         for cell in cells:
             found = self._found.get((cell.arm, cell.seed))
-            if found is None:
+            if found is None or found.failed:
                 wanted.append(cell)
             elif change := _difference(found.recipe, cell.resolved()):
                 raise ConflictError(
@@ -48,7 +54,7 @@ class Ledger:
         return wanted
 
     def append(self, result: Result) -> None:
-        """Write the line of a cell that has just finished."""
+        """Write the line of a cell that has just run."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_json(dataclasses.asdict(result)) + "\n")
         self._found[result.arm, result.seed] = result
@@ -64,7 +70,7 @@ def _read(path: Path) -> Iterator[Result]:
             yield Result(measured=measured, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise IncompatibleError(
-                f"{path}, line {number} is no finished cell ({error}); restore the file, or give another --out"
+                f"{path}, line {number} is no cell of a study ({error}); restore the file, or give another --out"
             ) from error
 
 

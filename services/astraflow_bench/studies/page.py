@@ -20,25 +20,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def write(study: Study, results: Sequence[Result], folder: Path) -> list[Figure]:
+def write(
+    study: Study, results: Sequence[Result], folder: Path, *, failures: Sequence[Result] = ()
+) -> list[Figure]:
     """Write page and picture of what there is; returns the study's figures."""
     figures = study.conclude(results)
-    (folder / f"{study.stem}.md").write_text(text_of(study, results, figures))
+    (folder / f"{study.stem}.md").write_text(text_of(study, results, figures, failures=failures))
     _draw(study, results, folder / f"{study.stem}.png")
     return figures
 
 
-def text_of(study: Study, results: Sequence[Result], figures: Sequence[Figure]) -> str:
+def text_of(
+    study: Study, results: Sequence[Result], figures: Sequence[Figure], *, failures: Sequence[Result] = ()
+) -> str:
     """The page as Markdown."""
+    ran = [*results, *failures]
     measured = [arm.name for arm in study.arms if any(one.arm == arm.name for one in results)]
     lines = [
         f"# {study.title}",
         "",
         f"Written by `astraflow study {study.name}`. {study.intro}",
         "",
-        *(f"* machine: {machine}" for machine in dict.fromkeys(one.machine for one in results)),
-        f"* dates: {_joined(one.date for one in results)}; commits {_joined(one.commit for one in results)}",
-        f"* load average at the end of a run: {_range([one.load for one in results])}",
+        *(f"* machine: {machine}" for machine in dict.fromkeys(one.machine for one in ran)),
+        f"* dates: {_joined(one.date for one in ran)}; commits {_joined(one.commit for one in ran)}",
+        f"* load average at the end of a run: {_range([one.load for one in ran])}",
         f"* every cell with its whole recipe: [{study.stem}.jsonl]({study.stem}.jsonl)",
         "",
     ]
@@ -50,6 +55,16 @@ def text_of(study: Study, results: Sequence[Result], figures: Sequence[Figure]) 
         num_seeds = sum(one.arm == arm for one in results)
         cells = [_cell(*mean_of(results, arm, figure)) for figure in study.columns]
         lines.append(f"| {' | '.join([arm, str(num_seeds), *cells])} |")
+    if study.lists_seeds:
+        lines += [
+            "",
+            f"| {' | '.join(['arm', 'seed', *study.columns.values()])} |",
+            "|---" * len(headings) + "|",
+        ]
+        lines += [_seed_row(study, one) for arm in measured for one in results if one.arm == arm]
+    if failures:
+        lines += ["", "| failed | seed | reason |", "|---|---|---|"]
+        lines += [f"| {one.arm} | {one.seed} | {_one_line(one.failed)} |" for one in failures]
     if missing := [arm.name for arm in study.arms if arm.name not in measured]:
         lines += ["", f"Not measured: {', '.join(missing)}."]
     lines += ["", f"± is the standard error over seeds. ![{study.plot.title}]({study.stem}.png)", ""]
@@ -60,6 +75,18 @@ def _cell(mean: float, error: float, count: int) -> str:
     if not count:
         return "–"
     return f"{mean:.3g} ± {error:.2g}" if count > 1 else f"{mean:.3g}"
+
+
+def _seed_row(study: Study, one: Result) -> str:
+    shown = (
+        _cell(one.number(figure), math.nan, int(not math.isnan(one.number(figure))))
+        for figure in study.columns
+    )
+    return f"| {' | '.join([one.arm, str(one.seed), *shown])} |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _joined(values: object) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from astraflow.recipe.file import load_recipe
@@ -50,6 +51,12 @@ class Arm:
     name: str
     changes: tuple[str, ...] = ()
     seeds: int | None = None
+    recipe: str = ""
+    """As `Study.recipe`, which it is where it is empty."""
+
+    def is_any_of(self, names: Sequence[str]) -> bool:
+        """Whether a name or pattern is that of the arm, or of the folder of its own recipe."""
+        return any(fnmatch(own, one) for own in (self.name, self.recipe.split("/")[0]) for one in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ class Cell:
     arm: str
     seed: int
     recipe: str
-    """Name of the recipe that comes with the release."""
+    """Name of a recipe that comes with the release, or a file in its folder: `math/small.yaml`."""
     overrides: tuple[str, ...]
 
     @property
@@ -67,14 +74,20 @@ class Cell:
         """As people read it."""
         return f"{self.arm}, seed {self.seed}"
 
+    @property
+    def path(self) -> Path:
+        """Where the recipe is."""
+        folder, _, file = self.recipe.partition("/")
+        return shipped_recipes()[folder] / file
+
     def resolved(self) -> str:
         """The recipe with every key, as YAML. Raises RecipeError."""
-        return load_recipe(shipped_recipes()[self.recipe], overrides=self.overrides).yaml_text
+        return load_recipe(self.path, overrides=self.overrides).yaml_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished cell: one line of the study's file."""
+    """A cell that ran: one line of the study's file."""
 
     arm: str
     seed: int
@@ -88,6 +101,8 @@ class Result:
     """Load average of the machine in the last minute of the run."""
     seconds: float
     """Of the whole run by the clock."""
+    failed: str = ""
+    """Why the run failed, the end of its own words; empty for one that finished."""
 
     def number(self, figure: str) -> float:
         """A figure; NaN where it is not known."""
@@ -126,6 +141,8 @@ class Study:
     conclude: Callable[[Sequence[Result]], list[Figure]] = lambda results: []
     page: str = ""
     """Name of its files; the study's where it is empty."""
+    lists_seeds: bool = False
+    """Whether the page has a row for each seed too."""
 
     @property
     def stem(self) -> str:
@@ -135,16 +152,18 @@ class Study:
     def cells(
         self, *, seeds: int, only: Sequence[str] = (), steps: int | None = None, overrides: Sequence[str] = ()
     ) -> list[Cell]:
-        """Its cells, seed by seed. `only` are names or patterns of arms. Raises ValueError for one that no arm has."""
-        names = [arm.name for arm in self.arms]
-        if unknown := [one for one in only if not any(fnmatch(name, one) for name in names)]:
-            raise ValueError(f"{', '.join(unknown)} is no arm of {self.name}; it has {', '.join(names)}")
+        """Its cells, seed by seed. `only` are names or patterns of arms, or of recipes where each has its own. Raises
+        ValueError for one that no arm has.
+        """
+        if unknown := [one for one in only if not any(arm.is_any_of([one]) for arm in self.arms)]:
+            names = ", ".join(arm.name for arm in self.arms)
+            raise ValueError(f"{', '.join(unknown)} is no arm of {self.name}; it has {names}")
         given = (*overrides, *((f"run.steps={steps}",) if steps else ()))
         return [
             Cell(
                 arm=arm.name,
                 seed=seed,
-                recipe=self.recipe,
+                recipe=arm.recipe or self.recipe,
                 overrides=(
                     *(change.replace("{seed}", str(seed)) for change in (*self.base, *arm.changes)),
                     *given,
@@ -153,8 +172,7 @@ class Study:
             )
             for seed in range(seeds)
             for arm in self.arms
-            if seed < (seeds if arm.seeds is None else arm.seeds)
-            and (not only or any(fnmatch(arm.name, one) for one in only))
+            if seed < (seeds if arm.seeds is None else arm.seeds) and (not only or arm.is_any_of(only))
         ]
 
 

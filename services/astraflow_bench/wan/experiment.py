@@ -7,7 +7,6 @@ Invariant: everything it makes ends with it; nothing is measured before plain TC
 import os
 import platform
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -15,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from astraflow.errors import PreconditionError
+from astraflow_bench.signals import ended_by_sigterm
 from astraflow_bench.wan import radosgw, report
 from astraflow_bench.wan.links import (
     RATE_SHARE,
@@ -76,7 +75,7 @@ def run(options: Options, *, progress: Progress) -> WanReport:
         raise PreconditionError(f"the experiment's store is a Ceph radosgw: {missing}")
     started, load = time.monotonic(), os.getloadavg()[0]
     plan = LinkPlan(rate_bits_per_s=options.rate_bits_per_s, rtt_s=options.rtt_s)
-    with _stopped_by_signals(), _folder(_temporary()) as folder, _folder(_memory()) as memory:
+    with ended_by_sigterm(), _folder(_temporary()) as folder, _folder(_memory()) as memory:
         network = Network(plan, folder=folder, lifetime_s=options.time_limit_s)
         with (
             network,
@@ -421,17 +420,3 @@ def _remove(folder: Path) -> None:
         if not folder.exists():
             return
         time.sleep(0.1)
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as an interrupt does, so that everything is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,6 @@
 """Finished cells are kept, are not run again, and are never mixed with those of another configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def test_finished_cells_are_not_missing(path: Path) -> None:
     assert [one.seed for one in Ledger(path).missing([cell(seed) for seed in range(4)])] == [2, 3]
 
 
+def test_a_run_that_failed_is_kept_with_its_reason_and_runs_again_until_it_finishes(path: Path) -> None:
+    cells = [cell(seed) for seed in range(3)]
+    ledger = Ledger(path)
+    ledger.append(replace(result(2), measured=Measured(figures={}), failed="no luck"))
+    again = Ledger(path)
+    assert [one.failed for one in again.failures] == ["no luck"]
+    assert [one.seed for one in again.missing(cells)] == [2]
+    again.append(result(2))
+    assert not Ledger(path).failures
+    assert not Ledger(path).missing(cells)
+
+
 def test_a_line_cut_short_by_a_kill_is_a_cell_that_is_missing(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     ledger = Ledger(path)
@@ -66,5 +79,5 @@ def test_a_cell_with_another_configuration_is_refused(path: Path) -> None:
 @pytest.mark.parametrize("line", ["not json", "{}", "[]", '{"measured": {"figures": {}}, "arm": "a"}'])
 def test_what_is_no_cell_is_named(path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(IncompatibleError, match=r"line 3 is no finished cell .* restore the file"):
+    with pytest.raises(IncompatibleError, match=r"line 3 is no cell of a study .* restore the file"):
         Ledger(path)

@@ -1,8 +1,9 @@
-"""A study goes on where it stopped, keeps what finished beside a failure, and its page says what is missing."""
+"""A study goes on where it stopped, a run that fails is a row, and the page says what is missing."""
 
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,12 +12,11 @@ from typer.testing import CliRunner
 from astraflow.errors import InternalError
 from astraflow_bench.commands.study import app
 from astraflow_bench.studies import running
-from astraflow_bench.studies.catalogue import studies
 
 SUMMARY = {
     "heldout_first": 0.2, "steps": 50, "first_reward_s": 21.4, "wall_s": 180.6, "staleness": {"max": 2},
     "delta_bytes_mean": 250.0, "snapshot_bytes": 1000, "density_mean": 0.08, "peak_pss_bytes": 3 * 2**29,
-    "conservation_error": 0,
+    "conservation_error": 0, "reward_last": 0.9, "policies": {"solver": {}},
 }  # fmt: skip
 Played = Callable[..., tuple[dict[str, Any], Path]]
 
@@ -26,7 +26,9 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """`astraflow dev` is played: every seed ends at 0.8 but seed 1, at 0.3, and the control. Returns what ran."""
     ran: list[str] = []
 
-    def play(recipe: Path, *, overrides: Iterable[str], folder: Path) -> tuple[dict[str, Any], Path]:
+    def play(
+        recipe: Path, *, overrides: Iterable[str], folder: Path, stopped: Event
+    ) -> tuple[dict[str, Any], Path]:
         values = dict(item.split("=", 1) for item in overrides)
         ran.append(values["run.seed"])
         if values.get("run.steps") == "13":
@@ -85,16 +87,28 @@ def test_another_configuration_is_refused_before_anything_runs(played: list[str]
     assert played == ["0"]
 
 
-def test_a_run_that_fails_leaves_no_line_and_what_others_finished(played: list[str], tmp_path: Path) -> None:
-    found = studies()["quickstart"]
-    bad = found.cells(seeds=1, only=["recipe"], steps=13)
-    good = found.cells(seeds=1, only=["control"])
-    ledger = running.Ledger(tmp_path / "study.jsonl")
-    with pytest.raises(InternalError, match="status 2: no such luck"):
-        running.run_cells(
-            found, [*bad, *good], ledger, jobs=2, folder=tmp_path, keep_runs=False, say=lambda text: None
-        )
-    assert [one.arm for one in running.Ledger(tmp_path / "study.jsonl").results] in (["control"], [])
+def test_a_run_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
+    played: list[str], tmp_path: Path
+) -> None:
+    assert study(tmp_path, "--seeds", "1", "--steps", "13", "--only", "recipe")[0] == 1
+    status, _ = study(tmp_path, "--seeds", "1", "--only", "control")
+    assert (status, played) == (1, ["0", "0"])
+    page = (tmp_path / "out" / "quickstart-study.md").read_text()
+    assert "| recipe | 0 | `astraflow dev` ended with status 2: no such luck |" in page
+    assert "| control | 1 |" in page
+    played.clear()
+    assert study(tmp_path, "--seeds", "1", "--steps", "13", "--only", "recipe")[0] == 1
+    assert played == ["0"], "what failed is tried again"
+
+
+def test_every_seed_of_a_recipe_stands_beside_its_control(played: list[str], tmp_path: Path) -> None:
+    command = ["recipes", "--only", "quickstart", "--seeds", "2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--runs", str(tmp_path / "runs")])
+    assert done.exit_code == 1, "seed 1 learns less, so that the gain is within two errors"
+    page = (tmp_path / "recipes.md").read_text()
+    assert "| gain | quickstart | 0.35 ± 0.25 (n 2) | ≥ 0.5 | **no** |" in page
+    assert "| quickstart | 1 | 0.2 | 0.3 | 0.1 | 50 | 0.9 | 3.01 |" in page
+    assert "| quickstart control | 2 | 0.2 ± 0 | 0.2 ± 0 |" in page
 
 
 def test_what_is_missing_is_printed_without_a_run(played: list[str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_every_arm_is_a_valid_recipe(name: str) -> None:
 @pytest.mark.parametrize(("name", "place"), [(name, place) for name in studies() for place in (0, -1)])
 def test_daemons_can_make_what_an_arm_names(name: str, place: int) -> None:
     cell = studies()[name].cells(seeds=1)[place]
-    said = "; ".join(try_recipe(load_recipe(shipped_recipes()[cell.recipe], overrides=cell.overrides)))
+    said = "; ".join(try_recipe(load_recipe(cell.path, overrides=cell.overrides)))
     assert "data set: task train-0; reward: 0 for task train-0" in said
 
 
@@ -38,6 +38,18 @@ def test_arms_are_chosen_by_name_or_pattern() -> None:
     assert [cell.arm for cell in chosen] == ["phase-4", "batch-4", "ahead-4", "async-4", "async-10"]
     with pytest.raises(ValueError, match=r"async-5 is no arm of async; it has phase-4, batch-4"):
         found.cells(seeds=1, only=["async-5"])
+
+
+def test_each_small_size_has_an_arm_and_a_control_that_differs_in_the_learning_rate() -> None:
+    found = studies()["recipes"]
+    arms = {arm.name: arm.recipe for arm in found.arms}
+    assert arms["math"] == arms["math control"] == "math/small.yaml"
+    assert arms["quickstart"] == "quickstart/recipe.yaml"
+    assert arms["code-multi-agent-testgen"] == "code-multi-agent/small-testgen.yaml"
+    assert {file.split("/")[0] for file in arms.values()} == set(shipped_recipes())
+    chosen = found.cells(seeds=1, only=["math"])
+    assert [cell.arm for cell in chosen] == ["math", "math control"]
+    assert "learning_rate: 0.0\n" in chosen[1].resolved()
 
 
 def test_a_recording_replaces_the_tails_and_stands_in_the_recipe() -> None:
