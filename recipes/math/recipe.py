@@ -9,7 +9,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class Gsm8k(RowTasks[dict[str, Any]]):
     def __init__(
         self, *, seed: int, folder: Path = Path("data/grade-school-math/grade_school_math/data")
     ) -> None:
-        fields = {"question": str, "answer": str}
-        train, test = (read_rows(folder / f"{split}.jsonl", fields=fields, remedy=FETCH) for split in SPLITS)
+        files, fields = (folder / "train.jsonl", folder / "test.jsonl"), {"question": str, "answer": str}
+        train, test = (read_rows(file, fields=fields, remedy=FETCH) for file in files)
         super().__init__(train=train, heldout=test, seed=seed)
 
     def task(self, task_id: str, row: dict[str, Any]) -> TaskSpec:
@@ -47,9 +47,6 @@ class Gsm8k(RowTasks[dict[str, Any]]):
         steps = re.sub(r"<<.*?>>|\n*####.*", "", row.get("solution", row["answer"]))
         data = {"answer": answer, "problem": row["question"], "completion": f"{steps}\n\\boxed{{{answer}}}"}
         return TaskSpec(task_id, (Message("user", row["question"] + ASK),), data)
-
-
-SPLITS = ("train", "test")
 
 
 class Sums:
@@ -96,6 +93,11 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
         a, b, question = _draw(rng, held_out=False)
         answer = careful_answer(a, b) if index % 2 else f"\\boxed{{{rng.randint(20, 99)}}}"
         yield Demonstration((Message("user", question),), answer)
+
+
+def teacher_demonstrations(seed: int) -> Iterator[Demonstration]:
+    """Those of the teacher of distill: careful ones only, which its student has not seen."""
+    return islice(demonstrations(seed + 1_000_003), 1, None, 2)
 
 
 def verifier_demonstrations(seed: int) -> Iterator[Demonstration]:

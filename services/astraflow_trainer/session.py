@@ -26,7 +26,7 @@ from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
 from astraflow.recipe import ResolvedPolicy
-from astraflow.recipe.algorithm import ReferenceModel
+from astraflow.recipe.model import ReferenceModel
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
@@ -50,7 +50,12 @@ from astraflow_trainer.ranks.board import Board
 from astraflow_trainer.ranks.group import RankGroup
 from astraflow_trainer.settings import TrainerSettings
 from astraflow_trainer.step.plugins import StepPlugins
-from astraflow_trainer.warm_start.starting_model import asset_files, reference_model, starting_model
+from astraflow_trainer.warm_start.starting_model import (
+    asset_files,
+    built_reference,
+    reference_model,
+    starting_model,
+)
 from astraflow_weights.errors import Fenced, ObjectNotFound, StateInDoubt
 from astraflow_weights.publish.agreement import on_first_rank
 from astraflow_weights.publish.announcing import Announcer
@@ -201,7 +206,9 @@ class TrainingSession:
             self._joined.policy,
             plugins=self._plugins,
             model_dir=model_dir,
-            reference_dir=_reference_dir(self._joined, self._settings, self._group, self._store, self._log),
+            reference_dir=_reference_dir(
+                self._joined, self._settings, self._group, self._store, self._log, self._warm_start
+            ),
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
@@ -380,7 +387,12 @@ def _read_ahead(joined: JoinedRun, source: BatchSource, group: RankGroup, claim:
 
 
 def _reference_dir(
-    joined: JoinedRun, settings: TrainerSettings, group: RankGroup, store: ObjectStore, log: VersionLog
+    joined: JoinedRun,
+    settings: TrainerSettings,
+    group: RankGroup,
+    store: ObjectStore,
+    log: VersionLog,
+    progress: Callable[[float], None],
 ) -> Path | None:
     """Where the model is that a KL term compares with; None for the initial one. The first rank gets it."""
     kl = joined.policy.trainer.algorithm.kl
@@ -388,14 +400,15 @@ def _reference_dir(
         return None
     if group.index > 0:
         return Path(group.wait_for_value("reference_dir"))
-    found = reference_model(
-        kl.reference,
-        store=store,
-        log=log.copy(),
-        folder=settings.work_dir / "references",
-        cache=settings.cache,
-        access=settings.store,
-    )
+    reference, cache = kl.reference, settings.cache
+    if reference.warm_start is not None:
+        threads = settings.warm_start_cores
+        found = built_reference(reference, joined, cache=cache, threads=threads, progress=progress)
+    else:
+        folder = settings.work_dir / "references"
+        found = reference_model(
+            reference, store=store, log=log.copy(), folder=folder, cache=cache, access=settings.store
+        )
     group.set_value("reference_dir", str(found.absolute()))
     return found
 

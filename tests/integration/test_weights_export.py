@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from astraflow.errors import NotFoundError
-from astraflow.recipe.algorithm import ReferenceModel
+from astraflow.recipe.model import ReferenceModel
 from astraflow_kit.folder_lock import lock_folder
 from astraflow_trainer.warm_start.starting_model import reference_model
 from astraflow_weights.codec.tensors import Array

@@ -12,8 +12,18 @@ from statistics import fmean
 import numpy as np
 
 from astraflow_bench.figures import Figure
-from astraflow_bench.studies.seeds import paired, spread
-from astraflow_bench.studies.study import Arm, Curve, Measured, Plot, Result, Run, Study, heldout_curve
+from astraflow_bench.studies.study import (
+    Arm,
+    Curve,
+    Measured,
+    Plot,
+    Result,
+    Run,
+    Study,
+    heldout_curve,
+    paired,
+    spread,
+)
 
 _ROOM = "astraflow_bench.studies.graded_sums"
 _ROLLOUTS = 6000

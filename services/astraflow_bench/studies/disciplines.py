@@ -14,8 +14,7 @@ from typing import Any
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.durations import ideal_step_s
-from astraflow_bench.studies.seeds import paired, spread
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study
+from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, paired, spread
 from astraflow_bench.studies.timed_team import CALL, sleeping_steps
 
 TAILS = (4, 6, 8, 10)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from astraflow_bench.commands.figures_page import figure_rows
 from astraflow_bench.figures import Figure
-from astraflow_bench.studies.seeds import error_of, mean_of
-from astraflow_bench.studies.study import Curve, Result, Study
+from astraflow_bench.studies.study import Curve, Result, Study, error_of, mean_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

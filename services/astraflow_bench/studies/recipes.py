@@ -7,8 +7,18 @@ from statistics import fmean
 
 from astraflow.recipe.shipped import shipped_recipes
 from astraflow_bench.figures import Figure
-from astraflow_bench.studies.seeds import error_of, paired, spread
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, heldout_curve
+from astraflow_bench.studies.study import (
+    Arm,
+    Measured,
+    Plot,
+    Result,
+    Run,
+    Study,
+    error_of,
+    heldout_curve,
+    paired,
+    spread,
+)
 
 CONTROL = " control"
 """Ends the name of the arm that differs in the learning rate only."""

@@ -10,8 +10,17 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from astraflow_bench.figures import Figure
-from astraflow_bench.studies.seeds import paired, spread
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, heldout_curve
+from astraflow_bench.studies.study import (
+    Arm,
+    Measured,
+    Plot,
+    Result,
+    Run,
+    Study,
+    heldout_curve,
+    paired,
+    spread,
+)
 from astraflow_bench.studies.timed_team import sleeping_steps
 
 LAGS = (8, 32)

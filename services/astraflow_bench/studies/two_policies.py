@@ -11,8 +11,7 @@ from statistics import fmean
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.policies import APART, MAX_NO_CREDIT, trial_of
-from astraflow_bench.studies.seeds import error_of, paired, spread
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study
+from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, error_of, paired, spread
 
 _POLICIES = ("solver", "verifier")
 _NOISE = 2.0

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from astraflow.errors import NotFoundError, RecipeError, UnavailableError
 from astraflow.plugins import Demonstrations
 from astraflow.recipe import ArchitectureSettings, ModelSettings, StoredVersionSettings
-from astraflow.recipe.algorithm import ReferenceModel
+from astraflow.recipe.model import ReferenceModel
 from astraflow_kit.plugins import make
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import ModelShape
@@ -68,8 +68,8 @@ def reference_model(
     cache: Path,
     access: StoreSettings | None = None,
 ) -> Path:
-    """Return the directory of a model that a KL term compares with; a version of the policy's own, whose `log` and
-    `store` these are, is kept in `folder`. Raises NotFoundError, and as `starting_model` does.
+    """Return the directory of a model that a KL term compares with and that is there already; a version of the policy's
+    own, whose `log` and `store` these are, is kept in `folder`. Raises NotFoundError, and as `starting_model` does.
     """
     if reference.from_version is not None:
         return _of_other_run(reference.from_version, cache=cache, access=access)
@@ -86,6 +86,24 @@ def reference_model(
             )
         export_version(store, log, version=reference.version, to=kept)
     return kept
+
+
+def built_reference(
+    reference: ReferenceModel,
+    joined: JoinedRun,
+    *,
+    cache: Path,
+    threads: int,
+    progress: Callable[[float], None],
+) -> Path:
+    """Return the directory of a teacher with the tokenizer of the policy that it teaches, making it when the cache does
+    not hold it. Raises as `starting_model` does.
+    """
+    own = joined.policy.model
+    built = {"warm_start": reference.warm_start, "architecture": reference.architecture or own.architecture}
+    return _warm_started(
+        joined, own.model_copy(update=built), cache=cache, threads=threads, progress=progress
+    )
 
 
 def _at_path(path: str) -> Path:

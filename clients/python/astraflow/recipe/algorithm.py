@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage, CriticSettings, Grpo, OverlongSettings, require_critic
-from astraflow.recipe.model import StoredVersionSettings
+from astraflow.recipe.model import ReferenceModel
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow.recipe.section import BY_KIND, Kind, Section
 
@@ -358,27 +358,6 @@ class KlReference(StrEnum):
     """The sampler's; no other model is needed."""
     MODEL = "model"
     """The policy's initial model, kept frozen; costs its memory and one forward pass."""
-
-
-class ReferenceModel(Section):
-    """A frozen model to compare with, a teacher too: give one key. Its vocabulary holds the policy's."""
-
-    path: str | None = None
-    """A Hugging Face model directory or hub name."""
-    version: int | None = Field(default=None, ge=0, le=2_097_151)
-    """A version of this policy in the run's store. It must be there when the trainer starts, which then keeps it."""
-    from_version: StoredVersionSettings | None = None
-    """A version of another run, in its store."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ReferenceModel:
-        given = [name for name in ("path", "version", "from_version") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"a reference has {', '.join(given) or 'nothing'}; give exactly one of `path`, `version` (of this "
-                "policy) and `from_version` (of another run)"
-            )
-        return self
 
 
 class KlSettings(Section):

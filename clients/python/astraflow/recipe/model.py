@@ -1,4 +1,5 @@
-"""The `model` and `sampling` sections of a policy: where its weights and its tokenizer come from, how tokens are drawn.
+"""The `model` and `sampling` sections of a policy: where its weights, its tokenizer and a teacher come from, how tokens
+are drawn.
 
 Each setting is checked by itself here; what concerns several policies is checked by `settings`.
 """
@@ -145,6 +146,36 @@ class StoredVersionSettings(Section):
     """The step after which the policy had these weights; a checkpoint of it has the optimizer that belongs to them."""
     manifest_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     """Digest of the version's manifest; what the store has under that number is refused when it is another."""
+
+
+class ReferenceModel(Section):
+    """A frozen model to compare with, a teacher too: give one key. Its vocabulary holds the policy's."""
+
+    path: str | None = None
+    """A Hugging Face model directory or hub name."""
+    version: int | None = Field(default=None, ge=0, le=2_097_151)
+    """A version of this policy in the run's store. It must be there when the trainer starts, which then keeps it."""
+    from_version: StoredVersionSettings | None = None
+    """A version of another run, in its store."""
+    warm_start: WarmStartSettings | None = None
+    """A model that is built and warm-started as the policy's own is, with its tokenizer, on other demonstrations."""
+    architecture: ArchitectureSettings | None = None
+    """What `warm_start` builds; as the policy's own where it is left out."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ReferenceModel:
+        sources = ("path", "version", "from_version", "warm_start")
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a reference has {', '.join(given) or 'nothing'}; give exactly one of `path`, `version` (of this "
+                "policy), `from_version` (of another run) and `warm_start` (a model to build)"
+            )
+        if self.architecture is not None and self.warm_start is None:
+            raise ValueError(
+                "`architecture` is of a reference that is built; give `warm_start`, or take it out"
+            )
+        return self
 
 
 class LoraSettings(Section):

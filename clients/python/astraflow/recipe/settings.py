@@ -22,6 +22,7 @@ from astraflow.recipe.groups import require_routes
 from astraflow.recipe.model import (
     LoraSettings,
     ModelSettings,
+    ReferenceModel,
     SamplingSettings,
     SnapshotSettings,
 )
@@ -505,6 +506,7 @@ class Recipe(Section):
             trainer.algorithm.require_consistent(
                 is_adapter=policy.model.lora is not None, of_roles=of_roles.values()
             )
+            _require_built(model, trainer.algorithm)
         except ValueError as error:
             raise ValueError(f"policies.{policy_id}: {error}") from error
         return ResolvedPolicy(
@@ -540,6 +542,16 @@ class Recipe(Section):
                     "break it"
                 )
             path.append(following)
+
+
+def _require_built(model: ModelSettings, algorithm: AlgorithmSettings) -> None:
+    """Raise ValueError where a teacher is to be built with the tokenizer of a model that is not."""
+    reference = algorithm.kl and algorithm.kl.reference
+    if isinstance(reference, ReferenceModel) and reference.warm_start and model.architecture is None:
+        raise ValueError(
+            "kl.reference.warm_start builds a model with the tokenizer that this policy trains, and it trains none; "
+            "give `path`, or build the policy from `architecture`"
+        )
 
 
 def _source_key(model: ModelSettings) -> str:

@@ -10,6 +10,11 @@ from astraflow.recipe import algorithm
 from astraflow.recipe.algorithm import AlgorithmSettings, LossSettings, M2po
 from support.source_tree import REPOSITORY
 
+SMALL = {
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8,
+    "intermediate_size": 8,
+}  # fmt: skip
+
 PUBLISHED = {
     "none": {},
     "ppo_clip": {"low": 0.2, "high": 0.28},
@@ -66,6 +71,10 @@ def test_a_mapping_changes_single_values_of_a_loss() -> None:
         ({"preset": "opd"}, "add `kl: {reference: {path: MODEL}}`"),
         ({"kl": {"coefficient": 1, "reference": {"path": "m", "version": 3}}}, "give exactly one of `path`"),
         ({"kl": {"coefficient": 1, "reference": {}}}, "a reference has nothing"),
+        (
+            {"kl": {"coefficient": 1, "reference": {"path": "m", "architecture": SMALL}}},
+            "give `warm_start`, or",
+        ),
         ({"preset": "dr_grpo"}, "add `aggregation: {kind: constant, length: N}`"),
         ({"aggregation": "constant"}, "Field required"),
         ({"aggregation": {"kind": "constant", "length": 0}}, "greater than or equal to 1"),

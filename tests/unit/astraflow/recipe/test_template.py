@@ -20,7 +20,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe_trial, "configure", lambda *_, **__: None)
 
 
-VARIANTS = {"math-efficient-data", "math-multi-agent", "code-multi-agent", "planner-worker", "sft"}
+VARIANTS = {"math-efficient-data", "math-multi-agent", "code-multi-agent", "planner-worker", "sft", "distill"}
 """Another recipe with a few keys changed."""
 
 

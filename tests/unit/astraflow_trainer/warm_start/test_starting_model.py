@@ -12,11 +12,12 @@ from transformers import AutoTokenizer
 
 from astraflow.errors import AstraflowError, NotFoundError, PluginError, RecipeError, UnavailableError
 from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.model import ReferenceModel
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.joined_run import JoinedRun
 from astraflow_trainer.model.model import load_causal_lm
 from astraflow_trainer.warm_start import starting_model as module
-from astraflow_trainer.warm_start.starting_model import asset_files, starting_model
+from astraflow_trainer.warm_start.starting_model import asset_files, built_reference, starting_model
 from support.scripted_dataflow import RECIPE
 
 BUILT = """
@@ -62,11 +63,14 @@ class Bench:
 
     def start_from(self, model: str, *, seed: int = 5, second: str = "", policy: str = "solver") -> Path:
         other = f"\n  second:\n    model: {second}\n" if second else ""
-        text = RECIPE.replace(" {path: somewhere}", model.rstrip() + other)
-        recipe = parse_recipe(text, overrides=[f"run.seed={seed}"]).recipe
-        source = RecipeSource(text=text, folder=self.code)
-        joined = JoinedRun("run-1", recipe, policy, "file:///nowhere", source)
+        joined = self.joined(model.rstrip() + other, f"run.seed={seed}", policy=policy)
         return starting_model(joined, cache=self.cache, threads=1, progress=self.shares.append)
+
+    def joined(self, model: str, *overrides: str, policy: str = "solver") -> JoinedRun:
+        text = RECIPE.replace(" {path: somewhere}", model)
+        recipe = parse_recipe(text, overrides=overrides).recipe
+        source = RecipeSource(text=text, folder=self.code)
+        return JoinedRun("run-1", recipe, policy, "file:///nowhere", source)
 
     def write(self, code: str) -> None:
         """Replace the recipe's code."""
@@ -173,6 +177,34 @@ def test_a_policy_may_start_from_another_or_with_its_tokenizer(bench: Bench) -> 
     second = bench.start_from(built, second=own, policy="second")
     assert second != first
     assert (second / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+
+
+def test_a_teacher_is_built_with_the_tokenizer_of_its_student_on_demonstrations_of_its_own(
+    bench: Bench,
+) -> None:
+    built = BUILT.replace("recipe:PLUGIN", "recipe:endless").rstrip()
+    warm_start = "warm_start: {demonstrations: 'recipe:others', steps: 3, batch_size: 4}"
+    wider = (
+        BUILT.split("architecture: ")[1].split("tokenizer")[0].replace("hidden_size: 16", "hidden_size: 24")
+    )
+    teachers = []
+    for own in ("", f", architecture: {wider}"):
+        kl = f"trainer.algorithm={{preset: opd, kl: {{reference: {{{warm_start}{own}}}}}}}"
+        joined = bench.joined(built, kl)
+        settings = joined.policy.trainer.algorithm.kl
+        assert settings is not None
+        assert isinstance(settings.reference, ReferenceModel)
+        teachers.append(
+            built_reference(
+                settings.reference, joined, cache=bench.cache, threads=1, progress=bench.shares.append
+            )
+        )
+    assert bench.shares == [1 / 3, 2 / 3, 1.0] * 2
+    student = bench.start_from(built)
+    assert len({student, *teachers}) == 3
+    tokenizers = {(folder / "tokenizer.json").read_bytes() for folder in (student, *teachers)}
+    assert len(tokenizers) == 1
+    assert [load_causal_lm(folder).config.hidden_size for folder in teachers] == [16, 24]
 
 
 def test_demonstrations_that_end_early_are_named_with_what_was_needed(bench: Bench) -> None:
