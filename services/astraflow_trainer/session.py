@@ -206,9 +206,7 @@ class TrainingSession:
             self._joined.policy,
             plugins=self._plugins,
             model_dir=model_dir,
-            reference_dir=_reference_dir(
-                self._joined, self._settings, self._group, self._store, self._log, self._warm_start
-            ),
+            reference_dir=_teacher(self._joined, self._settings, self._group, self._log, self._warm_start),
             checkpoint_dir=self._checkpoints,
             group=self._group,
             snapshot=self._settings.publish_snapshot,
@@ -386,11 +384,10 @@ def _read_ahead(joined: JoinedRun, source: BatchSource, group: RankGroup, claim:
     return ReadAhead(source, lease_s=claim.batch_lease_s, is_first=group.index == 0, board=board)
 
 
-def _reference_dir(
+def _teacher(
     joined: JoinedRun,
     settings: TrainerSettings,
     group: RankGroup,
-    store: ObjectStore,
     log: VersionLog,
     progress: Callable[[float], None],
 ) -> Path | None:
@@ -406,9 +403,8 @@ def _reference_dir(
         found = built_reference(reference, joined, cache=cache, threads=threads, progress=progress)
     else:
         folder = settings.work_dir / "references"
-        found = reference_model(
-            reference, store=store, log=log.copy(), folder=folder, cache=cache, access=settings.store
-        )
+        access = settings.store
+        found = reference_model(reference, log=log.copy(), folder=folder, cache=cache, access=access)
     group.set_value("reference_dir", str(found.absolute()))
     return found
 

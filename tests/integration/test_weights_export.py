@@ -75,7 +75,7 @@ def test_a_version_that_a_kl_term_compares_with_is_kept_when_the_store_has_it_no
     def found(version: int) -> Path:
         reference, log = ReferenceModel(version=version), read_log(weight_store)
         folders = {"folder": tmp_path / "references", "cache": tmp_path / "cache"}
-        return reference_model(reference, store=weight_store, log=log, **folders)
+        return reference_model(reference, log=log, **folders)
 
     first = found(1)
     assert same_model(map_weights(first / "model.safetensors"), models[1])

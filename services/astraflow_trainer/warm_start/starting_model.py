@@ -28,7 +28,7 @@ from astraflow_trainer.warm_start.training import Example
 from astraflow_trainer.warm_start.training import WarmStartSettings as SupervisedSettings
 from astraflow_weights.errors import CorruptManifest
 from astraflow_weights.settings import StoreSettings
-from astraflow_weights.store import ObjectStore, open_store
+from astraflow_weights.store import open_store
 from astraflow_weights.tools.export import export_version
 from astraflow_weights.versions.log import VersionLog
 
@@ -62,14 +62,13 @@ def starting_model(
 def reference_model(
     reference: ReferenceModel,
     *,
-    store: ObjectStore,
     log: VersionLog,
     folder: Path,
     cache: Path,
     access: StoreSettings | None = None,
 ) -> Path:
     """Return the directory of a model that a KL term compares with and that is there already; a version of the policy's
-    own, whose `log` and `store` these are, is kept in `folder`. Raises NotFoundError, and as `starting_model` does.
+    own, whose `log` this is, is kept in `folder`. Raises NotFoundError, and as `starting_model` does.
     """
     if reference.from_version is not None:
         return _of_other_run(reference.from_version, cache=cache, access=access)
@@ -84,7 +83,7 @@ def reference_model(
                 f"the KL term compares with version {reference.version} of its policy, and the store has "
                 f"{len(log.records)} of them; name one that is there, or use `model`, the initial one"
             )
-        export_version(store, log, version=reference.version, to=kept)
+        export_version(log.store, log, version=reference.version, to=kept)
     return kept
 
 

@@ -55,7 +55,7 @@ class VersionLog:
         """Sends no request. Raises ValueError for ids that cannot stand in a key."""
         self.run_id = run_id
         self.policy_id = policy_id
-        self._store = store
+        self.store = store
         self._keys = PolicyKeys(run_id, policy_id)
         self._history = History(run_id=run_id, policy_id=policy_id)
         self.checkpointed = 0
@@ -75,7 +75,7 @@ class VersionLog:
 
     def copy(self) -> "VersionLog":
         """What was read so far, for another owner; nothing is read again."""
-        other = VersionLog(self._store, run_id=self.run_id, policy_id=self.policy_id)
+        other = VersionLog(self.store, run_id=self.run_id, policy_id=self.policy_id)
         other._history = self._history.copy()
         other.checkpointed, other.damaged_checkpoints = self.checkpointed, self.damaged_checkpoints
         other._entries.rescued, other._held = dict(self._entries.rescued), dict(self._held)
@@ -140,7 +140,7 @@ class VersionLog:
         if not self.next_sequence:
             self._begin_at_checkpoint()
         self._ask_again()
-        for data in fetch_objects(self._store, self._new_keys(), threads=_READ_THREADS):
+        for data in fetch_objects(self.store, self._new_keys(), threads=_READ_THREADS):
             self.absorb(data)
         newest = self.latest()
         return None if newest is None else newest.version
@@ -172,7 +172,7 @@ class VersionLog:
         record = self.record(version)
         if version in self._held:
             return self._held[version]
-        data = fetch_if_there(self._store, self._keys.entry(record.sequence))
+        data = fetch_if_there(self.store, self._keys.entry(record.sequence))
         entry, _, problem = self._entries.find(record.sequence, data, digest=record.manifest_sha256)
         if isinstance(entry, ManifestEntry):
             return self._references.follow(entry)
@@ -220,7 +220,7 @@ class VersionLog:
         damaged: list[str] = []
         for key in sorted(self._listed(self._keys.checkpoints), reverse=True):
             try:
-                self._take_in(decode_checkpoint(self._keys, fetch_if_there(self._store, key) or b""))
+                self._take_in(decode_checkpoint(self._keys, fetch_if_there(self.store, key) or b""))
             except (CorruptManifest, IncompatibleError) as error:
                 log.warning("log_checkpoint.unusable", key=key, message=error.message)
                 damaged.append(key)
@@ -231,7 +231,7 @@ class VersionLog:
     def _take_in(self, checkpoint: LogCheckpoint) -> None:
         anchor = checkpoint.history.anchor
         assert anchor is not None
-        found = fetch_if_there(self._store, self._keys.entry(anchor.sequence))
+        found = fetch_if_there(self.store, self._keys.entry(anchor.sequence))
         # One that is damaged is the same one: nobody writes over an entry.
         if found is None or (
             sha256(found) != anchor.sha256 and self._entries.read(found, anchor.sequence)[0]
@@ -247,7 +247,7 @@ class VersionLog:
     def _ask_again(self) -> None:
         """The newest entries that could not be read: perhaps they can be now, or a copy lies beside them."""
         for sequence in sorted(self._history.unreadable)[-_ASKED_AGAIN:]:
-            found = fetch_if_there(self._store, self._keys.entry(sequence))
+            found = fetch_if_there(self.store, self._keys.entry(sequence))
             entry, data, _ = self._entries.find(sequence, found, attempts=1)
             if entry is not None:
                 with suppress(CorruptManifest):
@@ -262,14 +262,14 @@ class VersionLog:
         )
 
     def _listed(self, prefix: str, *, after: str = "") -> list[str]:
-        return [info.key for info in self._store.list(prefix, after=after)]
+        return [info.key for info in self.store.list(prefix, after=after)]
 
     def _refresh_paths(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Believe the listing: paths that were collected are gone, and only new ones are read."""
         new = [key for key in listed if key not in self._paths and key not in self.damaged_paths]
         damaged = [key for key in self.damaged_paths if key in listed]
         paths = {key: self._paths[key] for key in listed if key in self._paths}
-        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self.store), new), strict=True):
             if content is None:
                 # Collected since it was listed.
                 continue
@@ -291,7 +291,7 @@ class VersionLog:
     def _refresh_sweeps(self, listed: Sequence[str], pool: ThreadPoolExecutor) -> None:
         """Take in what was collected; a sweep is never changed or deleted."""
         new, damaged = [key for key in listed if key not in self._sweeps], []
-        for key, content in zip(new, pool.map(partial(fetch_if_there, self._store), new), strict=True):
+        for key, content in zip(new, pool.map(partial(fetch_if_there, self.store), new), strict=True):
             try:
                 sweep = decode_sweep(self._keys, content or b"")
             except (CorruptManifest, IncompatibleError):

@@ -1,0 +1,81 @@
+"""Tasks of our own for the small size: a number stands in one file and is to be written to another.
+
+Invariant: a task has the files of a folder in Harbor's layout, and belongs to one split by the names that it has. The
+dataflow server reads `Copies`, the trainer's warm start `demonstrations`; `FolderTasks` reads a user's own folder.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from itertools import count
+
+from astraflow.data.task_folders import FolderTasks
+from astraflow.plugins import Demonstration, Message, TaskSpec
+
+__all__ = ["Copies", "FolderTasks", "demonstrations"]
+
+NAMES = ("ant", "bee", "cat", "cow", "dog", "elk", "fly", "fox", "hen", "owl", "pig", "ram")
+SETTINGS = "[agent]\ntimeout_sec = 60.0\n\n[verifier]\ntimeout_sec = 10.0\n"
+TEST = """#!/bin/bash
+if [ "$(cat {target})" = {number} ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+
+
+class Copies:
+    """Endless tasks such as `Copy ant to bee.`, where ant holds a number."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def train(self, index: int) -> TaskSpec:
+        """Training task `index`."""
+        return self._task(f"train-{index}", held_out=False)
+
+    def heldout(self, index: int) -> TaskSpec:
+        """Held-out task `index`; its two names come together in no training task and no demonstration."""
+        return self._task(f"heldout-{index}", held_out=True)
+
+    def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
+        source, target, number = _draw(random.Random(f"{task_id}/{self._seed}"), held_out=held_out)
+        asked = (Message("user", instruction(source, target)),)
+        return TaskSpec(task_id, asked, {"task": task_id, "files": folder(source, target, number)})
+
+
+def instruction(source: str, target: str) -> str:
+    """What is asked."""
+    return f"Copy {source} to {target}."
+
+
+def folder(source: str, target: str, number: int) -> Mapping[str, str]:
+    """The files of the task's folder."""
+    return {
+        "task.toml": SETTINGS,
+        "instruction.md": instruction(source, target) + "\n",
+        "environment/Dockerfile": f"FROM debian\nWORKDIR /app\nCOPY {source} ./\n",
+        f"environment/{source}": f"{number}\n",
+        "tests/test.sh": TEST.format(target=target, number=number),
+        "solution/solve.sh": f"cat {source}\necho {number} > {target}\n",
+    }
+
+
+def demonstrations(seed: int) -> Iterator[Demonstration]:
+    """One command of an episode each. Half are of somebody who looks first, half of somebody who guesses the number."""
+    for index in count():
+        rng = random.Random(f"demonstration/{seed}/{index}")
+        source, target, number = _draw(rng, held_out=False)
+        chat = [Message("user", instruction(source, target))]
+        guess = f"echo {rng.randint(10, 99)} > {target}"
+        turns = [f"cat {source}", f"echo {number} > {target}", "exit"] if index % 2 else [guess, "exit"]
+        turn = rng.randrange(len(turns)) if rng.random() < 0.5 else 0
+        for said in turns[:turn]:
+            shown = str(number) if said.startswith("cat") else "(no output)"
+            chat += [Message("assistant", said), Message("user", shown)]
+        yield Demonstration(tuple(chat), turns[turn])
+
+
+def _draw(rng: random.Random, *, held_out: bool) -> tuple[str, str, int]:
+    while True:
+        source, target = rng.sample(NAMES, 2)
+        digest = hashlib.blake2b(f"{source} {target}".encode(), digest_size=1).digest()[0]
+        if (digest < 26) is held_out:
+            return source, target, rng.randint(10, 99)

@@ -1,0 +1,1 @@
+"""How is a task in a sandboxed shell played and graded?"""
