@@ -59,18 +59,28 @@ def folder(source: str, target: str, number: int) -> Mapping[str, str]:
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
-    """One command of an episode each. Half are of somebody who looks first, half of somebody who guesses the number."""
+    """One command each. Of those that begin an episode half look first, half guess the number; most copy what is shown,
+    which is what takes long to learn.
+    """
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
         source, target, number = _draw(rng, held_out=False)
-        chat = [Message("user", instruction(source, target))]
         guess = f"echo {rng.randint(10, 99)} > {target}"
-        turns = [f"cat {source}", f"echo {number} > {target}", "exit"] if index % 2 else [guess, "exit"]
-        turn = rng.randrange(len(turns)) if rng.random() < 0.5 else 0
-        for said in turns[:turn]:
-            shown = str(number) if said.startswith("cat") else "(no output)"
-            chat += [Message("assistant", said), Message("user", shown)]
-        yield Demonstration(tuple(chat), turns[turn])
+        looked = (f"cat {source}", str(number)), (f"echo {number} > {target}", "(no output)")
+        guessed = ((guess, "(no output)"),)
+        before, said = rng.choice(
+            [
+                ((), looked[0][0]),
+                ((), guess),
+                *[(looked[:1], looked[1][0])] * 6,
+                (looked, "exit"),
+                (guessed, "exit"),
+            ]
+        )
+        chat = [Message("user", instruction(source, target))]
+        for command, shown in before:
+            chat += [Message("assistant", command), Message("user", shown)]
+        yield Demonstration(tuple(chat), said)
 
 
 def _draw(rng: random.Random, *, held_out: bool) -> tuple[str, str, int]:
