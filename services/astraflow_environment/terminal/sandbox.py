@@ -17,20 +17,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from astraflow_environment.terminal import inside
 from astraflow_kit.bubblewrap import require_bubblewrap, walls
 
-_INSIDE = Path(__file__).with_name("inside.py")
+_INSIDE = Path(inside.__file__)
 _PLACE = "/run/inside.py"
 _GRACE_S = 10.0
 VARIABLES = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root",
+    "HOME": "/home",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
-    "PYTHONNOUSERSITE": "1",  # what a shell leaves in /root is no part of the tests' Python
+    "PYTHONNOUSERSITE": "1",  # what a shell leaves in its home is no part of the tests' Python
 }
 _ETC = {
-    "/etc/passwd": b"root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+    "/etc/passwd": b"root:x:0:0:root:/home:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
     "/etc/group": b"root:x:0:\nnogroup:x:65534:\n",
     "/etc/hosts": b"127.0.0.1 localhost\n",
 }

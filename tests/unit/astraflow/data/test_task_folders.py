@@ -11,7 +11,7 @@ from astraflow.errors import RecipeError
 TASK = {
     "task.toml": 'version = "1.0"\n[verifier]\ntimeout_sec = 12\n[agent]\ntimeout_sec = 34.5\n',
     "instruction.md": "Sort the lines.\n",
-    "environment/Dockerfile": "# how it begins\nFROM debian\nWORKDIR /work\nENV MODE=fast WHO='a b'\n"
+    "environment/Dockerfile": "# how it begins\nFROM debian\nWORKDIR /srv/w\nENV MODE=fast WHO='a b'\n"
     "COPY in.txt data/ \\\n  ./\nCOPY in.txt /srv/copy.txt\nWORKDIR sub\nCMD bash\n",
     "environment/in.txt": "b\na\n",
     "environment/data/deep/x.bin": "x",
@@ -30,10 +30,10 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
 
 def test_a_folder_is_a_task_with_the_beginning_that_its_dockerfile_describes(tmp_path: Path) -> None:
     task = read_task(write(tmp_path / "sort", TASK))
-    assert (task.name, task.instruction, task.folder) == ("sort", "Sort the lines.", "/work/sub")
+    assert (task.name, task.instruction, task.folder) == ("sort", "Sort the lines.", "/srv/w/sub")
     assert dict(task.files) == {
-        "/work/in.txt": b"b\na\n",
-        "/work/deep/x.bin": b"x",
+        "/srv/w/in.txt": b"b\na\n",
+        "/srv/w/deep/x.bin": b"x",
         "/srv/copy.txt": b"b\na\n",
     }
     assert dict(task.variables) == {"MODE": "fast", "WHO": "a b"}

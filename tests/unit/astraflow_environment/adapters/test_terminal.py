@@ -17,8 +17,8 @@ from support.sandbox import needs_bubblewrap
 FILES = {
     "task.toml": "[verifier]\ntimeout_sec = 1\n",
     "instruction.md": "Write 1 into out.",
-    "environment/Dockerfile": "FROM debian\nWORKDIR /work\n",
-    "tests/test.sh": "cat /work/out > /logs/verifier/reward.txt\n",
+    "environment/Dockerfile": "FROM debian\nWORKDIR /srv/w\n",
+    "tests/test.sh": "cat /srv/w/out > /logs/verifier/reward.txt\n",
 }
 DONE = Message("assistant", "Done.")
 
@@ -54,8 +54,8 @@ def texts(seen: Observation) -> list[str]:
 @needs_bubblewrap
 async def test_the_assistant_calls_a_tool_and_is_graded_when_it_calls_none() -> None:
     async with playing() as terminal:
-        seen = await terminal.step(calls("pwd; cd /tmp", "pwd; false", "echo 0.5 > /work/out"))
-        assert texts(seen) == ["/work", "/tmp\n(exit status 1)", "(no output)"]
+        seen = await terminal.step(calls("pwd; cd /tmp", "pwd; false", "echo 0.5 > /srv/w/out"))
+        assert texts(seen) == ["/srv/w", "/tmp\n(exit status 1)", "(no output)"]
         assert (seen.done, seen.reward) == (False, 0.0)
         seen = await terminal.step(DONE)
         assert (seen.done, seen.reward, seen.metrics["commands"], seen.metrics["graded"]) == (True, 0.5, 3, 1)
@@ -120,7 +120,7 @@ async def test_a_task_is_read_from_the_folder_that_the_environment_has(tmp_path:
         (tmp_path / "one" / name).write_text(text)
     named = TaskSpec("t", (), {"task": "one"})
     async with playing(named, folder=tmp_path) as terminal:
-        assert texts(await terminal.step(calls("pwd"))) == ["/work"]
+        assert texts(await terminal.step(calls("pwd"))) == ["/srv/w"]
     for given, settings, kind, words in (
         (named, {}, MissingCapability, "no folder of tasks"),
         (TaskSpec("t", (), {"task": "two"}), {"folder": tmp_path}, MissingCapability, "no task 'two' in"),

@@ -69,7 +69,7 @@ async def test_a_command_that_does_not_end_is_killed_and_what_floods_is_cut_in_t
 async def test_within_there_is_no_network_nothing_of_the_host_and_bounded_files() -> None:
     async with opened(disk_mb=4) as sandbox:
         assert "lo" not in await said(sandbox, "cat /proc/net/route")
-        assert await said(sandbox, "ls /home /root /etc | tr '\\n' ' '; touch /usr/x; env | grep -c ASTRA")
+        assert await said(sandbox, "ls /home /etc | tr '\\n' ' '; touch /usr/x; env | grep -c ASTRA")
         assert "Permission denied" in await said(sandbox, "cat /proc/1/environ")
         assert "No space left" in await said(sandbox, "for i in 1 2 3; do head -c 2M /dev/zero > $i; done")
 
