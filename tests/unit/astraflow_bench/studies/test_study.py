@@ -23,7 +23,8 @@ def test_every_arm_is_a_valid_recipe(name: str) -> None:
 def test_daemons_can_make_what_an_arm_names(name: str, place: int) -> None:
     cell = studies()[name].cells(seeds=1)[place]
     said = "; ".join(try_recipe(load_recipe(cell.path, overrides=cell.overrides)))
-    assert "data set: task train-0; reward: 0 for task train-0" in said
+    assert "data set: task train-0" in said
+    assert "reward: 0 for task train-0" in said or name == "recipes", "environments reward by themselves"
 
 
 def test_cells_go_seed_by_seed_and_controls_may_have_fewer() -> None:

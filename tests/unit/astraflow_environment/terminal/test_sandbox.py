@@ -111,7 +111,7 @@ async def test_tests_that_do_not_end_are_killed_with_what_they_started_and_the_s
 
 async def test_closing_leaves_nothing_alive() -> None:
     async with opened() as sandbox:
-        await said(sandbox, "setsid sleep 987 & disown")
+        await said(sandbox, "setsid sleep 987 & until grep -q 987 /proc/$!/cmdline; do :; done")
         living = psutil.Process(sandbox._child.pid).children(recursive=True)
         assert any("987" in process.cmdline() for process in living)
     _, alive = await asyncio.to_thread(psutil.wait_procs, living, 10)
