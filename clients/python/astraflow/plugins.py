@@ -139,7 +139,7 @@ class Dataset(Protocol):
     """Random access to training and held-out tasks; called by the dataflow server. Deterministic in (seed, index).
 
     A class is made with `seed` and its settings. With `__len__`, training tasks end there and `train` is asked
-    for smaller indexes only.
+    for smaller indexes only. An attribute `tasks_per_epoch` is how many go once through the problems.
     """
 
     def train(self, index: int) -> TaskSpec | None:

@@ -25,7 +25,7 @@ from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.shadows import Shadows
-from astraflow_dataflow.runs.mixed_dataset import make_dataset
+from astraflow_dataflow.runs.mixed_dataset import make_dataset, tasks_per_epoch
 from astraflow_dataflow.store.plugin_states import PluginStateStore, StateChange
 from astraflow_kit.plugins import RecipeSource, make
 
@@ -86,7 +86,12 @@ class DataPlugins:
         `created` is the recipe that the run was created with, by which plug-ins of other settings have other names.
         """
         flow, seed = recipe.dataflow, recipe.run.seed
-        offered = {"seed": seed, "advantages": recipe.advantages}
+        kept = before or cls(dataset=make_dataset(recipe, source))
+        offered = {
+            "seed": seed,
+            "advantages": recipe.advantages,
+            "tasks_per_epoch": tasks_per_epoch(kept.dataset),
+        }
         first = (created or recipe).dataflow
 
         def made(kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
@@ -96,8 +101,8 @@ class DataPlugins:
             state = PluginState()
             plugin = make(settings, protocol=protocol, source=source, state=state, **offered)
             # Its constructor named the state, and so was given one; a function or an object was not.
-            kept = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
-            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=kept)
+            own = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
+            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=own)
 
         def several(
             kind: str,
@@ -109,7 +114,6 @@ class DataPlugins:
             return tuple(made(kind, *named, protocol) for named in zip(names, wanted, strict=True))
 
         selectors = several("selector", _some(flow.selector), _some(first.selector), Selector)
-        kept = before or cls(dataset=make_dataset(recipe, source))
         return replace(
             kept,
             filters=several("filter", flow.filters, first.filters, Filter),

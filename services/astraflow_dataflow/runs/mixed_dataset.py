@@ -30,6 +30,12 @@ def make_dataset(recipe: Recipe, source: RecipeSource) -> Dataset:
     return MixedDataset(parts)
 
 
+def tasks_per_epoch(dataset: Dataset) -> int | None:
+    """Return how many training tasks go once through the problems; None where the data set does not say."""
+    told: int | None = getattr(dataset, "tasks_per_epoch", None)
+    return told
+
+
 @dataclass(frozen=True)
 class Part:
     """One source: `weight` of its tasks in each turn."""
@@ -54,6 +60,13 @@ class MixedDataset:
     def heldout(self, index: int) -> TaskSpec | None:
         """Return held-out task `index` of the mixture, or None past the end."""
         return self._task(index, self._heldout, lambda part: part.dataset.heldout)
+
+    @property
+    def tasks_per_epoch(self) -> int | None:
+        """Tasks until every source was gone through; None where one does not say."""
+        told = [(tasks_per_epoch(part.dataset), part.weight) for part in self.parts.values()]
+        turns = [-(-tasks // weight) for tasks, weight in told if tasks is not None]
+        return max(turns) * sum(weight for _, weight in told) if len(turns) == len(told) else None
 
     def of(self, name: str) -> MixedDataset:
         """Return the tasks of one source."""

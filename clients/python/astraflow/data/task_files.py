@@ -10,6 +10,7 @@ import gzip
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -60,7 +61,11 @@ def _row(line: str, *, place: str, fields: Mapping[str, type]) -> dict[str, Any]
 
 
 class RowTasks(Generic[R]):
-    """A data set of rows; a subclass says with `task` what one of them asks."""
+    """A data set of rows; a subclass says with `task` what one of them asks.
+
+    Training tasks of one row have the same `data["problem"]`, its number if `task` gives none, by which curators know
+    it again in another epoch.
+    """
 
     def __init__(self, *, train: Sequence[R], heldout: Sequence[R], seed: int) -> None:
         self._train, self._heldout = train, heldout
@@ -75,7 +80,14 @@ class RowTasks(Generic[R]):
         if not self._train:
             return None
         epoch, place = divmod(index, len(self._train))
-        return self.task(f"train-{index}", self._train[self._order(epoch)[place]])
+        number = self._order(epoch)[place]
+        spec = self.task(f"train-{index}", self._train[number])
+        return replace(spec, data={"problem": number, **spec.data})
+
+    @property
+    def tasks_per_epoch(self) -> int | None:
+        """Training tasks of an epoch; None where no row is for training."""
+        return len(self._train) or None
 
     def heldout(self, index: int) -> TaskSpec | None:
         """Return held-out task `index`; None behind the last."""

@@ -2,7 +2,7 @@
 
 A group of equal rewards has no advantage. A problem with z of them in a row is proposed with probability
 max(base^z, floor); the base of easy (all solved) and of hard problems follows the share of such groups, version by
-version. Its state is one count per problem whose last group taught nothing.
+version, once every problem had its chance. Its state is one count per problem whose last group taught nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Greso:
         self,
         state: PluginState,
         seed: int,
+        tasks_per_epoch: int | None = None,
         *,
         base: Share = 0.5,
         easy_target: Share = 0.083,
@@ -43,16 +44,22 @@ class Greso:
         easy_floor: Share = 0.1,
         hard_floor: Share = 0.4,
         easy_above: float = 0.5,
+        warmup_tasks: Annotated[int, Field(ge=0)] | None = None,
         problem: str = "problem",
         role: str = "",
     ) -> None:
         """`base` is what both bases start from. A base falls by `change` when the share of its groups among those of a
         version is at least its target, and else rises. Groups of equal rewards are easy above `easy_above`.
+
+        Bases stay until `warmup_tasks` were drawn after a version was trained: an epoch of the data set, if it says how
+        long that is, or else for ever. In the first epoch most groups are the first of their problem, so their share
+        says nothing of skipping.
         """
         self._state, self._seed, self._base, self._change = state, seed, base, change
         self._targets = {"easy": easy_target, "hard": hard_target}
         self._floors = {"easy": easy_floor, "hard": hard_floor}
         self._easy_above, self._problem, self._role = easy_above, problem, role
+        self._warmup = tasks_per_epoch if warmup_tasks is None else warmup_tasks
 
     def propose(self, tasks: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
         """Return those that are worth another group, by chance."""
@@ -63,6 +70,8 @@ class Greso:
             drawn = chance(self._seed, "greso", task.task_id)
             if patient(counts, wanted=drawn < self._probability(task, bases)):
                 chosen.append(task)
+        if self._version > 0:
+            counts["drawn"] = counts.get("drawn", 0) + len(tasks)
         tally.keep(tasks, counts)
         return chosen
 
@@ -87,6 +96,14 @@ class Greso:
             return ""
         return "easy" if fmean(group.rewards) > self._easy_above else "hard"
 
+    @property
+    def _version(self) -> int:
+        """The newest of which a group was observed."""
+        return int(self._state.get("window", {"version": 0})["version"])
+
+    def _is_warm(self) -> bool:
+        return self._warmup is not None and Tally(self._state).newest().get("drawn", 0) >= self._warmup
+
     def _bases(self) -> dict[str, float]:
         bases: dict[str, float] = self._state.get("bases", dict.fromkeys(self._targets, self._base))
         return bases
@@ -94,10 +111,13 @@ class Greso:
     def _count(self, kind: str, *, version: int) -> None:
         counts = self._state.get("window", {"version": version, "groups": 0, "easy": 0, "hard": 0})
         if version > counts["version"]:
-            self._state["bases"] = {
-                name: _moved(base, self._change, down=counts[name] / counts["groups"] >= self._targets[name])
-                for name, base in self._bases().items()
-            }
+            if self._is_warm():
+                self._state["bases"] = {
+                    name: _moved(
+                        base, self._change, down=counts[name] / counts["groups"] >= self._targets[name]
+                    )
+                    for name, base in self._bases().items()
+                }
             counts = {"version": version, "groups": 0, "easy": 0, "hard": 0}
         counts["groups"] += 1
         if kind:

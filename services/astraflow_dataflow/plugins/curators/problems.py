@@ -20,8 +20,8 @@ _TALLY = "tally"
 
 
 def problem_key(task: TaskSpec, *, field: str) -> str:
-    """Return 12 characters that stand for the task's problem."""
-    problem = str(task.data.get(field, task.task_id))
+    """Return 12 characters that stand for the task's problem; sources may have equal names for theirs."""
+    problem = f"{task.source}\n{task.data.get(field, task.task_id)}"
     return urlsafe_b64encode(blake2b(problem.encode(), digest_size=9).digest()).decode()
 
 
@@ -36,8 +36,9 @@ def solved_share(group: Group, *, above: float) -> float:
 
 
 def averaged(before: float, new: float, *, memory: float) -> float:
-    """Return the moving average after another value; rounded, for there are as many as problems."""
-    return round(memory * before + (1 - memory) * new, 4)
+    """Return the moving average after another value; rounded, for there are as many as problems, and not so much that
+    one of a long memory would stand still."""
+    return round(memory * before + (1 - memory) * new, 6)
 
 
 def chance(seed: int, *what: object) -> float:
@@ -56,6 +57,11 @@ class Tally:
         """Return the counts before this proposal, to be changed and given to `keep`."""
         kept: Mapping[str, Any] = self.state.get(_TALLY, {"first": None, "after": {}})
         counts: dict[str, Any] = kept["before" if kept["first"] == _first(tasks) else "after"]
+        return counts
+
+    def newest(self) -> Mapping[str, Any]:
+        """Return the counts after the newest proposal."""
+        counts: Mapping[str, Any] = self.state.get(_TALLY, {"after": {}})["after"]
         return counts
 
     def keep(self, tasks: Sequence[TaskSpec], counts: dict[str, Any]) -> None:

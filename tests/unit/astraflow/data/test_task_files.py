@@ -56,3 +56,24 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own() -> None:
     assert Numbers(train=range(50), heldout=(), seed=1).train(7) == tasks.train(7)
     assert [task.data["row"] if task else None for task in map(tasks.heldout, range(3))] == [-1, -2, None]
     assert Numbers(train=(), heldout=(1,), seed=1).train(0) is None
+
+
+def test_a_row_is_known_again_in_another_epoch() -> None:
+    tasks = Numbers(train=range(100, 120), heldout=(), seed=1)
+    problems: dict[int, set[int]] = {}
+    for task in map(tasks.train, range(60)):
+        assert task is not None
+        problems.setdefault(task.data["row"], set()).add(task.data["problem"])
+    assert sorted(map(len, problems.values())) == [1] * 20
+    assert len(set().union(*problems.values())) == 20
+    assert (tasks.tasks_per_epoch, Numbers(train=(), heldout=(1,), seed=1).tasks_per_epoch) == (20, None)
+
+
+def test_a_problem_that_a_data_set_names_keeps_its_name() -> None:
+    class Named(Numbers):
+        def task(self, task_id: str, row: int) -> TaskSpec:
+            return TaskSpec(task_id, (), {"problem": f"p{row}"})
+
+    task = Named(train=(7,), heldout=(), seed=1).train(0)
+    assert task is not None
+    assert task.data == {"problem": "p7"}

@@ -1,16 +1,17 @@
 """Making the data plug-ins of a recipe."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from astraflow.errors import PluginError
-from astraflow.plugins import Group
+from astraflow.plugins import Group, TaskSpec
 from astraflow.recipe.file import parse_recipe
 from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow_dataflow.runs.data_plugins import DataPlugins, plugin_names
 from astraflow_kit.plugins import RecipeSource
-from support.dataflow_world import recipe_text
+from support.dataflow_world import Counting, recipe_text
 from support.groups import group
 
 
@@ -39,6 +40,32 @@ def test_only_a_plugin_that_asks_for_a_state_has_one() -> None:
     assert function.state is None
     assert (function.made(group(0.7)), function.made(group(0.2))) == (True, False)
     assert made(selector='"support.data_plugins:LastFirst"').selector.state is None  # type: ignore[union-attr]
+
+
+class Epochs(Counting):
+    """A data set that says how long its epochs are."""
+
+    tasks_per_epoch = 7
+
+
+class Asks:
+    """A curator that is told."""
+
+    def __init__(self, tasks_per_epoch: int | None) -> None:
+        self.told = tasks_per_epoch
+
+    def propose(self, tasks: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
+        """All."""
+        return tasks
+
+    def observe(self, group: Group) -> None:
+        """Learns nothing."""
+
+
+@pytest.mark.parametrize(("dataset", "told"), [(f"{__name__}:Epochs", 7), ("Counting", None)])
+def test_plugins_may_ask_how_long_an_epoch_of_the_data_set_is(dataset: str, told: int | None) -> None:
+    (curator,) = made(curators=f'["{__name__}:Asks"]', dataset=dataset).curators
+    assert curator.made.told == told  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,16 @@ def test_a_task_names_its_source_and_what_its_data_set_calls_it() -> None:
     assert {task.partition(":")[0] for task in ids(mixture.of("b"), 3)} == {"b"}
 
 
+def test_an_epoch_has_gone_through_every_source() -> None:
+    class Rows(Numbers):
+        tasks_per_epoch = 10
+
+    # Two turns of 5 + 2 bring 10 of a; five turns 10 of b.
+    assert mixed(a=(Rows(None), 5), b=(Rows(None), 2)).tasks_per_epoch == 35
+    assert mixed(a=(Rows(None), 3)).tasks_per_epoch == 12
+    assert mixed(a=(Rows(None), 5), b=(Numbers(None), 2)).tasks_per_epoch is None
+
+
 @given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 7), st.integers(0, 20)), min_size=1))
 def test_every_task_comes_once_in_the_order_of_its_source(sources: dict[str, tuple[int, int]]) -> None:
     weights = {name: weight for name, (weight, _) in sources.items()}

@@ -1,5 +1,6 @@
 """GRESO against its definition."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_problem_is_proposed_by_its_streak(groups: list[tuple[float, ...]], pr
 
 def test_bases_follow_the_share_of_a_versions_groups() -> None:
     state = PluginState()
-    curator = Greso(state, seed=0)
+    curator = Greso(state, seed=0, warmup_tasks=0)
     # Version 0: 1 of 10 groups is easy (0.1 ≥ 0.083: down), 1 is hard (0.1 < 0.167: up).
     for number, rewards in enumerate([EASY, HARD, *[MIXED] * 8]):
         observed(curator, *rewards, problem=str(number))
@@ -64,9 +65,50 @@ def test_bases_follow_the_share_of_a_versions_groups() -> None:
     assert state["bases"] == {"easy": 0.5, "hard": 0.52}
 
 
+def test_bases_stay_until_an_epoch_was_drawn_after_a_version_was_trained() -> None:
+    state = PluginState()
+    curator = Greso(state, seed=0, tasks_per_epoch=10)
+    draw = iter(range(1000))
+
+    def drawn(count: int) -> None:
+        tasks = [task(next(draw), problem="new") for _ in range(count)]
+        assert curator.propose(tasks) == curator.propose(tasks), "asked twice, they count once"
+
+    drawn(30)
+    observed(curator, *EASY)
+    drawn(30)  # of version 0 only: what nodes run ahead before the first step is not of the epoch
+    observed(curator, *EASY, version=1)
+    drawn(9)
+    observed(curator, *EASY, version=2)
+    assert "bases" not in state
+    drawn(1)
+    observed(curator, *EASY, version=3)
+    assert state["bases"] == {"easy": 0.49, "hard": 0.51}
+
+
+def test_the_warmup_survives_a_killed_server_and_may_be_set() -> None:
+    state = PluginState()
+    for version in range(2):
+        curator = Greso(state, seed=0, tasks_per_epoch=10, warmup_tasks=4)
+        observed(curator, *MIXED, version=version)
+        curator.propose([task(10 * version + number) for number in range(4)])
+    assert "bases" not in state
+    observed(Greso(state, seed=0, warmup_tasks=4), *MIXED, version=2)
+    assert state["bases"] == {"easy": 0.51, "hard": 0.51}
+
+
+def test_bases_stay_for_ever_where_no_epoch_is_known() -> None:
+    state = PluginState()
+    curator = Greso(state, seed=0)
+    for version in range(9):
+        observed(curator, *EASY, version=version)
+        proposed(curator, 100, problem="new")
+    assert "bases" not in state
+
+
 def test_bases_stay_within_their_bounds() -> None:
     state = PluginState()
-    curator = Greso(state, seed=0, change=0.4)
+    curator = Greso(state, seed=0, change=0.4, warmup_tasks=0)
     for version in range(4):
         observed(curator, *EASY, version=version)
     assert state["bases"] == {"easy": 0.01, "hard": 0.99}
@@ -101,3 +143,12 @@ def test_groups_of_one_and_of_other_roles_teach_nothing() -> None:
     observed(curator, *EASY)
     Greso(state, seed=0).observe(Group(task=task(0), trajectories=(TrajectorySummary(reward=1.0),)))
     assert dict(state) == {}
+
+
+def test_problems_of_two_sources_may_have_equal_names() -> None:
+    curator = Greso(PluginState(), seed=0, easy_floor=0.0)
+    for _ in range(60):
+        observed(curator, *EASY)
+    other = [replace(task(number), source="another") for number in range(100)]
+    assert curator.propose(other) == other
+    assert curator.propose([task(number) for number in range(100)]) == []

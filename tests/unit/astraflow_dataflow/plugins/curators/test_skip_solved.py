@@ -25,6 +25,17 @@ def test_the_published_settings_need_29_solved_groups() -> None:
         assert bool(curator.propose([task])) == (number < 29)
 
 
+def test_a_long_memory_gets_there_as_well() -> None:
+    # 1 − 0.999ⁿ ≥ 0.97 from n = 3,505 on: what is kept of an average must not be too coarse to move.
+    curator, task = SkipSolved(PluginState(), memory=0.999, threshold=0.97), TaskSpec("t", ())
+    for _ in range(3504):
+        curator.observe(group(1.0))
+    assert curator.propose([task])
+    for _ in range(10):
+        curator.observe(group(1.0))
+    assert not curator.propose([task])
+
+
 def test_a_problem_is_known_again_under_another_task_id() -> None:
     curator = SkipSolved(PluginState(), memory=0.0, problem="id")
     first, again, other = (TaskSpec(name, (), data={"id": name[0]}) for name in ("a1", "a2", "b1"))
