@@ -32,6 +32,7 @@ FILTERS = {
     "agreement:Agreement": "{}",
 }
 SELECTORS = (
+    "edf:Edf",
     "fifo:Fifo",
     "freshest_first:FreshestFirst",
     "balance_sources:BalanceSources",

@@ -7,6 +7,7 @@ import pytest
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
 from astraflow_dataflow.plugins.selectors.balance_lengths import BalanceLengths
 from astraflow_dataflow.plugins.selectors.balance_sources import BalanceSources
+from astraflow_dataflow.plugins.selectors.edf import Edf
 from astraflow_dataflow.plugins.selectors.fifo import Fifo
 from astraflow_dataflow.plugins.selectors.freshest_first import FreshestFirst
 
@@ -36,6 +37,7 @@ def candidates() -> Sequence[ReadyGroup]:
 @pytest.mark.parametrize(
     ("selector", "num_groups", "chosen"),
     [
+        (Edf(), 4, "abcd"),
         (Fifo(), 4, "cedf"),
         (FreshestFirst(), 4, "efcd"),
         (BalanceSources(), 4, "acbf"),
