@@ -268,7 +268,8 @@ class RunLoop:
     async def _finish(self, evaluations: Sequence[StoredEvaluation], newest: Mapping[str, int]) -> None:
         """Close what is open, and end the run when the final evaluation is in; without versions there is none."""
         run_id = self.context.run_id
-        await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT)
+        while await self.store.tasks.close_training(run_id, limit=_SWEEP_LIMIT) == _SWEEP_LIMIT:
+            pass
         await self.settling.settle_left_behind(self.context, least_age_s=0.0)
         for item in evaluations:
             if item.state in ("waiting", "open") and not (item.final and newest):

@@ -1,6 +1,7 @@
 """What the data plane costs in Redis commands, which a busy machine does not change: flat, however much there is."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_list, as_text
 from astraflow_kit.serve import GrpcServer
-from support.dataflow_world import World, make_episode
+from support.dataflow_world import Node, World, make_episode
 
 BY_THEMSELVES = {"info", "xread", "ping", "hello", "client", "select", "auth"}
 """Commands of connections and of whoever waits for events, which come when they come."""
@@ -151,6 +152,61 @@ async def test_all_leases_that_expired_are_given_back_in_one_look_and_leased_aga
     assert len(held) == 300
     other = await by_hand.node("n2")
     again = await other.lease(256) + await other.lease(256)
+    assert sorted(lease.task.task_id for lease in again) == sorted(lease.task.task_id for lease in held)
+    assert {lease.attempt for lease in again} == {2}
+
+
+async def test_a_run_that_finishes_closes_all_that_is_leased_in_one_look(by_hand: World) -> None:
+    _, node = await by_hand.started(*(f"t{n}" for n in range(300)), groups_per_step=300)
+    held = await node.lease(256) + await node.lease(44)
+    await by_hand.finish()
+    closed = await commands(by_hand, (await conductor(by_hand)).tick)
+    assert await node.renew(*(lease.lease_id for lease in held)) == [lease.lease_id for lease in held]
+    assert await by_hand.dataflow.connection.raw("ZCARD", "af:{run}:open") == 0
+    # Each part reads no more than it closes: 300 tasks of about 30 commands.
+    assert inner(closed) / 300 < 40, closed
+
+
+async def test_a_node_that_comes_back_gives_back_what_it_held_a_part_in_each_call(by_hand: World) -> None:
+    _, node = await by_hand.started(*(f"t{n}" for n in range(300)), groups_per_step=300)
+    held = await node.lease(256) + await node.lease(44)
+    again = await commands(by_hand, partial(by_hand.node, incarnation=2))
+    # Four calls of 64 and one of 44; what a call takes is what it takes however many leases there are.
+    assert again["fcall"] == 5, again
+    node = Node(world=by_hand, node_id="n1", incarnation=2)
+    leased = await node.lease(256) + await node.lease(256)
+    assert sorted(lease.task.task_id for lease in leased) == sorted(lease.task.task_id for lease in held)
+    assert {lease.attempt for lease in leased} == {2}
+    # Joining again as the same process takes nothing away.
+    await by_hand.node(incarnation=2)
+    assert await node.renew(*(lease.lease_id for lease in leased)) == []
+
+
+async def test_a_join_that_a_server_died_in_goes_on_when_it_is_repeated(by_hand: World) -> None:
+    _, node = await by_hand.started(*(f"t{n}" for n in range(100)), groups_per_step=300)
+    held = await node.lease(100)
+    call = partial(by_hand.dataflow.connection.call, Keys("run"), "join", "n1", f"{2:020}")
+    assert (as_list(await call("", "", 64, "", "", "")))[1:] == [64, b"1"]
+    again = await by_hand.node(incarnation=2)
+    assert len(await again.lease(100)) == len(held)
+
+
+async def test_a_poisonous_nodes_leases_go_to_others_a_part_in_each_call_and_cost_no_attempt(
+    by_hand: World,
+) -> None:
+    _, node = await by_hand.started(
+        *(f"t{n}" for n in range(200)), groups_per_step=300, max_poison=1, max_attempts=1
+    )
+    held = await node.lease(200)
+    for number in range(2):
+        episode = node.episode(held[number], 0)
+        episode.trajectories[0].header.reward = math.nan
+        assert await node.outcome(episode) == "POISON"
+    connection = by_hand.dataflow.connection
+    assert await connection.raw("ZCARD", "af:{run}:leases") == 200 - 64
+    await (await conductor(by_hand)).tick()
+    other = await by_hand.node("n2")
+    again = [lease for _ in range(2) for lease in await other.lease(256)]
     assert sorted(lease.task.task_id for lease in again) == sorted(lease.task.task_id for lease in held)
     assert {lease.attempt for lease in again} == {2}
 

@@ -183,13 +183,11 @@ class NodeStore:
         self._connection = connection
 
     async def join(self, run_id: str, request: JoinRunRequest) -> int:
-        """Register a node; leases of its earlier incarnation are taken back at once.
+        """Register a node; leases of its earlier incarnation are taken back at once, a part in each call.
 
         Returns how many. Raises FencedError.
         """
-        reply = await self._connection.call(
-            Keys(run_id),
-            "join",
+        facts = (
             request.node_id,
             _incarnation(request.incarnation),
             request.region,
@@ -199,7 +197,11 @@ class NodeStore:
             request.hardware,
             repr(request.price_per_hour) if request.HasField("price_per_hour") else "",
         )
-        return as_int(as_list(reply)[1])
+        taken, are_more = 0, True
+        while are_more:
+            reply = as_list(await self._connection.call(Keys(run_id), "join", *facts))
+            taken, are_more = taken + as_int(reply[1]), as_text(reply[2]) == "1"
+        return taken
 
     async def report(
         self,

@@ -5,10 +5,9 @@
 local function call(...) return redis.call(...) end
 local GROUP = 'raas'
 local TRAIN = 'train'
-local MAX_EVENTS = 10000
-local MAX_DEAD = 10000
-local MAX_FAILURE_KINDS = 32
-local MAX_POISON = 1000
+-- One table, for Lua has room for 200 local names in the whole library. `given_back`: leases of one node that a call gives to others, as many as a
+-- sweep ends, for Redis does nothing else meanwhile.
+local MAX = { events = 10000, dead = 10000, failure_kinds = 32, poison = 1000, given_back = 64 }
 -- So many accepted episodes of a node make up for one that is poison.
 local ACCEPTED_PER_POISON = 20
 -- How long a task waits for a node that plays all of its roles before one gets it that plays some.
@@ -94,9 +93,9 @@ end
 local function write_gathered(P)
   local topics = table.concat(CALL.emitted, '\n')
   CALL.emitted = {}
-  if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topics) end
+  if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', topics) end
   for _, told in ipairs(CALL.lost) do
-    call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', 'node ' .. told.node, 'leases', table.concat(told, '\n'), 'reason', told.reason)
+    call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', 'node ' .. told.node, 'leases', table.concat(told, '\n'), 'reason', told.reason)
   end
   CALL.lost = {}
   if CALL.moved then add(K.counters(P), 'moved', 1) end
@@ -118,7 +117,7 @@ end
 -- ends, or that a sweep ends. An event without fields says no more when a call repeats it;
 -- all of them are one entry when the call ends.
 local function emit(P, topic, ...)
-  if select('#', ...) > 0 then return call('XADD', K.events(P), 'MAXLEN', '~', MAX_EVENTS, '*', 'topic', topic, ...) end
+  if select('#', ...) > 0 then return call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', topic, ...) end
   if CALL.emitted[topic] then return end
   CALL.emitted[topic] = true
   CALL.emitted[#CALL.emitted + 1] = topic

@@ -320,7 +320,7 @@ function F.quarantine(keys, a)
     note_all(P, task, { episode_entry(a, 'POISON', a.reason, {}) })
   end
   note_poison(P, a.node)
-  call('XADD', K.poison(P), 'MAXLEN', '~', MAX_POISON, '*', 'task', task, 'episode', episode, 'node', a.node,
+  call('XADD', K.poison(P), 'MAXLEN', '~', MAX.poison, '*', 'task', task, 'episode', episode, 'node', a.node,
     'reason', a.reason, 'detail', a.detail, 'sample', a.sample)
   return { 'POISON', a.reason, position(P, true) }
 end

@@ -66,22 +66,27 @@ function F.advance(keys, a)
   return a.state
 end
 
--- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back }.
+-- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back, '1' when there are more to
+-- take back: call it again }. In between the node is known as the new process already, and `left_behind` says that what it holds is the old one's.
 SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
 function F.join(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
-  local now, taken = now_ms(), 0
+  local now, taken = now_ms(), {}
   local known = call('HGET', N, 'incarnation')
   if known and known > a.incarnation then
     return refuse('FENCED', 'node ' .. a.node .. ' already joined with a newer incarnation (' .. known .. '); another process uses its name')
   end
   if known and known < a.incarnation then
     call('HINCRBY', N, 'restarts', 1)
+    call('HSET', N, 'left_behind', '1')
+  end
+  if call('HEXISTS', N, 'left_behind') == 1 then
     -- Its process is gone, so its leases need not run out first.
-    for _, task in ipairs(call('SMEMBERS', K.node_leases(P, a.node))) do
+    taken = call('SRANDMEMBER', K.node_leases(P, a.node), MAX.given_back)
+    for _, task in ipairs(taken) do
       give_again(P, task, 'node_restarted', 'node ' .. a.node .. ' came back with a new incarnation', now, now, a.node)
-      taken = taken + 1
     end
+    if #taken < MAX.given_back then call('HDEL', N, 'left_behind') end
   end
   if known ~= a.incarnation then
     -- A new process may well send the same poison.
@@ -93,7 +98,7 @@ function F.join(keys, a)
   call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
     'hardware', a.hardware, 'price', a.price)
   emit(P, 'work')
-  return { tonumber(call('HGET', N, 'restarts') or 0), taken }
+  return { tonumber(call('HGET', N, 'restarts') or 0), #taken, #taken == MAX.given_back and '1' or '0' }
 end
 
 -- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.

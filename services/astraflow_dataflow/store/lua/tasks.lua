@@ -138,10 +138,19 @@ end
 
 local function bury(P, task, reason, detail, now)
   local f = call('HMGET', K.task(P, task), 'attempt', 'node', 'size', 'evaluation', 'spec')
-  local letter = call('XADD', K.dead(P), 'MAXLEN', '~', MAX_DEAD, '*', 'task', task, 'reason', reason, 'detail', detail,
+  local letter = call('XADD', K.dead(P), 'MAXLEN', '~', MAX.dead, '*', 'task', task, 'reason', reason, 'detail', detail,
     'attempt', f[1], 'node', f[2] or '', 'size', f[3], 'evaluation', f[4], 'spec', f[5])
   call('HSET', K.task(P, task), 'letter', letter)
   close_task(P, task, 'dead_letter', now, reason)
+end
+
+local SENDS_POISON = 'its node was drained: it sends poison'
+
+-- Whether a node was drained for poison, which a call asks once of each.
+local function is_poisonous(P, node)
+  CALL.drains = CALL.drains or {}
+  CALL.drains[node] = CALL.drains[node] or call('HGET', K.node(P, node), 'drain') or ''
+  return CALL.drains[node] == 'poison'
 end
 
 -- Another node gets the task, or nobody when its tries are spent. Returns true when it will be leased again; what takes it away in the same call
@@ -149,6 +158,9 @@ end
 local function give_again(P, task, reason, detail, now, due, quiet_node)
   local T = K.task(P, task)
   local f = call('HMGET', T, 'tries', 'lane', 'state', 'node', 'attempt')
+  if reason == 'lease_expired' and is_poisonous(P, f[4]) then
+    f[1], reason, detail = call('HINCRBY', T, 'tries', -1), 'poison', SENDS_POISON
+  end
   if tonumber(f[1]) >= tonumber(run_of(P).max_attempts) then
     bury(P, task, reason, detail, now)
     return false
@@ -184,9 +196,11 @@ local function note_poison(P, node)
   call('HSET', N, 'poison', precise(poison), 'poison_at', accepted)
   if most == 0 or poison <= most or f[4] == 'poison' then return end
   drain(P, node, 'poison')
-  for _, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
-    give_back(P, task, 'poison', 'node ' .. node .. ' was drained: it sends poison', now_ms())
+  local now, rest = now_ms(), {}
+  for i, task in ipairs(call('SMEMBERS', K.node_leases(P, node))) do
+    if i <= MAX.given_back then give_back(P, task, 'poison', SENDS_POISON, now) else rest[#rest + 1], rest[#rest + 2] = now, task end
   end
+  call_many({ 'ZADD', K.leases(P), 'XX' }, rest)
 end
 
 -- submit: then id, size, spec, priority per task. Returns the number of new tasks.
@@ -754,7 +768,7 @@ end
 local function note_failure(P, task, node, kind, reason, detail, now)
   local F, purpose = K.failures(P), purpose_of(P, task)
   if call('HEXISTS', F, 'first ' .. kind) == 0 then
-    if call('HINCRBY', F, 'kinds', 1) > MAX_FAILURE_KINDS then kind = 'other' end
+    if call('HINCRBY', F, 'kinds', 1) > MAX.failure_kinds then kind = 'other' end
     call('HSETNX', F, 'first ' .. kind, table.concat({ now, node, task, reason, detail }, '\n'))
   end
   local row, completed = ' ' .. purpose .. ' ' .. kind, call('HGET', F, 'completed ' .. purpose) or '0'
@@ -804,17 +818,21 @@ function F.sweep(keys, a)
   return { #expired, #late }
 end
 
--- close_training: limit. Closes admitted training tasks of a run that finishes. Returns how many were closed.
+-- close_training: limit. Closes admitted training tasks of a run that finishes. Returns how many were closed. Those of evaluations, which are few, are
+-- passed over: it reads no more than these and what it closes.
 SIGNATURE.close_training = { 'limit' }
 function F.close_training(keys, a)
-  local P, now, closed = keys[1], now_ms(), 0
-  for _, task in ipairs(call('ZRANGE', K.open(P), 0, -1)) do
-    if closed >= tonumber(a.limit) then break end
-    if call('HGET', K.task(P, task), 'evaluation') == '' then
-      end_lease(P, task, 'run_finished', '', 'run_finished')
-      if call('HGET', K.task(P, task), 'state') == 'leased' then call('HSET', K.task(P, task), 'state', 'retry') end
-      close_task(P, task, 'run_finished', now)
-      closed = closed + 1
+  local P, now, limit, closed, passed = keys[1], now_ms(), tonumber(a.limit), 0, 0
+  while closed < limit do
+    local open = call('ZRANGE', K.open(P), passed, passed + limit - closed - 1)
+    if #open == 0 then break end
+    for _, task in ipairs(open) do
+      local is_training = call('HGET', K.task(P, task), 'evaluation') == ''
+      if is_training then
+        end_lease(P, task, 'run_finished', '', 'run_finished')
+        if call('HGET', K.task(P, task), 'state') == 'leased' then call('HSET', K.task(P, task), 'state', 'retry') end
+      end
+      if is_training and close_task(P, task, 'run_finished', now) then closed = closed + 1 else passed = passed + 1 end
     end
   end
   return closed
