@@ -269,6 +269,7 @@ class RunKeeper:
             self._look()
         )  # first: a mark is of no use where what it covers was lost before this process began
         follow = self._dataflow.revoked_tokens.follow
+        self._dataflow.reporting.redis.on_looked = self._dataflow.reporting.export_redis
         self._following = [
             background.start(self._dataflow.durability.run, name="durability", run_id=""),
             background.start(follow, name="revoked_tokens", run_id=""),
@@ -295,7 +296,6 @@ class RunKeeper:
         await self._dataflow.connection.close()
 
     async def _look(self) -> None:
-        self._dataflow.reporting.export_redis()
         try:
             run_ids = await self._dataflow.store.runs.ids()
             deleting = await self._dataflow.store.deletions.deleting()

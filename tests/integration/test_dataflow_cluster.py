@@ -10,6 +10,7 @@ import pytest
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow.dataflow.v1.run_service_pb2 import DeleteRunResponse, ListRunsRequest
 from astraflow.errors import UnavailableError
+from astraflow.rollout.v1.task_pb2 import Lease
 from support.dataflow_world import Node, Trainer, World, answered, served, until
 from support.valkey_cluster import ValkeyCluster, ValkeyNode, run_on, running_cluster, wait_until
 from support.work_stream import working
@@ -115,6 +116,38 @@ async def test_without_the_primary_of_the_registry_loaded_runs_go_on(
             with pytest.raises(UnavailableError):
                 await World(dataflow=world.dataflow, client=world.client, address="").create_run(name="new")
         await answered(lambda: world.create_run(name=run_on(cluster, registry)))
+
+
+async def test_a_cluster_that_refuses_because_most_primaries_are_gone_is_named_until_they_are_back(
+    cluster: ValkeyCluster, tmp_path: Path
+) -> None:
+    registry = cluster.home("")
+    home, elsewhere = (node for node in cluster.nodes if node is not registry)
+    async with a_run_on(cluster, home, tmp_path) as (world, trainer, node):
+        await trains(trainer, node, 1)
+        (lease,) = await node.lease(1)
+        await world.status()
+        with cluster.without(registry, elsewhere):
+            # The run's own primary lives, and refuses as soon as it knows that it is in a minority.
+            await until(partial(_is_refused_as, "redis_cluster_down", node, lease))
+            await until_data_waits(world, "redis_silent")
+            (wait,) = [wait for wait in (await world.why()).waits if wait.stage == "data"]
+            assert "the Redis cluster refuses: " in wait.detail
+            assert "bring its missing primaries back" in wait.detail
+        assert await answered(lambda: node.outcome(node.episode(lease, 0))) in ("ACCEPTED", "DUPLICATE")
+        await answered(lambda: node.push(node.episode(lease, 1)))
+        await trains(trainer, node, 2)
+        await world.has_account(ingested=10, dropped={})
+        await until_data_waits(world)
+
+
+async def _is_refused_as(reason: str, node: Node, lease: Lease) -> bool:
+    """Whether a push is answered so; one of before the primary knows is taken."""
+    try:
+        await node.push(node.episode(lease, 0))
+    except UnavailableError as refused:
+        return refused.metadata.get("reason") == reason
+    return False
 
 
 async def test_a_replica_that_takes_over_is_a_redis_that_began_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -145,21 +146,45 @@ async def test_a_redis_that_hangs_is_named_and_what_was_read_before_is_still_tol
             with pytest.raises(UnavailableError, match="nothing can be said of task"):
                 await world.why("task")
             assert "redis_silent" in await shown_by_both_views(process.address, "redis_silent")
+            # Nobody asks anything of the server but its page of metrics: an alert fires on what it says.
+            await until(lambda: _grew(process, beyond_s=0.0))
+            first_s = await _silent_seconds(process)
+            await until(lambda: _grew(process, beyond_s=first_s))
             page = await _status_page(process)
             assert page["run"]["waits"][0]["reason"] == "redis_silent"
             assert page["run"]["policies"], "what was read before is shown on the page, too"
         await until(lambda: _is_told(world, ""))
+        await until(lambda: _grew(process, beyond_s=None))
         assert (await world.status()).read_time.ToMilliseconds() > status.read_time.ToMilliseconds()
+
+
+async def _page(process: DataflowProcess, path: str) -> httpx.Response:
+    published = read_address_file(process.folder / "address.json")
+    assert published is not None
+    async with httpx.AsyncClient(base_url=f"http://{published.http}", timeout=5) as pages:
+        return await pages.get(path, headers={"accept": "application/json"})
 
 
 async def _status_page(process: DataflowProcess) -> dict[str, Any]:
     """What /status says of each run."""
-    published = read_address_file(process.folder / "address.json")
-    assert published is not None
-    async with httpx.AsyncClient(base_url=f"http://{published.http}", timeout=5) as pages:
-        answer = await pages.get("/status", headers={"accept": "application/json"})
-    runs: dict[str, Any] = answer.json()["runs"]
+    runs: dict[str, Any] = (await _page(process, "/status")).json()["runs"]
     return runs
+
+
+async def _silent_seconds(process: DataflowProcess) -> float | None:
+    """What the metrics page says of a Redis that is silent; None where it says nothing of it."""
+    line = re.search(
+        r'^astraflow_dataflow_redis_wait_seconds\{reason="redis_silent"\} (\S+)$',
+        (await _page(process, "/metrics")).text,
+        re.MULTILINE,
+    )
+    return float(line[1]) if line else None
+
+
+async def _grew(process: DataflowProcess, *, beyond_s: float | None) -> bool:
+    """Whether the gauge has gone on since, or with None has gone."""
+    now_s = await _silent_seconds(process)
+    return now_s is None if beyond_s is None else now_s is not None and now_s > beyond_s
 
 
 async def test_a_server_that_hangs_or_is_gone_is_named_with_its_address_and_what_goes_on(

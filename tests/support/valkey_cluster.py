@@ -99,13 +99,15 @@ class ValkeyCluster:
         return self.owner(slot_of(Keys(run_id).prefix if run_id else RUNS_KEY))
 
     @contextmanager
-    def without(self, node: ValkeyNode) -> Iterator[None]:
-        """A primary is killed for the block, and begins again from its file after it."""
-        node.kill()
+    def without(self, *nodes: ValkeyNode) -> Iterator[None]:
+        """Primaries are killed for the block, and begin again from their files after it."""
+        for node in nodes:
+            node.kill()
         try:
             yield
         finally:
-            node.start()
+            for node in nodes:
+                node.start()
             wait_until(lambda: all(each.knows_all(len(self.nodes)) for each in self.nodes))
 
     def move(self, run_id: str, to: ValkeyNode) -> None:

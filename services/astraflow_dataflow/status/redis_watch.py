@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from astraflow.errors import AstraflowError
 from astraflow_dataflow.rules.redis_health import REDIS_RELEASES, RedisHealth
@@ -34,6 +35,8 @@ class RedisWatch:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._probes: dict[Connection, Probe] = {}
+        self.on_looked: Callable[[], None] = lambda: None
+        """Called after each round of probes."""
 
     def problem(self, run_id: str) -> Wait | None:
         """What the run's Redis lacks now, since when by the server's clock; None when nothing."""
@@ -54,6 +57,7 @@ class RedisWatch:
             primaries = self._redis.primaries
             self._probes = {primary: self._of(primary) for primary in primaries}
             hangs = await asyncio.gather(*(probe.look() for probe in self._probes.values()))
+            self.on_looked()
             await asyncio.sleep(_AGAIN_S if any(hangs) else _PERIOD_S)
 
     def _of(self, connection: Connection) -> Probe:
