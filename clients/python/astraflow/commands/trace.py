@@ -77,7 +77,8 @@ def _title(task: trace_pb2.TaskTrace) -> Text:
 
 
 def _lease_text(lease: trace_pb2.LeaseTrace, task: trace_pb2.TaskTrace) -> Text:
-    begun = f"attempt {lease.attempt} on {lease.node_id}, leased {_after(lease.lease_time, task)}"
+    copy = "hedge of " if lease.lease_id.endswith(f"#{lease.attempt}-h") else ""
+    begun = f"{copy}attempt {lease.attempt} on {lease.node_id}, leased {_after(lease.lease_time, task)}"
     if not lease.HasField("end_time"):
         return Text(f"{begun}, still running")
     lasted = span_text(seconds_of(lease.end_time) - seconds_of(lease.lease_time))

@@ -58,6 +58,15 @@ def test_a_lease_that_runs_says_so() -> None:
     assert "attempt 2 on node-2, leased after 22 s, still running" in page
 
 
+def test_a_second_copy_is_told_from_a_second_attempt() -> None:
+    trace = task()
+    trace.leases[0].lease_id = "train-7#1"
+    trace.leases[1].MergeFrom(pb.LeaseTrace(lease_id="train-7#1-h", attempt=1))
+    page = text_of(trace)
+    assert "── attempt 1 on node-1, leased" in page
+    assert "── hedge of attempt 1 on node-2, leased" in page
+
+
 def test_a_dropped_trajectory_says_why() -> None:
     trace = task()
     dropped = pb.TrajectoryTrace(episode_id="e.0", place=pb.TRAJECTORY_PLACE_DROPPED, drop_reason="stale")
