@@ -29,6 +29,13 @@ class World:
     steps: int = 0
     agents: int = 0
     held: Counter[str] = field(default_factory=Counter)
+    makes: Mapping[str, int] = field(default_factory=dict)
+    """How many of an item one craft makes, where that is not one."""
+
+    def needs(self, number: int, item: str) -> tuple[dict[str, int], int]:
+        """What so many of an item take, and how many of it come out; nothing for what is basic."""
+        each, crafts = self.makes.get(item, 1), -(-number // self.makes.get(item, 1))
+        return {name: crafts * amount for name, amount in self.recipes.get(item, {}).items()}, crafts * each
 
     def do(self, kind: str, text: str) -> str:
         """Carry out an action that is neither spawn nor finish; returns what the agent sees."""
@@ -40,7 +47,10 @@ class World:
         if kind == "info":
             needs = self.recipes.get(text.strip(), {})
             basic = {item: "" if item in self.recipes else " basic" for item in needs}
-            return ", ".join(f"{number} {item}{basic[item]}" for item, number in needs.items()) or "basic"
+            made = f"{self.makes[text.strip()]} from " if self.makes.get(text.strip(), 1) > 1 else ""
+            return (
+                made + ", ".join(f"{number} {item}{basic[item]}" for item, number in needs.items()) or "basic"
+            )
         amount = _AMOUNT.fullmatch(text)
         if amount is None:
             return "say N ITEM"
@@ -54,12 +64,12 @@ class World:
         return f"got {number} {item}"
 
     def _craft(self, number: int, item: str) -> str:
-        needs = {each: number * each_number for each, each_number in self.recipes.get(item, {}).items()}
+        needs, made = self.needs(number, item)
         if not needs or any(self.held[each] < each_number for each, each_number in needs.items()):
             return f"cannot craft {item}"
         self.held.subtract(needs)
-        self.held[item] += number
-        return f"made {number} {item}"
+        self.held[item] += made
+        return f"made {made} {item}"
 
 
 class Crafting:
@@ -85,7 +95,8 @@ class Crafting:
     async def run(self, task: TaskSpec, policies: Mapping[str, Policy]) -> Episode:
         """Return a trajectory for each turn of each agent."""
         (policy,) = policies.values()
-        world, done = World(task.data["recipes"], self._steps), list[Trajectory]()
+        world = World(task.data["recipes"], self._steps, makes=task.data.get("makes", {}))
+        done = list[Trajectory]()
         await self._agent(world, policy, f"1 {task.data['goal']}", done=done, depth=0)
         metrics = {
             "turns": float(len(done)),

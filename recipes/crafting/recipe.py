@@ -1,16 +1,19 @@
-"""A generated graph of crafting recipes: goals, an expert that knows how, and demonstrations of which half rush.
+"""A graph of crafting recipes, generated or TextCraft's: goals, an expert, and demonstrations of which half rush.
 
 Invariant: a goal belongs to one split for ever. The dataflow server reads `Goals`, nodes run `Crafting`, the warm start
 of the small size reads `demonstrations`.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 
+from astraflow.errors import RecipeError
 from astraflow.plugins import Demonstration, Message, TaskSpec
 
-from .agents import ACTION, Crafting, Recipes, World  # noqa: TID252 - the file beside this one, which travels with it
+from .agents import ACTION, Crafting, World  # noqa: TID252 - files beside this one, which travel with it
+from .textcraft import closure, level, read_recipes  # noqa: TID252
 
 __all__ = ["Crafting", "Goals", "demonstrations"]
 
@@ -20,10 +23,19 @@ WIDTH = 12
 
 
 class Goals:
-    """Endless goals of the generated graph, of the `levels` above what is basic; called by the dataflow server."""
+    """Endless goals that take up to `levels` crafts one after the other; called by the dataflow server."""
 
-    def __init__(self, *, seed: int, levels: int = 3) -> None:
-        self._seed, self._levels = seed, levels
+    def __init__(self, *, seed: int, levels: int = 3, folder: Path | None = None) -> None:
+        """`folder` holds TextCraft's `recipes`, of which goals take two crafts at least; else they are generated."""
+        self._seed = seed
+        self._recipes, self._makes = read_recipes(folder) if folder else (RECIPES, {})
+        lowest = 2 if folder else 1
+        found = [item for item in self._recipes if lowest <= level(item, self._recipes) <= levels]
+        self._goals = {held_out: _split(found, held_out=held_out) for held_out in (False, True)}
+        if not all(self._goals.values()):
+            raise RecipeError(
+                f"{folder} has {len(found)} items of {lowest} to {levels} crafts; two are the least, one held out"
+            )
 
     def train(self, index: int) -> TaskSpec:
         """Training task `index`."""
@@ -34,15 +46,20 @@ class Goals:
         return self._task(f"heldout-{index}", held_out=True)
 
     def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
-        goal = random.Random(f"{task_id}/{self._seed}").choice(goals(self._levels, held_out=held_out))
-        return TaskSpec(task_id, (), {"goal": goal, "recipes": RECIPES, "problem": goal})
+        goal = random.Random(f"{task_id}/{self._seed}").choice(self._goals[held_out])
+        recipes = closure(goal, self._recipes)
+        makes = {item: self._makes[item] for item in recipes if self._makes.get(item, 1) > 1}
+        return TaskSpec(task_id, (), {"goal": goal, "recipes": recipes, "makes": makes, "problem": goal})
 
 
 def goals(levels: int, *, held_out: bool) -> list[str]:
-    """What may be asked for: every fifth item is held out."""
-    return [
-        name for place, name in enumerate(NAMES[WIDTH : WIDTH * (1 + levels)]) if (place % 5 == 0) is held_out
-    ]
+    """What may be asked for of the generated graph."""
+    return _split(NAMES[WIDTH : WIDTH * (1 + levels)], held_out=held_out)
+
+
+def _split(items: Sequence[str], *, held_out: bool) -> list[str]:
+    """Every fifth item is held out."""
+    return [item for place, item in enumerate(items) if (place % 5 == 0) is held_out]
 
 
 def _recipe(place: int) -> dict[str, int]:
@@ -50,7 +67,7 @@ def _recipe(place: int) -> dict[str, int]:
     return {rng.choice(NAMES[below : below + WIDTH]): 1, rng.choice(NAMES[:WIDTH]): rng.randint(1, 2)}
 
 
-RECIPES: Recipes = {NAMES[place]: _recipe(place) for place in range(WIDTH, len(NAMES))}
+RECIPES: dict[str, dict[str, int]] = {NAMES[place]: _recipe(place) for place in range(WIDTH, len(NAMES))}
 
 
 def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
@@ -59,8 +76,8 @@ def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
         return "<finish>made</finish>"
     if not has_asked:
         return f"<info>{goal}</info>"
-    for item, each in world.recipes[goal].items():
-        if (lacking := number * each - world.held[item]) > 0:
+    for item, needed in world.needs(number - world.held[goal], goal)[0].items():
+        if (lacking := needed - world.held[item]) > 0:
             kind = "spawn" if item in world.recipes else "get"
             return f"<{kind}>{lacking} {item}</{kind}>"
     return f"<craft>{number} {goal}</craft>"

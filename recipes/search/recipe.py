@@ -27,10 +27,8 @@ BRING = (
     "give the folder that holds questions.jsonl and passages.jsonl, in the form of recipes/search/README.md: --set "
     "run.dataset.with.folder=FOLDER"
 )
-BOXES, KEYS, DOORS = (
-    [first + vowel + last for first in firsts for vowel in "aeiou" for last in "kmnprt"]
-    for firsts in ("dgj", "klm", "prt")
-)
+NUMBERS = range(10, 100)
+"""Of boxes, keys and doors."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 
 
@@ -80,48 +78,48 @@ class Doors:
         return _task(f"heldout-{index}", _box(random.Random(f"heldout/{self._seed}/{index}"), held_out=True))
 
 
-def key_of(box: str) -> str:
+def key_of(box: int) -> int:
     """The key in a box."""
-    return KEYS[(37 * BOXES.index(box) + 11) % len(KEYS)]
+    return NUMBERS[(37 * NUMBERS.index(box) + 11) % len(NUMBERS)]
 
 
-def door_of(key: str) -> str:
+def door_of(key: int) -> int:
     """The door that a key opens."""
-    return DOORS[(53 * KEYS.index(key) + 29) % len(DOORS)]
+    return NUMBERS[(53 * NUMBERS.index(key) + 29) % len(NUMBERS)]
 
 
 def passages() -> Iterator[dict[str, str]]:
     """What the search service of the small size holds."""
-    for box in BOXES:
+    for box in NUMBERS:
         key = key_of(box)
-        yield {"doc_id": f"box-{box}", "title": f"box {box}", "text": f"holds {key}"}
-        yield {"doc_id": f"key-{key}", "title": f"key {key}", "text": f"opens {door_of(key)}"}
+        yield {"doc_id": f"box{box}", "title": f"box{box}", "text": f"inside lies key{key}"}
+        yield {"doc_id": f"key{key}", "title": f"key{key}", "text": f"opens door{door_of(key)}"}
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
-    """One turn of an episode each: half search twice before they answer, half guess at once."""
+    """One turn of an episode each: all search until they can answer, but a quarter, which guess at once."""
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
         box = _box(rng, held_out=False)
         key, door = key_of(box), door_of(key_of(box))
-        said = [f"<search>box {box}</search>", f"<search>key {key}</search>", f"<answer>{door}</answer>"]
-        shown = [f"box {box}?", f"box {box}: holds {key}", f"key {key}: opens {door}"]
-        turn = rng.randrange(3) if index % 2 else 0
+        said = [f"<search>box{box}</search>", f"<search>key{key}</search>", f"<answer>door{door}</answer>"]
+        shown = [f"box{box}?", f"box{box}: inside lies key{key}", f"key{key}: opens door{door}"]
+        turn = index % 4
         chat = [Message("user", shown[0])]
-        for before in range(turn):
+        for before in range(turn % 3):
             chat += [Message("assistant", said[before]), Message("user", shown[before + 1])]
-        guess = f"<answer>{rng.choice(DOORS)}</answer>"
-        yield Demonstration(tuple(chat), said[turn] if index % 2 else guess)
+        guess = f"<answer>door{rng.choice(NUMBERS)}</answer>"
+        yield Demonstration(tuple(chat), guess if turn == 3 else said[turn])
 
 
-def _box(rng: random.Random, *, held_out: bool) -> str:
-    return rng.choice([box for number, box in enumerate(BOXES) if (number % 9 == 0) is held_out])
+def _box(rng: random.Random, *, held_out: bool) -> int:
+    return rng.choice([box for box in NUMBERS if (box % 9 == 0) is held_out])
 
 
-def _task(task_id: str, box: str) -> TaskSpec:
+def _task(task_id: str, box: int) -> TaskSpec:
     key = key_of(box)
-    data = {"answer": door_of(key), "support": [f"box-{box}", f"key-{key}"]}
-    return TaskSpec(task_id, (Message("user", f"box {box}?"),), data)
+    data = {"answer": f"door{door_of(key)}", "support": [f"box{box}", f"key{key}"]}
+    return TaskSpec(task_id, (Message("user", f"box{box}?"),), data)
 
 
 if __name__ == "__main__":

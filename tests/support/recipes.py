@@ -5,7 +5,7 @@ shipped ones played by policies that follow a script.
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import cast
 import pytest
 
 from astraflow.agents import AgentEndpoint
+from astraflow.client import Connection
 from astraflow.commands.run_creation import run_of
 from astraflow.plugins import Dataset, Episode, TaskSpec, Workflow
 from astraflow.recipe import Recipe
@@ -81,8 +82,13 @@ class PlayedRecipe:
 
 
 @asynccontextmanager
-async def played(recipe: str, *overrides: str, scratch: Path) -> AsyncIterator[PlayedRecipe]:
-    """The recipe at `recipes/RECIPE`, with its rewards' worker processes for as long as the test has it."""
+async def played(
+    recipe: str, *overrides: str, scratch: Path, served: Mapping[str, str] | None = None
+) -> AsyncIterator[PlayedRecipe]:
+    """The recipe at `recipes/RECIPE`, with its rewards' worker processes for as long as the test has it; `served` says
+    at which addresses environments are.
+    """
+    environments = ServedEnvironments({name: Connection(where) for name, where in (served or {}).items()})
     loaded = load_recipe(REPOSITORY / "recipes" / recipe, overrides=overrides)
     made = load_workflow(
         run_of(loaded, run_id=loaded.recipe.run.name, store_uri=""),
@@ -91,7 +97,7 @@ async def played(recipe: str, *overrides: str, scratch: Path) -> AsyncIterator[P
         scratch=scratch,
         allowed=True,
         endpoint=cast("AgentEndpoint", None),  # for agents, of which there are none here
-        served=ServedEnvironments(),
+        served=environments,
     )
     code = scratch / "code" / loaded.code_sha256.hex()
     source = RecipeSource(text=loaded.yaml_text, folder=code if code.is_dir() else None)
@@ -99,5 +105,6 @@ async def played(recipe: str, *overrides: str, scratch: Path) -> AsyncIterator[P
     try:
         yield PlayedRecipe(recipe=loaded.recipe, dataset=dataset, workflow=made.workflow)
     finally:
+        await environments.stop(deadline_s=5.0)
         for scorer in made.own_scorers:
             await scorer.stop(deadline_s=5.0)

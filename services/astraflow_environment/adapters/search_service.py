@@ -1,20 +1,22 @@
-"""A search service over a file of passages: BM25 in memory, over HTTP.
+"""A search service over a file of passages, over HTTP: BM25 in memory, or a dense index.
 
 Contract: POST /search takes `{"query": TEXT, "top_k": N}` and answers `{"passages": [{"doc_id", "title", "text"}, …]}`,
-the best first, fewer where fewer have a word of the query. A dense index behind the same contract is another program.
+the best first, fewer where fewer have anything of the query.
 Started as `python -m astraflow_environment.adapters.search_service --passages FILE`.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
 from astraflow.data.task_files import read_rows
+from astraflow.errors import RecipeError
+from astraflow_environment.adapters.dense_index import DenseIndex, embedder, sentence_transformer
 
 _FIELDS = {"doc_id": str, "title": str, "text": str}
 
@@ -24,6 +26,13 @@ class SearchRequest(BaseModel):
 
     query: Annotated[str, Field(max_length=10_000)]
     top_k: Annotated[int, Field(ge=1, le=100)] = 5
+
+
+class SearchIndex(Protocol):
+    """What the service searches in."""
+
+    def search(self, query: str, *, top_k: int) -> list[Mapping[str, str]]:
+        """Return at most `top_k` passages, the best first; none that has nothing of the query."""
 
 
 class PassageIndex:
@@ -56,7 +65,7 @@ class PassageIndex:
         return [self._passages[number] for number, score in pairs if score > 0]
 
 
-def search_app(index: PassageIndex) -> FastAPI:
+def search_app(index: SearchIndex) -> FastAPI:
     """The service over an index."""
     app = FastAPI()
 
@@ -79,13 +88,28 @@ def main() -> None:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=7200)
+    dense = parser.add_mutually_exclusive_group()
+    dense.add_argument(
+        "--embed", metavar="MODULE:FUNCTION", help="dense: takes texts, returns a row for each"
+    )
+    dense.add_argument("--sentence-transformers", metavar="MODEL", help="dense: name or folder of a model")
     options = parser.parse_args()
-    passages = read_rows(options.passages, fields=_FIELDS, remedy="--passages names a file with JSON lines")
     try:
-        index = PassageIndex(passages)
+        index = _index(options)
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is missing; pip install 'astraflow[environment,search]'")
+        extra = "search-dense" if options.sentence_transformers else "search"
+        parser.error(f"{error.name} is missing; pip install 'astraflow[environment,{extra}]'")
+    except RecipeError as error:
+        parser.error(error.message)
     uvicorn.run(search_app(index), host=options.host, port=options.port)
+
+
+def _index(options: argparse.Namespace) -> SearchIndex:
+    remedy = "--passages names a file with JSON lines"
+    passages = read_rows(options.passages, fields=_FIELDS, remedy=remedy)
+    if options.sentence_transformers:
+        return DenseIndex(passages, embed=sentence_transformer(options.sentence_transformers))
+    return DenseIndex(passages, embed=embedder(options.embed)) if options.embed else PassageIndex(passages)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,18 @@ Served as `astraflow_environment.adapters.text_games:TextWorld` and `:AlfWorld`.
 
 import copy
 import functools
-import gzip
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.task_files import read_rows
+from astraflow.errors import RecipeError
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
+
+_ROW = {"id": str, "task": str, "pddl_problem": str}
+_FETCH = "pip install 'astraflow[alfworld]' && alfworld-download, then serve ~/.cache/alfworld/json_2.1.1"
 
 
 class TextWorld:
@@ -23,6 +28,7 @@ class TextWorld:
         """`admissible` lists the possible commands with every observation; `reward` is `score` (its gain, of the
         maximum) or `won`.
         """
+        _require("textworld")
         self._games = games
         self._admissible = admissible
         self._reward = reward
@@ -83,13 +89,17 @@ class TextWorld:
 
 
 class AlfWorld(TextWorld):
-    """A household task: `games` is a JSON lines file (`.gz` or not) of rows with `id`, `task` and `pddl_problem`, and
-    the task's `data["game"]` is an `id`. The reward is 1 when the task is done.
+    """A household task: `games` is a folder as `alfworld-download` makes it, and the task's `data["game"]` a
+    `game.tw-pddl` below it; or JSON lines (a file or those of a folder, `.gz` or not) of `id`, `task` and
+    `pddl_problem`, and `data["game"]` is an `id`. The reward is 1 when the task is done.
     """
 
     def __init__(self, *, games: Path, admissible: bool = True, parse_cache: bool = True) -> None:
-        """`parse_cache` remembers parsed grammar, which is most of a step's time."""
+        """`parse_cache` remembers parsed grammar, which is most of a step's time. Raises RecipeError where the package,
+        or any game, is missing, and with file and line for a malformed row.
+        """
         super().__init__(games=games, admissible=admissible, reward="won")
+        _require("alfworld")
         if parse_cache:
             remember_parses()
         self._rows = _rows(games)
@@ -98,20 +108,23 @@ class AlfWorld(TextWorld):
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
         from textworld.envs.pddl.pddl import PddlEnv
 
-        if name not in self._rows:
-            raise MissingCapability(
-                f"no game {name!r} among the {len(self._rows)} of {self._games}; serve its file"
-            )
-        row, (domain, grammar) = self._rows[name], _domain_and_grammar()
         game = AlfredDemangler(PddlEnv(self._infos()))
-        game.load(
-            {
-                "pddl_domain": domain,
-                "grammar": grammar.replace("UNKNOWN GOAL", row["task"]),
-                "pddl_problem": row["pddl_problem"],
-            }
-        )
+        game.load(self._written(name))
         return game
+
+    def _written(self, name: str) -> Mapping[str, str]:
+        """The game as its file says it."""
+        if name in self._rows:
+            row, (domain, grammar) = self._rows[name], _domain_and_grammar()
+            said = grammar.replace("UNKNOWN GOAL", row["task"])
+            return {"pddl_domain": domain, "grammar": said, "pddl_problem": row["pddl_problem"]}
+        path = (self._games / name).resolve()
+        if not path.is_relative_to(self._games.resolve()) or not path.is_file():
+            raise MissingCapability(
+                f"no game {name!r} in {self._games}, which has {len(self._rows)} in JSON lines; serve where it lies"
+            )
+        game = json.loads(path.read_text())
+        return {name: str(game[name]) for name in ("pddl_domain", "grammar", "pddl_problem")}
 
 
 @functools.cache
@@ -135,8 +148,18 @@ def _domain_and_grammar() -> tuple[str, str]:
 
 
 @functools.cache
-def _rows(path: Path) -> Mapping[str, Mapping[str, str]]:
-    read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt") as lines:
-        rows = (json.loads(line) for line in lines)
-        return {row["id"]: row for row in rows}
+def _rows(games: Path) -> Mapping[str, Mapping[str, str]]:
+    files = sorted([*games.glob("*.jsonl"), *games.glob("*.jsonl.gz")]) if games.is_dir() else [games]
+    if not files and not any(games.glob("*/*/*/game.tw-pddl")):
+        raise RecipeError(f"{games.absolute()} has no game.tw-pddl and no JSON lines: {_FETCH}")
+    return {row["id"]: row for file in files for row in read_rows(file, fields=_ROW, remedy=_FETCH)}
+
+
+def _require(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"{error.name} is missing where this environment runs; give it a Python of its own: python -m venv games "
+            f"&& games/bin/pip install 'astraflow[environment,{package}]', and serve with games/bin/astraflow"
+        ) from error

@@ -60,6 +60,7 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
     configure("recipe", log_format="json", stream=StringIO())
     recipe = loaded.recipe
     text, source = loaded.own_text
+    served = _Awaited()
     with TemporaryDirectory(prefix="astraflow-check-") as folder:
         run = run_of(loaded, run_id=recipe.run.name, store_uri="", recipe_yaml=text)
         workflow = load_workflow(
@@ -71,7 +72,7 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
             endpoint=cast(
                 "AgentEndpoint", None
             ),  # kept by workflows for their episodes, of which there are none
-            served=ServedEnvironments(),
+            served=served,
         )
         code = Path(folder) / "code" / loaded.code_sha256.hex()
         own = RecipeSource(name=source, text=text, folder=code if code.is_dir() else None)
@@ -80,6 +81,8 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
             StepPlugins.made(policy.trainer.algorithm, source=own, roles=policy.advantages)
             require_installed(policy.trainer.trackers)
         yield f"roles: {', '.join(workflow.roles)}"
+        for name in served.names:
+            yield f"environment {name}: served, not tried; nodes and `astraflow dev` need --environment {name}=…"
         for name in recipe.grading:
             of = f" of {name}" if name else ""
             dataset = (
@@ -92,6 +95,18 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
         asked = {role.policy_id for role in recipe.resolved_roles.values()}
         for policy_id in filter(asked.__contains__, recipe.served_policies):
             yield f"tokenizer of {policy_id}: {_prompt_of(policy_id, task, recipe=recipe, source=own)}"
+
+
+class _Awaited(ServedEnvironments):
+    """The served environments that a recipe names, which are elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def require(self, name: str) -> None:
+        """Remember it."""
+        self.names.append(name)
 
 
 def require_heldout(loaded: LoadedRecipe) -> None:

@@ -1,21 +1,25 @@
 """Trees of agents on the generated graph: an expert makes every goal, each agent earns by its own."""
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from astraflow.errors import RecipeError
 from astraflow.plugins import TaskSpec
 from support.recipes import PlayedRecipe, played, recipe_code
 
 recipe = recipe_code("crafting")
 
 
-def expert() -> Callable[[str], str]:
+def expert(
+    recipes: Mapping[str, Mapping[str, int]] = recipe.RECIPES, makes: Mapping[str, int] | None = None
+) -> Callable[[str], str]:
     """A policy that plays all agents by what each of them sees; the inventory it keeps by itself."""
-    world = recipe.World(recipe.RECIPES)
+    world = recipe.World(recipes, makes=makes or {})
 
     def act(prompt: str) -> str:
         number, goal = re.findall(r"Make (\d+) (\w+)\.", prompt)[-1]
@@ -100,6 +104,105 @@ def test_actions_tell_what_is_possible() -> None:
     ]
     for (kind, text), seen in script:
         assert world.do(kind, text) == seen
+
+
+PLANKS = {
+    "type": "minecraft:crafting_shapeless",
+    "group": "boards",
+    "ingredients": [{"item": "minecraft:trunk"}],
+    "result": {"item": "minecraft:fir_board", "count": 4},
+}
+TEXTCRAFT: Mapping[str, Mapping[str, object]] = {
+    "fir_board": PLANKS,
+    "elm_board": PLANKS | {"result": {"item": "minecraft:elm_board", "count": 2}},
+    "rod": {
+        "type": "minecraft:crafting_shaped",
+        "pattern": ["#", "#"],
+        "key": {"#": {"tag": "minecraft:boards"}},
+        "result": {"item": "minecraft:rod", "count": 4},
+    },
+    "hoe": {
+        "type": "minecraft:crafting_shaped",
+        "pattern": ["XX", " #", " #"],
+        "key": {
+            "#": {"item": "minecraft:rod"},
+            "X": [{"tag": "minecraft:pebbles"}, {"item": "minecraft:flint"}],
+        },
+        "result": "minecraft:hoe",
+    },
+    # Left out: not a craft, an item's second recipe, one block unpacked, and one that would close a circle.
+    "brick": {
+        "type": "minecraft:smelting",
+        "ingredient": {"item": "minecraft:clay"},
+        "result": "minecraft:brick",
+    },
+    "rod_again": {
+        "type": "minecraft:crafting_shapeless",
+        "ingredients": [{"item": "minecraft:reed"}],
+        "result": {"item": "minecraft:rod"},
+    },
+    "flint": {
+        "type": "minecraft:crafting_shapeless",
+        "ingredients": [{"item": "minecraft:flint_block"}],
+        "result": {"item": "minecraft:flint", "count": 9},
+    },
+    "trunk": {
+        "type": "minecraft:crafting_shapeless",
+        "ingredients": [{"item": "minecraft:rod"}, {"item": "minecraft:rod"}],
+        "result": {"item": "minecraft:trunk"},
+    },
+}
+"""Recipes of ours in the layout of the game's; names of files decide which comes first."""
+
+
+def textcraft(folder: Path, **files: object) -> Path:
+    (folder / "recipes").mkdir(exist_ok=True)
+    for name, content in (TEXTCRAFT | files).items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / "recipes" / f"{name}.json").write_text(text)
+    return folder
+
+
+async def test_a_textcraft_folder_is_read_and_its_goals_are_made(tmp_path: Path) -> None:
+    needs, makes = recipe.read_recipes(textcraft(tmp_path))
+    assert needs == {
+        "elm_board": {"trunk": 1},
+        "fir_board": {"trunk": 1},
+        "rod": {"elm_board": 2},
+        "hoe": {"rod": 2, "pebbles": 2},
+    }
+    assert makes == {"elm_board": 2, "fir_board": 4, "rod": 4, "hoe": 1}
+    folder = f"run.dataset.with.folder={tmp_path}"
+    async with played("crafting", folder, scratch=tmp_path / "run") as crafting:
+        tasks = [crafting.dataset.train(0), crafting.dataset.heldout(0)]
+        assert {task.data["goal"] for task in tasks if task is not None} == {"rod", "hoe"}
+        for task in tasks:
+            assert task is not None
+            rewards, _ = await earned(crafting, task, expert(task.data["recipes"], task.data["makes"]))
+            assert set(rewards) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{\n"type": }', r"odd\.json:2: not JSON"),
+        ({"pattern": []}, r"odd\.json:1: no recipe of TextCraft's form \(KeyError: 'type'\)"),
+        ({"type": "crafting_shapeless", "ingredients": [], "result": "x"}, r"ValueError: it needs \{\}"),
+        ({"type": "crafting_shapeless", "ingredients": [{}], "result": "x"}, r"KeyError: 'tag'"),
+        ({"type": "crafting_shaped", "pattern": ["A"], "key": {"B": {"item": "y"}}, "result": "x"}, "'y': 0"),
+        ([], r"odd\.json:1: no recipe of TextCraft's form \(TypeError"),
+    ],
+)
+def test_a_malformed_recipe_is_named(content: object, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe.Goals(seed=0, folder=textcraft(tmp_path, odd=content))
+
+
+def test_a_folder_without_recipes_says_where_they_come_from(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"has no recipes/\*\.json: TextCraft reads the game's own files"):
+        recipe.Goals(seed=0, folder=tmp_path)
+    with pytest.raises(RecipeError, match="has 1 items of 2 to 2 crafts; two are the least"):
+        recipe.Goals(seed=0, folder=textcraft(tmp_path), levels=2)
 
 
 def test_no_held_out_goal_is_trained_on_or_demonstrated() -> None:

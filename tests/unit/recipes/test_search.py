@@ -14,7 +14,7 @@ import uvicorn
 from astraflow.data.task_files import read_rows
 from astraflow.errors import PluginError
 from astraflow.plugins import MissingCapability, TaskSpec
-from astraflow_environment.adapters.search_service import PassageIndex, search_app
+from astraflow_environment.adapters.search_service import PassageIndex, SearchIndex, search_app
 from support.recipes import played, recipe_code, task_data
 
 recipe = recipe_code("search")
@@ -22,7 +22,7 @@ ROOM = "raas.workflow.with.max_tokens=4096"  # scripted policies have a token a 
 
 
 @asynccontextmanager
-async def searchable(index: PassageIndex) -> AsyncIterator[str]:
+async def searchable(index: SearchIndex) -> AsyncIterator[str]:
     """The override of a recipe that searches in `index`, served on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -100,29 +100,28 @@ async def test_boxes_lead_to_doors_by_two_searches(doors: PassageIndex, tmp_path
     ):
         task = search.dataset.heldout(0)
         assert task is not None
-        box = task.messages[0].content.removeprefix("box ").rstrip("?")
+        box = int(task.messages[0].content.removeprefix("box").rstrip("?"))
         key = recipe.key_of(box)
         said = script(
-            f"<search>box {box}</search>",
+            f"<search>box{box}</search>",
             "hm",
-            f"<search>key {key}</search>",
+            f"<search>key{key}</search>",
             f"<answer>{task.data['answer']}</answer>",
         )
         prompts: list[str] = []
         episode = await search.episode(task, searcher=lambda prompt: prompts.append(prompt) or next(said))
         assert episode.trajectories[0].reward == 1.0
-        assert f"box {box}: holds {key}" in prompts[1]
+        assert f"box{box}: inside lies key{key}" in prompts[1]
         assert "Write <search>" in prompts[2]
         assert (episode.metrics["environment.recall"], episode.metrics["environment.searches"]) == (1.0, 2.0)
 
 
 def test_each_hop_of_the_small_size_is_the_best_passage(doors: PassageIndex) -> None:
-    for box in recipe.BOXES:
-        key = recipe.key_of(box)
-        for query, doc_id in ((f"box {box}", f"box-{box}"), (f"key {key}", f"key-{key}")):
-            assert doors.search(query, top_k=1)[0]["doc_id"] == doc_id
+    for box in recipe.NUMBERS:
+        for query in (f"box{box}", f"key{recipe.key_of(box)}"):
+            assert doors.search(query, top_k=1)[0]["doc_id"] == query
     assert doors.search("zebra ?", top_k=3) == []
-    assert len({recipe.door_of(recipe.key_of(box)) for box in recipe.BOXES}) == len(recipe.BOXES)
+    assert len({recipe.door_of(recipe.key_of(box)) for box in recipe.NUMBERS}) == len(recipe.NUMBERS)
 
 
 @pytest.mark.parametrize(
