@@ -1,18 +1,21 @@
 """ALFWorld's games from a folder, and at small size generated household tasks of the same shape.
 
-Invariant: a game belongs to the split whose folder or file it lies in, a generated pair of object and target to one for
+Invariant: a game belongs to the split whose folder or file it lies in, a generated pair of thing and target to one for
 ever. The dataflow server reads `Games` or `Chores`; nodes act in a served AlfWorld, at small size in `Household`.
 """
 
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.errors import RecipeError
-from astraflow.plugins import Demonstration, Message, Observation, TaskSpec
+from astraflow.plugins import Demonstration, Message, TaskSpec
+
+from .household import PLACES, Household, Room, expert  # noqa: TID252 - the file beside this one
+
+__all__ = ["Chores", "Games", "Household", "Room", "demonstrations", "expert"]
 
 ACT = (
     "You act in a household by text. Each turn, think, then write one command alone on the last line: one of those "
@@ -22,11 +25,9 @@ FETCH = (
     "pip install 'astraflow[alfworld]' and alfworld-download bring the games to ~/.cache/alfworld/json_2.1.1; give the "
     "folder: --set run.dataset.with.folder=FOLDER"
 )
-PLACES = ("bed", "desk", "shelf")
 TARGETS = ("bin", "box", "sink")
 THINGS = ("mug", "book", "cup", "key", "pen", "soap")
 _PAIRS = [(thing, target) for thing in THINGS for target in TARGETS]
-_COMMAND = re.compile(r"(?:go to (\w+) 1|take (\w+) 1 from (\w+) 1|move (\w+) 1 to (\w+) 1)")
 
 
 class Games(RowTasks[str]):
@@ -55,77 +56,6 @@ def _games(folder: Path, split: str) -> list[str]:
 def _type_of(game: str) -> str:
     """`pick_heat_then_place_in_recep` of a name such as `train/pick_heat_then_place_in_recep-Egg-…/trial_…`."""
     return next((part.partition("-")[0] for part in game.split("/") if "-" in part), "")
-
-
-class Household:
-    """The environment of the small size: a thing lies in one of three places, and is wanted in another."""
-
-    def __init__(self) -> None:
-        self._room = Room((), {}, "", "")
-
-    async def reset(self, task: TaskSpec) -> Observation:
-        """Enter the room of the task."""
-        self._room = Room(PLACES, task.data["lies"], task.data["thing"], task.data["target"])
-        return Observation(messages=(Message("user", self._room.intro),))
-
-    async def step(self, action: Message) -> Observation:
-        """Carry out the command on the last line."""
-        seen = self._room.act((action.content.strip().splitlines() or [""])[-1].strip())
-        won = float(self._room.is_done)
-        return Observation(
-            messages=(Message("user", seen),), reward=won, done=bool(won), metrics={"won": won}
-        )
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
-class Room:
-    """What lies where, and where the agent is; in the words of ALFWorld, but fewer of them."""
-
-    def __init__(self, places: Sequence[str], lies: Mapping[str, str], thing: str, target: str) -> None:
-        """`lies` is where each thing is."""
-        self.places, self.thing, self.target = [*places, target], thing, target
-        self.lies = dict(lies)
-        self._at = ""
-
-    @property
-    def intro(self) -> str:
-        """What is seen first."""
-        seen = ", ".join(f"a {place} 1" for place in self.places)
-        return f"You see {seen}. Your task is to: put a {self.thing} in {self.target} 1."
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the thing is where it is wanted."""
-        return self.lies.get(self.thing) == self.target
-
-    def act(self, command: str) -> str:
-        """Return what is seen after a command; what cannot be done changes nothing."""
-        said = _COMMAND.fullmatch(command)
-        place, taken, taken_from, moved, moved_to = said.groups() if said else [None] * 5
-        if place in self.places:
-            self._at = place
-            lying = [f"a {thing} 1" for thing, where in self.lies.items() if where == place]
-            return f"On the {place} 1, you see {', and '.join(lying) or 'nothing'}."
-        if taken and self.lies.get(taken) == taken_from == self._at:
-            self.lies[taken] = "hand"
-            return f"You pick up the {taken} 1 from the {self._at} 1."
-        if moved and self.lies.get(moved) == "hand" and moved_to == self._at:
-            self.lies[moved] = moved_to
-            return f"You move the {moved} 1 to the {moved_to} 1."
-        return "Nothing happens."
-
-
-def expert(room: Room, visited: Sequence[str]) -> str:
-    """What somebody does who looks everywhere in turn; `visited` are the places so far."""
-    where, at = room.lies[room.thing], visited[-1] if visited else ""
-    if where == "hand":
-        wanted = room.target
-        return f"move {room.thing} 1 to {wanted} 1" if at == wanted else f"go to {wanted} 1"
-    if where == at:
-        return f"take {room.thing} 1 from {at} 1"
-    return f"go to {next(place for place in room.places if place not in visited)} 1"
 
 
 class Chores:

@@ -74,7 +74,8 @@ async def test_a_scripted_customer_of_the_large_size_buys_through_the_service(tm
         assert task is not None
         wanted = shelf(None, small=False)[task.data["product"]]
         colour, size = task.data["goal"]["options"]
-        found = recipe.search(None, small=False)(wanted.title, 50).index(wanted.product_id)
+        results = recipe.index_of(None, small=False).search(wanted.title, top_k=50)
+        found = results.index(wanted.product_id)
         pages = ["click[next]"] * (found // 10)
         careful = [f"I look. search[{wanted.title}]", *pages, f"click[{wanted.product_id}]"]
         buys = ["click[description]", f"click[{colour}]", f"Click[ {size.upper()} ]", "click[Buy Now]"]

@@ -53,6 +53,14 @@ def test_check_accepts_every_shipped_recipe_at_the_size_that_needs_no_data(name:
     assert Recipe.model_validate(YAML(typ="safe").load(finished.stdout)).run.name == named
 
 
+def test_check_names_an_environment_that_is_served_and_goes_on() -> None:
+    finished = CliRunner().invoke(app, ["check", str(QUICKSTART.parent / "shop")])
+    assert finished.exit_code == 0, finished.output
+    (line,) = [line for line in finished.stderr.splitlines() if line.startswith("environment ")]
+    assert "Shop: served, not tried" in line
+    assert "--environment Shop=" in line
+
+
 def test_show_tells_what_gave_each_value(tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     small.write_text(
