@@ -1,9 +1,10 @@
 """The recipe of ALFWorld: its games in a service of their own, and a generated household at small size."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,17 @@ from support.source_tree import REPOSITORY
 recipe = recipe_code("alfworld")
 PYTHON = REPOSITORY / ".venv-env" / "bin" / "python"
 FIELDS = {"id": str, "walkthrough": list, "task": str}
+
+
+def scripted(lines: Sequence[str], prompts: list[str]) -> Callable[[str], str]:
+    """Says one line after the other, and keeps what it was asked."""
+    left = iter(lines)
+
+    def say(prompt: str) -> str:
+        prompts.append(prompt)
+        return next(left)
+
+    return say
 
 
 @pytest.mark.ci
@@ -36,10 +48,8 @@ async def test_a_walkthrough_wins_a_game_nobody_trained_on_and_idling_does_not(t
         assert task is not None
         assert (task.data["game"], task.source) == (rows[3]["id"], "look_at_obj_in_light")
         for said, reward in ((rows[3]["walkthrough"], 1.0), (["inventory"] * 15, 0.0)):
-            lines, prompts = iter(said), list[str]()
-            episode = await alfworld.episode(
-                task, agent=lambda prompt, lines=lines, seen=prompts: seen.append(prompt) or next(lines)
-            )
+            prompts: list[str] = []
+            episode = await alfworld.episode(task, agent=scripted(said, prompts))
             (trajectory,) = episode.trajectories
             assert (trajectory.policy, trajectory.reward) == ("agent", reward)
             assert rows[3]["task"] in prompts[0]
@@ -83,7 +93,7 @@ async def test_missing_games_a_malformed_row_and_a_missing_package_are_named(tmp
         text_games._require("no_such_game")
 
 
-def walks(step: Callable[[object, list[str]], str]) -> Callable[[str], str]:
+def walks(step: Callable[[Any, list[str]], str]) -> Callable[[str], str]:
     """A policy that sees the room as its prompt tells it."""
     visited: list[str] = []
 
@@ -96,7 +106,7 @@ def walks(step: Callable[[object, list[str]], str]) -> Callable[[str], str]:
     return act
 
 
-def _room(prompt: str) -> object:
+def _room(prompt: str) -> Any:
     """What somebody knows who has read everything so far."""
     words = prompt.split("Your task is to: put a ")[1].split()
     places = [part.split()[1] for part in prompt.split("You see ")[1].split(". Your task")[0].split(", ")]

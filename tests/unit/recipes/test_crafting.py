@@ -23,7 +23,7 @@ def expert(
 
     def act(prompt: str) -> str:
         number, goal = re.findall(r"Make (\d+) (\w+)\.", prompt)[-1]
-        said = recipe.expert(world, int(number), goal, has_asked="<info>" in prompt.rpartition(".¶")[2])
+        said: str = recipe.expert(world, int(number), goal, has_asked="<info>" in prompt.rpartition(".¶")[2])
         ((kind, text),) = recipe.ACTION.findall(said)
         if kind in ("get", "craft"):
             world.do(kind, text)
@@ -112,7 +112,7 @@ PLANKS = {
     "ingredients": [{"item": "minecraft:trunk"}],
     "result": {"item": "minecraft:fir_board", "count": 4},
 }
-TEXTCRAFT: Mapping[str, Mapping[str, object]] = {
+TEXTCRAFT: dict[str, object] = {
     "fir_board": PLANKS,
     "elm_board": PLANKS | {"result": {"item": "minecraft:elm_board", "count": 2}},
     "rod": {

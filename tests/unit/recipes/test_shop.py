@@ -85,7 +85,11 @@ async def test_a_scripted_customer_of_the_large_size_buys_through_the_service(tm
             (["nothing"] * 10, 0.0, 0.0),
         ):
             lines = iter(said)
-            episode = await shop.episode(task, shopper=lambda _, lines=lines: next(lines))
+
+            def say(_: str, lines: Iterator[str] = lines) -> str:
+                return next(lines)
+
+            episode = await shop.episode(task, shopper=say)
             (trajectory,) = episode.trajectories
             assert trajectory.reward == pytest.approx(earned)
             assert episode.metrics["environment.bought"] == bought
@@ -98,7 +102,8 @@ async def test_only_what_is_shown_can_be_clicked() -> None:
     async def seen(said: str) -> str:
         observation = await shop.step(Message("assistant", said))
         assert not observation.done
-        return observation.messages[0].content
+        shown: str = observation.messages[0].content
+        return shown
 
     nothing = "Nothing happened: search[words], or click[what is shown]."
     for said in ("", "click[buy now]", "click[p10]", "click[next]", "search mug"):
