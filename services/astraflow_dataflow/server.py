@@ -62,6 +62,7 @@ from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_dataflow.versions.snapshots import Snapshots
 from astraflow_kit import lifecycle
+from astraflow_kit.allocator import LARGEST_REUSED_BYTES, MMAP_THRESHOLD, TRIM_THRESHOLD, set_options
 from astraflow_kit.clock import SystemClock
 from astraflow_kit.identity.gate import caller
 from astraflow_kit.log import get_logger
@@ -72,6 +73,8 @@ from astraflow_kit.serve import GrpcServer
 
 log = get_logger(__name__)
 
+_KEPT_BYTES = 64 * 2**20
+"""Freed memory that stays with the process."""
 _LOOK_EVERY_S = 10.0
 _LOOK_AT_IDLE_EVERY_S = 60.0
 
@@ -335,6 +338,8 @@ class RunKeeper:
 
 def run(settings: DataflowServerSettings) -> int:
     """Serve until told to stop; the exit code for `sys.exit`."""
+    # Payloads come and go by the megabyte: memory given back to the system is zeroed and mapped again for each.
+    set_options((MMAP_THRESHOLD, LARGEST_REUSED_BYTES), (TRIM_THRESHOLD, _KEPT_BYTES))
     return lifecycle.run(lambda life: serve(settings, life), drain_timeout_s=settings.drain_timeout_s)
 
 

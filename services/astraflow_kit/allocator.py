@@ -9,6 +9,8 @@ import ctypes
 import sys
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
+LARGEST_REUSED_BYTES = 32 * 2**20
+"""The largest mmap threshold that glibc accepts; blocks above it are mapped and unmapped one by one."""
 # One for the main thread, one for all others: Python's lock lets few of them allocate at once.
 _ARENAS = 2
 

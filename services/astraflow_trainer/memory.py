@@ -6,10 +6,8 @@ at each step: up to a third of a CPU step goes there, more on virtual machines. 
 process starts. What is kept is bounded by the peak of each arena, of which `allocator.share_arenas` leaves two.
 """
 
-from astraflow_kit.allocator import MMAP_THRESHOLD, TRIM_THRESHOLD, set_options
+from astraflow_kit.allocator import LARGEST_REUSED_BYTES, MMAP_THRESHOLD, TRIM_THRESHOLD, set_options
 
-# The largest mmap threshold that glibc accepts; blocks above it are still mapped and unmapped one by one.
-_LARGEST_REUSED_BYTES = 32 * 2**20
 _KEPT_BYTES = 2**31 - 1
 
 
@@ -17,4 +15,4 @@ def keep_freed_memory() -> bool:
     """Tell the allocator to reuse blocks of up to 32 MiB. Returns whether it agreed; False where it is not
     glibc.
     """
-    return set_options((MMAP_THRESHOLD, _LARGEST_REUSED_BYTES), (TRIM_THRESHOLD, _KEPT_BYTES))
+    return set_options((MMAP_THRESHOLD, LARGEST_REUSED_BYTES), (TRIM_THRESHOLD, _KEPT_BYTES))

@@ -17,9 +17,9 @@ from astraflow_dataflow.records import Recount
 from astraflow_dataflow.run_loop import IDLE_S, SWEEP_S, RunLoop
 from astraflow_dataflow.server import Dataflow
 from astraflow_dataflow.settings import DataflowServerSettings
-from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_list, as_text
+from astraflow_dataflow.store.writing import Argument
 from astraflow_kit.serve import GrpcServer
 from support.dataflow_world import Node, World, make_episode
 

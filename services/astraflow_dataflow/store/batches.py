@@ -13,7 +13,6 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow_dataflow.records import Candidates, Life, Pending, Selection, timestamp
-from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import (
@@ -26,6 +25,7 @@ from astraflow_dataflow.store.replies import (
     as_texts,
     flag,
 )
+from astraflow_dataflow.store.writing import Argument
 
 STALE_GROUPS_PER_CALL = 64
 OFFERED_GROUPS = 1024

@@ -23,12 +23,13 @@ from astraflow.errors import (
     UnavailableError,
 )
 from astraflow_dataflow.records import Ability, Beat, Level
-from astraflow_dataflow.store.connection import Argument, Connection, incarnation, info_fields
+from astraflow_dataflow.store.connection import Connection, incarnation, info_fields
 from astraflow_dataflow.store.function_library import function_name
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
+from astraflow_dataflow.store.writing import Argument
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)

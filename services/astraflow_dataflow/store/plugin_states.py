@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping
+from astraflow_dataflow.store.writing import Argument
 
 
 @dataclass(frozen=True, kw_only=True)

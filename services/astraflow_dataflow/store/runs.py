@@ -26,7 +26,6 @@ from astraflow_dataflow.records import (
     timestamp,
 )
 from astraflow_dataflow.rules.window import Admission
-from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import RUNS_KEY, Keys
 from astraflow_dataflow.store.replies import (
@@ -40,6 +39,7 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 from astraflow_dataflow.store.tasks import flat
+from astraflow_dataflow.store.writing import Argument
 from astraflow_kit import failpoints
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from astraflow_dataflow.rules.groups import (
     was_judged,
 )
 from astraflow_dataflow.rules.scores import result_lines
-from astraflow_dataflow.store.connection import Argument, Call
+from astraflow_dataflow.store.connection import Call
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import call_with
@@ -51,6 +51,7 @@ from astraflow_dataflow.store.replies import (
     as_texts,
     flag,
 )
+from astraflow_dataflow.store.writing import Argument
 
 MAX_SAMPLE_BYTES = 64 * 1024
 """Of an episode that is kept in quarantine."""

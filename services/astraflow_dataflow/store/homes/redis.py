@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     from astraflow.errors import AstraflowError
-    from astraflow_dataflow.store.connection import Argument, Call, Connection
+    from astraflow_dataflow.store.connection import Call, Connection
     from astraflow_dataflow.store.keys import Keys
     from astraflow_dataflow.store.replies import Reply
+    from astraflow_dataflow.store.writing import Argument
 
 
 class Redis(Protocol):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from astraflow.errors import AstraflowError
-from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply
+from astraflow_dataflow.store.writing import Argument
 
 UNCOMMITTED_S = 3600
 """Life of a payload whose commit failed, or never came."""
