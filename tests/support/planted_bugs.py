@@ -55,7 +55,7 @@ BUGS = (
     Bug(
         "a repeated push is superseded",
         f"{LUA}/pushes.lua",
-        "if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE', '') end",
+        "if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE ') end",
         "",
     ),
     Bug(

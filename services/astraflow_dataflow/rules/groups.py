@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import cast
@@ -67,14 +67,15 @@ def placed_headers(episode: trajectory_pb2.Episode) -> Iterator[trajectory_pb2.T
         yield header
 
 
-def groups_of(task_id: str, *, spec: bytes, headers: Mapping[str, bytes]) -> list[Group]:
-    """Return the groups of a task in a fixed order; `spec` is its serialized Task, `headers` are those pushed, by id.
+def groups_of(
+    task_id: str, *, spec: bytes, headers: Iterable[trajectory_pb2.TrajectoryHeader]
+) -> list[Group]:
+    """Return the groups of a task in a fixed order; `spec` is its serialized Task, `headers` are those pushed.
 
     Their trajectories are the headers as pushed, which have all that a TrajectorySummary has.
     """
     grouped: dict[tuple[str, str], list[trajectory_pb2.TrajectoryHeader]] = {}
-    for trajectory_id in sorted(headers):
-        header = trajectory_pb2.TrajectoryHeader.FromString(headers[trajectory_id])
+    for header in sorted(headers, key=lambda header: header.trajectory_id):
         grouped.setdefault((header.policy_id, header.role or header.policy_id), []).append(header)
     if not grouped:
         return []

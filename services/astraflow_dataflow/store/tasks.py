@@ -57,8 +57,10 @@ MAX_SAMPLE_BYTES = 64 * 1024
 """Of an episode that is kept in quarantine."""
 MAX_PACK_ENTRIES = 256
 """Groups in one pack of the archive at most."""
+ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 Pushed: TypeAlias = PushResult | AstraflowError
 """What became of an episode, or why it must be pushed again."""
+_Headers: TypeAlias = Sequence[trajectory_pb2.TrajectoryHeader]
 DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
 
 
@@ -192,20 +194,27 @@ class EpisodeStore:
         task is damaged. Raises NotFoundError, with all payloads removed, when the run is gone, UnavailableError when
         Redis is away.
         """
-        reply, wrote_all = await self._commit(run_id, episodes, horizon_s, some_exist=False)
+        headers = [list(placed_headers(episode)) for episode in episodes]
+        reply, wrote_all = await self._commit(run_id, episodes, headers, horizon_s, some_exist=False)
         pushed = _pushed(episodes, reply)
         completed = as_list(reply[2])
         missing = [place for place, result in enumerate(pushed) if isinstance(result, PayloadMissingError)]
         if missing and not wrote_all:  # one of another episode was there already, so none was written
-            again = [episodes[place] for place in missing]
-            reply, _ = await self._commit(run_id, again, horizon_s, some_exist=True)
+            again, their_headers = zip(*((episodes[place], headers[place]) for place in missing), strict=True)
+            reply, _ = await self._commit(run_id, again, their_headers, horizon_s, some_exist=True)
             completed += as_list(reply[2])
             for place, result in zip(missing, _pushed(again, reply), strict=True):
                 pushed[place] = result
-        return pushed, [_complete_task(as_list(task)) for task in completed]
+        return pushed, [_completed(as_list(task), episodes, headers, pushed) for task in completed]
 
     async def _commit(
-        self, run_id: str, episodes: Sequence[trajectory_pb2.Episode], horizon_s: float, *, some_exist: bool
+        self,
+        run_id: str,
+        episodes: Sequence[trajectory_pb2.Episode],
+        headers: Sequence[_Headers],
+        horizon_s: float,
+        *,
+        some_exist: bool,
     ) -> tuple[list[Reply], bool]:
         """Return what the function answers, and whether all payloads were written for it."""
         keys = Keys(run_id)
@@ -219,8 +228,8 @@ class EpisodeStore:
         # The function removes it, and learns from it that none of the payloads was there before.
         mark = "" if some_exist or not payloads else secrets.token_hex(8)
         arguments: list[Argument] = [_ms(horizon_s), mark, packed]
-        for episode in episodes:
-            arguments += _commit_arguments(episode)
+        for episode, own in zip(episodes, headers, strict=True):
+            arguments += _commit_arguments(episode, own)
         if not payloads:
             return await self._commit_beside(run_id, episodes, packed, arguments), True
         if mark:
@@ -271,7 +280,7 @@ class EpisodeStore:
     async def complete_tasks(self, run_id: str, task_ids: Sequence[str]) -> list[CompleteTask]:
         """Return those of some tasks that are complete and wait to be settled."""
         found = as_list(await self._connection.call(Keys(run_id), "members", *task_ids))
-        return [_complete_task(as_list(task)) for task in found]
+        return [_complete_task(as_list(task), _stored_headers(as_list(task)[5])) for task in found]
 
     async def settle(
         self,
@@ -350,21 +359,16 @@ def _lease(reply: Reply) -> task_pb2.Lease:
     )
 
 
-def _commit_arguments(episode: trajectory_pb2.Episode) -> list[Argument]:
-    arguments: list[Argument] = [
-        episode.task_id,
-        episode.member,
-        episode.attempt,
-        episode.episode_id,
-        episode.node_id,
-        flag(episode.hedge),
-        flag(episode.status == trajectory_pb2.EPISODE_STATUS_FAILED),
-        _evaluated(episode),
-        result_lines(episode) if is_evaluation_task(episode.task_id) else "",
-        len(episode.trajectories),
-    ]
-    for header in placed_headers(episode):
-        arguments += [header.trajectory_id, header.policy_id, repr(header.reward)]
+def _commit_arguments(episode: trajectory_pb2.Episode, headers: _Headers) -> list[Argument]:
+    is_evaluation = is_evaluation_task(episode.task_id)
+    how = f"{len(episode.trajectories)}{'h' if episode.hedge else ''}"
+    if episode.status == trajectory_pb2.EPISODE_STATUS_FAILED:
+        how += "f"
+    who = f"{episode.member}\t{episode.attempt}\t{episode.node_id}\t{episode.episode_id}"
+    arguments: list[Argument] = [episode.task_id, who, how + "e" if is_evaluation else how]
+    if is_evaluation:
+        arguments += [_metric_lines(episode), result_lines(episode)]
+    for header in headers:
         arguments += [header.SerializeToString(), _traced(header)]
     return arguments
 
@@ -383,10 +387,8 @@ def _quarantine_arguments(episode: trajectory_pb2.Episode, problem: BadTrajector
     )
 
 
-def _evaluated(episode: trajectory_pb2.Episode) -> str:
+def _metric_lines(episode: trajectory_pb2.Episode) -> str:
     """The metrics of an evaluation episode, value first; a name that takes more than a line is left out."""
-    if not is_evaluation_task(episode.task_id):
-        return ""
     named = (f"{value!r} {name}" for name, value in episode.metrics.items() if name and "\n" not in name)
     return "\n".join(named)
 
@@ -407,10 +409,33 @@ def _settled(task: CompleteTask, verdicts: Sequence[str], deadline_of: DeadlineO
         yield from (batch.SerializeToString(), "\n".join(item.trajectory_id for item in items))
 
 
-def _complete_task(fields: list[Reply]) -> CompleteTask:
-    task_id, why, credited, size, num_finished, held, spec = fields
-    pairs = as_list(held)
-    headers = {as_text(key): as_bytes(value) for key, value in zip(pairs[::2], pairs[1::2], strict=True)}
+def _completed(
+    fields: list[Reply],
+    episodes: Sequence[trajectory_pb2.Episode],
+    headers: Sequence[_Headers],
+    pushed: Sequence[Pushed],
+) -> CompleteTask:
+    """A task that this commit completed. Of one that came as a whole Redis does not repeat the headers: they are
+    those of its episodes that were accepted.
+    """
+    if isinstance(fields[5], list):
+        return _complete_task(fields, _stored_headers(fields[5]))
+    task_id = as_text(fields[0])
+    accepted = [
+        own
+        for episode, own, result in zip(episodes, headers, pushed, strict=True)
+        if episode.task_id == task_id and isinstance(result, PushResult) and result.outcome in ACCEPTED
+    ]
+    return _complete_task(fields, [header for own in accepted for header in own])
+
+
+def _stored_headers(held: Reply) -> list[trajectory_pb2.TrajectoryHeader]:
+    """The headers of a task's trajectories, of which `held` has id and header in turn."""
+    return [trajectory_pb2.TrajectoryHeader.FromString(as_bytes(part)) for part in as_list(held)[1::2]]
+
+
+def _complete_task(fields: list[Reply], headers: _Headers) -> CompleteTask:
+    task_id, why, credited, size, num_finished, _, spec = fields
     groups = groups_of(as_text(task_id), spec=as_bytes(spec), headers=headers)
     return CompleteTask(
         task_id=as_text(task_id),
@@ -426,13 +451,13 @@ def _complete_task(fields: list[Reply]) -> CompleteTask:
 def _pushed(episodes: Sequence[trajectory_pb2.Episode], reply: Sequence[Reply]) -> list[Pushed]:
     position, outcomes, _ = reply
     return [
-        _committed(episode, as_list(outcome), position=as_int(position))
+        _committed(episode, as_text(outcome), position=as_int(position))
         for episode, outcome in zip(episodes, as_list(outcomes), strict=True)
     ]
 
 
-def _committed(episode: trajectory_pb2.Episode, outcome: list[Reply], *, position: int) -> Pushed:
-    name, detail = map(as_text, outcome)
+def _committed(episode: trajectory_pb2.Episode, outcome: str, *, position: int) -> Pushed:
+    name, _, detail = outcome.partition(" ")
     if name == "RETRY":
         return PayloadMissingError(
             f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1

@@ -1,8 +1,12 @@
 -- What every function of the library uses: time, counters, events, ends of trajectories.
 -- P is the run's key prefix; ids and slugs are strings; times are milliseconds of Redis' own clock.
 
--- `redis.call` does not exist yet while the library is loaded.
-local function call(...) return redis.call(...) end
+-- `redis.call` does not exist yet while the library is loaded; the first call finds it, and all others go there straight.
+local call
+call = function(...)
+  call = redis.call
+  return call(...)
+end
 local GROUP = 'raas'
 local TRAIN = 'train'
 -- One table, for Lua has room for 200 local names in the whole library. `given_back`: leases of one node that a call gives to others, as many as a
@@ -26,8 +30,15 @@ local function now_ms()
   if not CALL.now then
     local t = call('TIME')
     CALL.now = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+    CALL.now_text = string.format('%.0f', CALL.now)
   end
   return CALL.now
+end
+
+-- The same as text: a number is printed anew wherever it meets a string.
+local function now_text()
+  now_ms()
+  return CALL.now_text
 end
 
 -- `metadata` is `name=value`; it travels with the error.
@@ -51,6 +62,43 @@ local function count(P, field, by)
   add(K.counters(P), field, by)
 end
 
+-- Lua hands over 8,000 values at most; even, for those that go in pairs.
+local MOST_VALUES = 4000
+
+-- A command of many values, in parts where they are too many. Returns all replies, or the elements of those that are lists.
+local function call_many(head, values)
+  local replies = {}
+  if #head == 2 and #values > 0 and #values <= MOST_VALUES then
+    local reply = call(head[1], head[2], unpack(values))
+    return type(reply) == 'table' and reply or { reply }
+  end
+  for first = 1, #values, MOST_VALUES do
+    local part = { unpack(head) }
+    for i = first, math.min(first + MOST_VALUES - 1, #values) do part[#part + 1] = values[i] end
+    local reply = call(unpack(part))
+    for _, one in ipairs(type(reply) == 'table' and reply or { reply }) do replies[#replies + 1] = one end
+  end
+  return replies
+end
+
+-- Values of a command that takes many: it is sent when the call ends, once for all of the same beginning. Nothing reads before what it changes.
+local function gather_all(head, values)
+  local name = table.concat(head, ' ')
+  if not CALL.gathered[name] then
+    CALL.gathered[name] = { head = head }
+    table.insert(CALL.gathered, CALL.gathered[name])
+  end
+  local all = CALL.gathered[name]
+  for _, value in ipairs(values) do all[#all + 1] = value end
+end
+
+local function gather(head, ...)
+  gather_all(head, { ... })
+end
+
+local write_gathered
+do
+
 local function write_sums(key, sums)
   local fields, written = {}, {}
   for field, by in pairs(sums) do
@@ -65,32 +113,7 @@ local function write_sums(key, sums)
   call('HSET', key, unpack(written))
 end
 
--- Lua hands over 8,000 values at most; even, for those that go in pairs.
-local MOST_VALUES = 4000
-
--- A command of many values, in parts where they are too many. Returns all replies, or the elements of those that are lists.
-local function call_many(head, values)
-  local replies = {}
-  for first = 1, #values, MOST_VALUES do
-    local part = { unpack(head) }
-    for i = first, math.min(first + MOST_VALUES - 1, #values) do part[#part + 1] = values[i] end
-    local reply = call(unpack(part))
-    for _, one in ipairs(type(reply) == 'table' and reply or { reply }) do replies[#replies + 1] = one end
-  end
-  return replies
-end
-
--- Values of a command that takes many: it is sent when the call ends, once for all of the same beginning. Nothing reads before what it changes.
-local function gather(head, ...)
-  local name = table.concat(head, ' ')
-  if not CALL.gathered[name] then
-    CALL.gathered[name] = { head = head }
-    table.insert(CALL.gathered, CALL.gathered[name])
-  end
-  for _, value in ipairs({ ... }) do table.insert(CALL.gathered[name], value) end
-end
-
-local function write_gathered(P)
+function write_gathered(P)
   local topics = table.concat(CALL.emitted, '\n')
   CALL.emitted = {}
   if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', topics) end
@@ -103,6 +126,8 @@ local function write_gathered(P)
   CALL.sums, CALL.gathered, CALL.moved = {}, {}, false
   for key, added in pairs(sums) do write_sums(key, added) end
   for _, values in ipairs(gathered) do call_many(values.head, values) end
+end
+
 end
 
 -- Calls a function: what it counted is written also when it fails, for what it moved until then stays moved.
@@ -189,11 +214,15 @@ local function is_open(state)
 end
 
 -- The names of each function's arguments, in the order in which they are sent. What follows them is records with the fields `each`, or values
--- (`rest`). A record that has an `each` itself is followed by as many of those as its field `n` says. Sent by position and read by name: that
--- costs Redis nothing measurable, while names on the wire, as pairs, cost the server 5.2 us instead of 3.3 to pack a commit.
+-- (`rest`). A record that has an `each` itself is followed by as many of those as its field `n` says. Sent by position and read by name: names on
+-- the wire, as pairs, cost the server 5.2 us instead of 3.3 to pack a commit. What is sent most has a function that reads it: `read`.
 local SIGNATURE = {}
 -- The functions themselves: Lua has room for 200 local names.
 local F = {}
+
+local by_name
+-- A block of its own, as Lua has room for 200 local names outside.
+do
 
 -- The record that begins at `at`, and where the next one does.
 local function record(names, values, at)
@@ -207,8 +236,9 @@ local function record(names, values, at)
   return item, at
 end
 
-local function by_name(names, values)
+function by_name(names, values)
   if not names then return values end
+  if names.read then return names.read(values) end
   local a, at = {}, #names + 1
   for i, name in ipairs(names) do a[name] = values[i] end
   if names.each then
@@ -219,6 +249,8 @@ local function by_name(names, values)
     for i = at, #values do a.rest[#a.rest + 1] = values[i] end
   end
   return a
+end
+
 end
 
 local function named(callback, names)

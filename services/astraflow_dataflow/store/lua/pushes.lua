@@ -28,11 +28,21 @@ local function write_task(P, t, horizon)
   if t.first_accepted then set(t, 'left', t.fields.left) end
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
   call_many({ 'HSET', K.members(P, t.id) }, t.headers)
+  if #t.owned > 0 then
+    gather_all({ 'HSET', K.owners(P) }, t.owned)
+    count(P, 'ingested', #t.owned / 2)
+    count(P, 'assembling', #t.owned / 2)
+  end
   if #t.notes > 0 and note_all(P, t.id, t.notes) == 0 and t.first_accepted then
     local f = call('HMGET', K.task(P, t.id), 'lane', 'entry')
     begin_trace(P, t.id, f[1], f[2], unpack(t.notes, t.first_accepted))
   end
   if t.first_accepted and t.fields.state == 'queued' then open_tasks(P, { now_ms() + horizon, t.id }) end
+end
+
+-- What the columns of a trajectory's trace say: id, policy, role, versions, reward.
+local function policy_of(item)
+  return string.match(item.trace, '^[^\t]*\t([^\t]*)')
 end
 
 -- Counts trajectories refused on arrival, once per episode id, and frees what was uploaded for them.
@@ -44,7 +54,7 @@ local function turn_away(P, t, e, outcome, reason, detail)
     if not t.is_evaluation and CALL.owners[item.id] ~= e.episode then
       -- What belongs to no task is refused again each time, and poison is kept elsewhere: neither is archived.
       if known and outcome ~= 'POISON' then
-        retire_refused(P, t.id, item.policy, reason, item.header, item.id, item.place)
+        retire_refused(P, t.id, policy_of(item), reason, item.header, item.id, item.place)
       else
         PACKS.forgo(P, item.place, item.id)
         CALL.has_all = false
@@ -56,9 +66,9 @@ local function turn_away(P, t, e, outcome, reason, detail)
   if outcome == 'POISON' then table.insert(CALL.poison_of, e.node) end
   if known then
     set(t, 'r' .. e.episode, outcome .. ' ' .. (detail or ''))
-    t.notes[#t.notes + 1] = episode_entry(e, outcome, detail or reason, e.each)
+    t.notes[#t.notes + 1] = episode_entry(e.who, outcome, e.failed or '0', detail or reason, e.each)
   end
-  return { outcome, detail or '' }
+  return outcome .. ' ' .. (detail or '')
 end
 
 -- What a commit changes of a node, read once and written once; nil for one that never joined.
@@ -96,10 +106,10 @@ end
 local function accept_evaluation(P, id, items, metrics, journal)
   local E, counted = K.evaluation(P, id), {}
   for _, item in ipairs(items) do
-    local role = string.match(item.trace, '^[^\t]*\t[^\t]*\t([^\t]*)')
-    add_result(E, 'reward ' .. item.policy .. ' ' .. (role == '' and item.policy or role), item.reward)
-    if not counted[item.policy] then call('HINCRBY', E, 'samples ' .. item.policy, 1) end
-    counted[item.policy] = true
+    local policy, role, reward = string.match(item.trace, '^[^\t]*\t([^\t]*)\t([^\t]*).*\t([^\t]*)$')
+    add_result(E, 'reward ' .. policy .. ' ' .. (role == '' and policy or role), reward)
+    if not counted[policy] then call('HINCRBY', E, 'samples ' .. policy, 1) end
+    counted[policy] = true
   end
   for _, line in ipairs(split(metrics)) do
     local value, name = string.match(line, '^(%S+) (.+)$')
@@ -111,15 +121,13 @@ local function accept_evaluation(P, id, items, metrics, journal)
 end
 
 local function accept_training(P, t, e)
+  local owned, headers = t.owned, t.headers
   for _, item in ipairs(e.each) do
     PACKS.keep(P, item.place, item.id)
-    gather({ 'HSET', K.owners(P) }, item.id, item.place)
     CALL.owners[item.id] = e.episode
-    t.headers[#t.headers + 1] = item.id
-    t.headers[#t.headers + 1] = item.header
+    owned[#owned + 1], owned[#owned + 2] = item.id, item.place
+    headers[#headers + 1], headers[#headers + 2] = item.id, item.header
   end
-  count(P, 'ingested', #e.each)
-  count(P, 'assembling', #e.each)
 end
 
 -- The last member came: the lease ends, and of a training task nothing is open any more.
@@ -158,11 +166,11 @@ local function let_expire(P, e)
 end
 
 -- An episode that got its answer before came with payloads: those that were not there already are not needed.
-local function answer_again(P, e, outcome, detail)
+local function answer_again(P, e, answer)
   for _, item in ipairs(CALL.wrote_all and not CALL.turned_away[e.episode] and e.each or {}) do
     if CALL.owners[item.id] ~= e.episode then call('UNLINK', K.payload(P, e.episode, item.id)) end
   end
-  return { outcome, detail }
+  return answer
 end
 
 -- Why a stored payload or an id forbids the commit: 'RETRY', 'POISON', or nil.
@@ -184,19 +192,19 @@ local function accept(P, t, e)
   credit_node(P, e)
   local late = e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt)
   local outcome = late and 'ACCEPTED_LATE' or 'ACCEPTED'
-  t.notes[#t.notes + 1] = episode_entry(e, outcome, '', e.each)
+  t.notes[#t.notes + 1] = episode_entry(e.who, outcome, e.failed or '0', '', e.each)
   t.first_accepted = t.first_accepted or #t.notes
   if left == 0 then close_complete(P, t, e) end
-  return { outcome, '' }
+  return outcome .. ' '
 end
 
--- What becomes of one episode, as { outcome, detail }.
+-- What becomes of one episode: outcome and detail, with a space between.
 local function commit_episode(P, t, e)
   local f = t.fields
   if not f.state then return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed', 'unknown_task') end
   local member, refused = f['m' .. e.member], f['r' .. e.episode]
-  if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE', '') end
-  if refused then return answer_again(P, e, string.match(refused, '^(%S+) (.*)$')) end
+  if member and string.sub(member, 2) == e.episode then return answer_again(P, e, 'DUPLICATE ') end
+  if refused then return answer_again(P, e, refused) end
   -- The straggler may yet do better.
   if e.hedge == '1' and e.failed == '1' then return turn_away(P, t, e, 'SUPERSEDED', 'superseded', 'failed_copy') end
   if tonumber(e.member) >= tonumber(f.size) then return turn_away(P, t, e, 'POISON', 'poison', 'member_out_of_range') end
@@ -211,7 +219,7 @@ local function commit_episode(P, t, e)
   local bad = not t.is_evaluation and unusable(P, e)
   if bad == 'RETRY' then
     let_expire(P, e)
-    return { 'RETRY', '' }
+    return 'RETRY '
   end
   if bad == 'POISON' then return turn_away(P, t, e, 'POISON', 'poison', 'duplicate_id') end
   return accept(P, t, e)
@@ -228,14 +236,15 @@ local function commit_task(P, t, horizon)
     end_evaluation_task(P, t)
     return {}
   end
-  return is_whole and complete_task(t.id, f, t.headers) or complete_task_of(P, t.id, f.size)
+  -- The caller has the headers of one that came as a whole.
+  return is_whole and complete_task(t.id, f, '') or complete_task_of(P, t.id, f.size)
 end
 
 -- Does something with each task; a defect in what is stored of one answers its episodes, and costs the others nothing.
 local function with_each(tasks, work)
   for _, t in ipairs(tasks) do
     local ok, problem = pcall(work, t)
-    if not ok then t.problem = t.problem or { 'ERROR', type(problem) == 'table' and problem.err or tostring(problem) } end
+    if not ok then t.problem = t.problem or 'ERROR ' .. (type(problem) == 'table' and problem.err or tostring(problem)) end
   end
 end
 
@@ -248,21 +257,45 @@ local function read_stored(P, tasks, mark)
     for _, e in ipairs(t.is_evaluation and {} or t.episodes) do
       for _, item in ipairs(e.each) do
         ids[#ids + 1] = item.id
-        payloads[#payloads + 1] = not CALL.pack and K.payload(P, e.episode, item.id) or nil
+        if not (CALL.wrote_all or CALL.pack) then payloads[#payloads + 1] = K.payload(P, e.episode, item.id) end
       end
     end
   end
-  for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do CALL.owners[ids[i]] = owner and PACKS.episode_of(owner) or nil end
-  for _, n in ipairs(CALL.wrote_all and {} or call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
+  for i, owner in ipairs(call_many({ 'HMGET', K.owners(P) }, ids)) do
+    if owner then CALL.owners[ids[i]] = PACKS.episode_of(owner) end
+  end
+  for _, n in ipairs(call_many({ 'EXISTS' }, payloads)) do num_stored = num_stored + n end
   CALL.has_all = CALL.wrote_all or (num_stored == #payloads and CALL.has_pack ~= false)
 end
 
--- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then task, member, attempt,
--- episode, node, '1' hedge, '1' failed, metrics of an evaluation as lines of value and name, lines for its journal and n per episode, each with id,
--- policy, reward, header, trace of its n trajectories. Returns the position, { outcome, detail } of each episode, and the tasks that it completed and
--- that wait to be settled.
-SIGNATURE.commit = { 'horizon', 'mark', 'packed', each = { 'task', 'member', 'attempt', 'episode', 'node', 'hedge', 'failed', 'metrics', 'journal',
-  'n', each = { 'id', 'policy', 'reward', 'header', 'trace' } } }
+-- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per episode: task; member,
+-- attempt, node and episode, tab separated; the number n of its trajectories, with 'h' for a hedge, 'f' for one that failed, 'e' for one of an
+-- evaluation; of that one metrics as lines of value and name, and lines for its journal; header and trace of each of the n. Returns the position,
+-- outcome and detail of each episode with a space between, and the tasks that it completed and that wait to be settled.
+SIGNATURE.commit = {}
+function SIGNATURE.commit.read(values)
+  local each, at = {}, 4
+  while values[at] do
+    local who, how = values[at + 1], values[at + 2]
+    local member, attempt, node, episode = string.match(who, '^([^\t]*)\t([^\t]*)\t([^\t]*)\t(.*)$')
+    local items, n = {}, tonumber(how)
+    local e = { task = values[at], who = who, member = member, attempt = attempt, node = node, episode = episode, each = items }
+    at = at + 3
+    if not n then
+      n = tonumber(string.match(how, '^%d+'))
+      if string.find(how, 'h') then e.hedge = '1' end
+      if string.find(how, 'f') then e.failed = '1' end
+      if string.find(how, 'e') then e.metrics, e.journal, at = values[at], values[at + 1], at + 2 end
+    end
+    for i = 1, n do
+      local trace = values[at + 1]
+      items[i] = { id = string.match(trace, '^[^\t]*'), place = episode, header = values[at], trace = trace }
+      at = at + 2
+    end
+    each[#each + 1] = e
+  end
+  return { horizon = values[1], mark = values[2], packed = values[3], each = each }
+end
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
   if a.packed ~= '' then return end
@@ -277,7 +310,7 @@ function F.commit(keys, a)
   PACKS.place_all(P, a.each, a.packed)
   for _, e in ipairs(a.each) do
     if not tasks[e.task] then
-      tasks[e.task] = { id = e.task, episodes = {}, set = {}, headers = {}, notes = {} }
+      tasks[e.task] = { id = e.task, episodes = {}, set = {}, headers = {}, owned = {}, notes = {} }
       tasks[#tasks + 1] = tasks[e.task]
     end
     table.insert(tasks[e.task].episodes, e)
@@ -317,7 +350,8 @@ function F.quarantine(keys, a)
   count(P, 'dropped:poison', tonumber(a.num_trajectories))
   if f[1] then
     call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)
-    note_all(P, task, { episode_entry(a, 'POISON', a.reason, {}) })
+    local who = table.concat({ a.member, a.attempt, a.node, episode }, '\t')
+    note_all(P, task, { episode_entry(who, 'POISON', '0', a.reason, {}) })
   end
   note_poison(P, a.node)
   call('XADD', K.poison(P), 'MAXLEN', '~', MAX.poison, '*', 'task', task, 'episode', episode, 'node', a.node,

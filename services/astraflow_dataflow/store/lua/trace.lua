@@ -5,7 +5,7 @@ local MAX_TRACE = 4000
 local MAX_TRACED = 10000
 
 local function trace_entry(kind, ...)
-  return table.concat({ kind, now_ms(), ... }, '\t')
+  return table.concat({ kind, now_text(), ... }, '\t')
 end
 
 -- Adds to an existing list only: what comes after a trace was forgotten must not begin another. Returns its length.
@@ -36,11 +36,13 @@ local function close_trace(P, task, ttl_ms)
   end
 end
 
--- `e` is an episode as `commit` and `quarantine` are given it.
-local function episode_entry(e, outcome, reason, items)
-  local entry = { table.concat({ e.member, e.attempt, e.node, e.episode, outcome, e.failed or '0', reason }, '\t') }
-  for _, item in ipairs(items) do entry[#entry + 1] = item.trace end
-  return trace_entry('E', lines(entry))
+-- Of an episode; `who` is member, attempt, node and its id, tab separated.
+local function episode_entry(who, outcome, failed, reason, items)
+  local entry = 'E\t' .. now_text() .. '\t' .. who .. '\t' .. outcome .. '\t' .. failed .. '\t' .. reason
+  if #items == 1 then return entry .. '\n' .. items[1].trace end
+  local all = { entry }
+  for _, item in ipairs(items) do all[#all + 1] = item.trace end
+  return lines(all)
 end
 
 -- A group's id begins with its task's, and task ids hold no slash.

@@ -20,17 +20,16 @@ rules = partial(groups.Rules, min_members=None)
 NO_RULES = rules(filters=())
 
 
-def header(trajectory_id: str, version: int = 0, **facts: Any) -> tuple[str, bytes]:
-    """A serialized header under its id."""
+def header(trajectory_id: str, version: int = 0, **facts: Any) -> trajectory_pb2.TrajectoryHeader:
+    """A header as it was pushed."""
     facts = {"policy_id": "p", "reward": 1.0, "min_version": version, "max_version": version} | facts
-    header = trajectory_pb2.TrajectoryHeader(trajectory_id=trajectory_id, **facts)
-    return trajectory_id, header.SerializeToString()
+    return trajectory_pb2.TrajectoryHeader(trajectory_id=trajectory_id, **facts)
 
 
-def complete(*headers: tuple[str, bytes], spec: bytes = b"", **changes: Any) -> CompleteTask:
+def complete(*headers: trajectory_pb2.TrajectoryHeader, spec: bytes = b"", **changes: Any) -> CompleteTask:
     """A complete task of two members."""
     facts = {"why": "", "credited": frozenset({"p"}), "group_size": 2, "num_finished": 2} | changes
-    given = groups.groups_of("t", spec=spec, headers=dict(headers))
+    given = groups.groups_of("t", spec=spec, headers=headers)
     items = [groups.items_of("t", group) for group in given]
     return CompleteTask(task_id="t", groups=given, items=items, **facts)
 
@@ -71,7 +70,7 @@ def test_items_say_which_episode_and_which_of_its_turns_they_are_of() -> None:
         )
         episode.trajectories.add(header=given)
     placed = list(groups.placed_headers(episode))
-    items = complete(*((header.trajectory_id, header.SerializeToString()) for header in placed)).items
+    items = complete(*placed).items
     turns = {
         item.trajectory_id: (item.role, item.member, item.turn) for batch in items for item in batch.items
     }
@@ -171,7 +170,7 @@ def test_a_filter_sees_the_whole_group_and_its_task() -> None:
 def test_every_trajectory_is_in_exactly_one_group(rows: list[tuple[str, str, float]]) -> None:
     headers = [header(f"t{n}", policy_id=p, role=r, reward=reward) for n, (p, r, reward) in enumerate(rows)]
     listed = sorted(item.trajectory_id for batch in complete(*headers).items for item in batch.items)
-    assert listed == sorted(name for name, _ in headers)
+    assert listed == sorted(given.trajectory_id for given in headers)
 
 
 def test_a_filter_that_changes_what_it_sees_changes_no_item() -> None:
