@@ -26,7 +26,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
-from astraflow_dataflow.store.tasks import Pushed
+from astraflow_dataflow.store.tasks import ACCEPTED, Pushed
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -36,10 +36,11 @@ log = get_logger(__name__)
 
 EPISODES_PER_COMMIT = 64
 """When this many are there, no more are waited for; a commit holds Redis for a millisecond or two."""
+TASKS_PER_COMMIT = 32
+"""What is read and written of a task costs a commit as much as several of its episodes."""
 _CHECKED_AT_ONCE = 16
 """Trajectories that are checked before others have their turn."""
 _VERSION_GRACE_S = 1.0
-_ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 _INTERRUPTED = "the commit was interrupted; push again"
 
 
@@ -47,6 +48,11 @@ _INTERRUPTED = "the commit was interrupted; push again"
 class _Waiting:
     episodes: Sequence[trajectory_pb2.Episode]
     pushed: asyncio.Future[Sequence[Pushed]]
+
+    @property
+    def tasks(self) -> set[str]:
+        """Ids of the episodes' tasks."""
+        return {episode.task_id for episode in self.episodes}
 
 
 @dataclass
@@ -138,9 +144,16 @@ class Ingest:
     async def _enqueue(
         self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]
     ) -> Sequence[Pushed]:
-        pushed: asyncio.Future[Sequence[Pushed]] = asyncio.get_running_loop().create_future()
-        await self._queue_of(context).put(_Waiting(episodes, pushed))
-        results = await pushed
+        queue, loop = self._queue_of(context), asyncio.get_running_loop()
+        portions = [_Waiting(portion, loop.create_future()) for portion in _portions(episodes)]
+        for waiting in portions:
+            await queue.put(waiting)
+        answers = await asyncio.gather(*(waiting.pushed for waiting in portions), return_exceptions=True)
+        results = list[Pushed]()
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            results += answer
         for _ in results:
             failpoints.hit("dataflow.committed")
         return results
@@ -162,18 +175,21 @@ class Ingest:
         self, context: RunContext, queue: asyncio.Queue[_Waiting], complete: asyncio.Queue[CompleteTask]
     ) -> None:
         """Commit what arrives, until cancelled. Groups are settled beside the next commits."""
+        held: list[_Waiting] = []  # what was too much for the commit before
         try:
             while True:
-                batch = [await queue.get()]
-                number = len(batch[0].episodes)
-                while number < EPISODES_PER_COMMIT and not queue.empty():
-                    batch.append(queue.get_nowait())
-                    number += len(batch[-1].episodes)
+                batch, held = held or [await queue.get()], []
+                while not (held or queue.empty() or _is_enough(batch)):
+                    one = queue.get_nowait()
+                    tasks = one.tasks.union(*(waiting.tasks for waiting in batch))
+                    (batch if len(tasks) <= TASKS_PER_COMMIT else held).append(one)
                 for task in await self._commit(context, batch):
                     complete.put_nowait(task)
         finally:
             while not queue.empty():
-                _answer(queue.get_nowait().pushed, UnavailableError(_INTERRUPTED, retry_after_s=0.2))
+                held.append(queue.get_nowait())
+            for waiting in held:
+                _answer(waiting.pushed, UnavailableError(_INTERRUPTED, retry_after_s=0.2))
 
     async def _commit(self, context: RunContext, batch: Sequence[_Waiting]) -> list[CompleteTask]:
         """Commit a batch, answer its pushers, and return the tasks it completed."""
@@ -198,7 +214,7 @@ class Ingest:
             accepted = [
                 episode
                 for episode, result in zip(episodes, pushed, strict=True)
-                if isinstance(result, PushResult) and result.outcome in _ACCEPTED
+                if isinstance(result, PushResult) and result.outcome in ACCEPTED
             ]
             try:
                 await self._rate(context, accepted)
@@ -232,6 +248,22 @@ class Ingest:
             except AstraflowError as error:
                 # The tasks stay listed as unsettled: the run loop settles them.
                 log.warning("group.settle_postponed", message=error.message)
+
+
+def _portions(episodes: Sequence[trajectory_pb2.Episode]) -> list[list[trajectory_pb2.Episode]]:
+    """The episodes in order, in parts of no more tasks than one commit takes."""
+    portions, tasks = list[list[trajectory_pb2.Episode]](), set[str]()
+    for episode in episodes:
+        tasks.add(episode.task_id)
+        if not portions or len(tasks) > TASKS_PER_COMMIT:
+            portions.append([])
+            tasks = {episode.task_id}
+        portions[-1].append(episode)
+    return portions
+
+
+def _is_enough(batch: Sequence[_Waiting]) -> bool:
+    return sum(len(waiting.episodes) for waiting in batch) >= EPISODES_PER_COMMIT
 
 
 async def _problems(

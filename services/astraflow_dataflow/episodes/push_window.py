@@ -1,14 +1,15 @@
 """The window of one push stream: requests in hand, taken together as they come and answered in their order.
 
 At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
-the node. Requests that come while others are in hand wait and are then taken together. A stream on which several came
-together is busy: more are waited for as long as they keep coming, a few milliseconds at most, since a commit of many
-costs each much less; on a quiet stream nothing waits. Made by the trajectory service per stream.
+the node. A commit of many costs each much less, so a stream on which requests come before those before them are
+answered is busy: what comes is gathered for as long as several more take at the pace of the last ones, a moment
+at most, or until the window is full. On a quiet stream nothing waits. Made by the trajectory service per stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -21,8 +22,12 @@ MAX_EPISODES = 64
 MAX_BYTES = 16 * 2**20
 _IN_HAND = 2
 """So often requests are taken at a time: while the commit of some is under way others are checked."""
-_PAUSE_S = 0.001
-_MOST_PAUSES = 4
+_GATHERED = 8
+"""Requests that are waited for, by the time that the last ones took to come."""
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.004, 0.032
+
+
+_now_s = time.monotonic
 
 
 class PushWindow(Generic[Request, Answer]):
@@ -35,27 +40,38 @@ class PushWindow(Generic[Request, Answer]):
         self._workers: set[asyncio.Task[None]] = set()
         self._episodes = self._bytes = 0
         self._ended = False
-        self._is_busy = False
-        self._came, self._left = asyncio.Event(), asyncio.Event()
+        self._is_busy = self._is_gathering = False
+        self._came_s = self._gap_s = 0.0
+        """When the last request came, and how long after the one before they came lately."""
+        self._came, self._left, self._full = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @property
+    def wait_s(self) -> float:
+        """How long a busy stream's requests are gathered, at the pace at which they come now."""
+        return min(max(_LEAST_WAIT_S, _GATHERED * self._gap_s), _MOST_WAIT_S)
 
     async def add(self, num_episodes: int, size_bytes: int, request: Request) -> None:
         """Take a request in, and return once there is room for another."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._note_pace(_now_s())
         self._inside.append((num_episodes, size_bytes, answer))
         self._waiting.append((request, answer))
         self._episodes += num_episodes
         self._bytes += size_bytes
         self._came.set()
-        if len(self._workers) < _IN_HAND:
+        if len(self._workers) < _IN_HAND and not self._is_gathering:
             self._workers.add(asyncio.create_task(self._answer_waiting(), name="pushes in hand"))
         while not self._has_room():
+            self._full.set()
             self._left.clear()
             await self._left.wait()
+        self._full.clear()
 
     async def end(self) -> None:
         """No more requests will be added."""
         self._ended = True
         self._came.set()
+        self._full.set()
         self._left.set()
 
     async def answers(self) -> AsyncIterator[Answer]:
@@ -84,27 +100,35 @@ class PushWindow(Generic[Request, Answer]):
                 answer.exception()  # nobody will hear it
         self._inside.clear()
 
+    def _note_pace(self, now_s: float) -> None:
+        self._is_busy = bool(self._inside)
+        if self._is_busy:
+            self._gap_s += (now_s - self._came_s - self._gap_s) / 4
+        self._came_s = now_s
+
     async def _answer_waiting(self) -> None:
         worker = asyncio.current_task()
         assert worker is not None
         try:
-            while self._waiting:
+            while self._waiting and not self._is_gathering:
                 if self._is_busy:
-                    await self._until_none_comes()
+                    await self._until_enough_wait()
                 taken, self._waiting = self._waiting, []
                 if taken:  # else the other worker took them
-                    self._is_busy = len(taken) > 1
                     await self._answer([request for request, _ in taken], [answer for _, answer in taken])
         finally:
             # At once, since nobody takes a request that comes when all workers have just found nothing.
             self._workers.discard(worker)
 
-    async def _until_none_comes(self) -> None:
-        for _ in range(_MOST_PAUSES):
-            number = len(self._waiting)
-            await asyncio.sleep(_PAUSE_S)
-            if len(self._waiting) == number or not self._has_room():
-                return
+    async def _until_enough_wait(self) -> None:
+        self._is_gathering = True
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await self._full.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._is_gathering = False
 
     async def _answer(self, requests: Sequence[Request], answers: Sequence[asyncio.Future[Answer]]) -> None:
         try:

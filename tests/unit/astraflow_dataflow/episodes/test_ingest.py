@@ -1,16 +1,21 @@
 """Ingest answers everybody who waits, whatever becomes of the commit."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from astraflow.dataflow.v1.durability_pb2 import DURABILITY_MEMORY
+from astraflow.dataflow.v1.trajectory_service_pb2 import OUTCOME_ACCEPTED, PushResult
 from astraflow.errors import UnavailableError
 from astraflow.recipe import RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow_dataflow.episodes.ingest import Ingest
+from astraflow_dataflow.episodes.ingest import TASKS_PER_COMMIT, Ingest
 from astraflow_dataflow.records import Level
 from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.tasks import Pushed
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import make_episode
 
@@ -29,18 +34,19 @@ class Failing:
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0
         self.tasks: list[asyncio.Task[None]] = []
+        us: Any = self
+        self.durability: Any = Durability(us, Level.MEMORY)
 
     async def commit(self, *_: object, **__: object) -> object:
         """Fail."""
         raise self._error
 
-    async def push(self, episode: trajectory_pb2.Episode) -> None:
+    async def push(self, *episodes: trajectory_pb2.Episode) -> Sequence[Pushed]:
         """Push over an ingest whose commits fail."""
         us: Any = self
-        durability = Durability(us, Level.MEMORY)
-        ingest = Ingest(store=us, registry=us, settling=us, metrics=Metrics(), durability=durability)
+        ingest = Ingest(store=us, registry=us, settling=us, metrics=Metrics(), durability=self.durability)
         try:
-            await ingest.push(us, [episode])
+            return await ingest.push(us, episodes)
         finally:
             for task in self.tasks:
                 task.cancel()
@@ -51,3 +57,29 @@ class Failing:
 async def test_a_commit_that_fails_answers_its_pushers(error: Exception) -> None:
     with pytest.raises(UnavailableError):
         await Failing(error).push(make_episode(run_id="run", task_id="t", member=0))
+
+
+class Counting(Failing):
+    """The same, whose commits succeed and are counted by their tasks."""
+
+    def __init__(self) -> None:
+        super().__init__(RuntimeError())
+        self.commits: list[list[str]] = []
+        self.snapshots = ()
+        self.durability = AsyncMock(note=Mock(), reached=Mock(return_value=DURABILITY_MEMORY))
+
+    async def commit(
+        self, _: str, episodes: Sequence[trajectory_pb2.Episode], **__: object
+    ) -> tuple[list[PushResult], list[object]]:
+        """Accept all."""
+        self.commits.append([episode.task_id for episode in episodes])
+        return [PushResult(outcome=OUTCOME_ACCEPTED, detail=one.episode_id) for one in episodes], []
+
+
+async def test_a_commit_holds_redis_for_no_more_than_so_many_tasks() -> None:
+    store: Any = Counting()
+    names = [f"t{number}" for number in range(TASKS_PER_COMMIT + 1) for _ in range(2)]
+    given = [make_episode(run_id="run", task_id=name, member=place % 2) for place, name in enumerate(names)]
+    taken = await store.push(*given)
+    assert store.commits == [names[:-2], names[-2:]]
+    assert [result.detail for result in taken] == [episode.episode_id for episode in given]

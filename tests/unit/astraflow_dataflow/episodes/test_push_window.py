@@ -46,37 +46,64 @@ async def test_requests_that_come_while_others_are_in_hand_are_taken_together(wo
     window = PushWindow[int, int](work)
     for number in range(9):
         await window.add(1, 10, number)
-        await asyncio.sleep(0.001)
-    assert work.taken == [[0], [1]]
+        await asyncio.sleep(0)
     work.gate.set()
     await window.end()
     assert [answer async for answer in window.answers()] == list(range(9))
-    assert work.taken == [[0], [1], [2, 3, 4, 5, 6, 7, 8]]
+    assert work.taken == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-async def test_on_a_busy_stream_those_that_follow_each_other_are_taken_together(
+async def test_on_a_busy_stream_several_are_waited_for_and_on_a_quiet_one_nothing(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_window, "_PAUSE_S", 0)
+    monkeypatch.setattr(push_window, "_LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(push_window, "_MOST_WAIT_S", 60.0)
     window, answers = PushWindow[int, int](work), list[int]()
     work.gate.set()
     answering = window.answers()
-    for together in ([0], [1, 2], [3], [4, 5]):
-        for number in together:
-            await window.add(1, 10, number)
-            await asyncio.sleep(0)
-        answers += [await anext(answering) for _ in together]
-    assert answers == list(range(6))
-    assert work.taken == [[0], [1], [2], [3], [4], [5]], "one after the other it is quiet"
-    work.taken.clear()
     for number in range(3):
         await window.add(1, 10, number)
+        answers.append(await anext(answering))
+    assert answers == [0, 1, 2]
+    assert work.taken == [[0], [1], [2]], "one after the other it is quiet"
     for number in range(3, 6):
-        await asyncio.sleep(0)
         await window.add(1, 10, number)
+        await asyncio.sleep(0.001)
+    assert work.taken[3:] == [[3]], "more may come"
     await window.end()
-    assert [answer async for answer in answering] == list(range(6))
-    assert work.taken == [[0, 1, 2], [3, 4, 5]]
+    assert [answer async for answer in answering] == [3, 4, 5]
+    assert work.taken[3:] == [[3], [4, 5]]
+
+
+async def test_a_full_window_is_taken_at_once(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_window, "_LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(push_window, "_MOST_WAIT_S", 60.0)
+    window = PushWindow[int, int](work)
+
+    async def fill() -> None:
+        for number in range(5):
+            await window.add(MAX_EPISODES // 4, 10, number)
+        await window.end()
+
+    filling = asyncio.create_task(fill())
+    await asyncio.sleep(0.01)
+    assert work.taken == [[0, 1, 2, 3]]
+    work.gate.set()
+    assert [answer async for answer in window.answers()] == list(range(5))
+    await filling
+
+
+@pytest.mark.parametrize(("gap_s", "wait_s"), [(0.0001, 0.004), (0.002, 0.016), (1.0, 0.032)])
+async def test_requests_are_waited_for_as_long_as_several_take_at_their_pace(
+    work: Work, monkeypatch: pytest.MonkeyPatch, gap_s: float, wait_s: float
+) -> None:
+    window, now_s = PushWindow[int, int](work), 0.0
+    monkeypatch.setattr(push_window, "_now_s", lambda: now_s)
+    for number in range(40):
+        await window.add(1, 10, number)
+        now_s += gap_s
+    assert window.wait_s == pytest.approx(wait_s, rel=0.01)
+    window.close()
 
 
 async def test_a_request_that_comes_when_all_that_was_in_hand_has_just_been_answered_is_taken(
@@ -104,7 +131,8 @@ async def test_a_request_that_comes_when_all_that_was_in_hand_has_just_been_answ
 async def test_whenever_requests_come_each_is_answered_once(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(push_window, "_PAUSE_S", 0)
+    monkeypatch.setattr(push_window, "_LEAST_WAIT_S", 0)
+    monkeypatch.setattr(push_window, "_MOST_WAIT_S", 0)
     draw, taken = random.Random(seed), list[int]()
 
     async def work(requests: Sequence[int]) -> list[int | Exception]:
