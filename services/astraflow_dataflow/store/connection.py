@@ -15,18 +15,20 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Self, TypeAlias, cast
+from urllib.parse import unquote, urlsplit
 
 from redis import asyncio as redis_asyncio
 from redis import exceptions as redis_errors
+from redis.credentials import CredentialProvider
 
 from astraflow import errors
 from astraflow._contract.bounds import MAX_INTEGER
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.keys import SCHEMA_VERSION, Keys, own_key
-from astraflow_dataflow.store.password_file import PasswordFile, without_credentials
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_dataflow.store.writing import Argument, writing
 from astraflow_kit.log import get_logger
+from astraflow_kit.settings import read_secret
 
 log = get_logger(__name__)
 
@@ -491,3 +493,26 @@ def info_fields(reply: Reply) -> dict[str, str]:
 def incarnation(data_id: str, server: Mapping[str, str]) -> str:
     """Return the identity of a data set in a process; `server` is that section of INFO."""
     return f"{data_id}.{server.get('run_id', '')[:12]}"
+
+
+class PasswordFile(CredentialProvider):
+    """The user of an address and the password in a file, read at every new connection so that it can be rotated."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self._user = unquote(urlsplit(url).username or "")
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """User, if the address names one, and password. Raises SettingsError for a file that cannot be read."""
+        password = read_secret(self._path)
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same; the file is small and local."""
+        return self.get_credentials()
+
+
+def without_credentials(url: str) -> str:
+    """The address alone."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

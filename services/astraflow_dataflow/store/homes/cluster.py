@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from astraflow.errors import AstraflowError, IncompatibleError, UnavailableError
-from astraflow_dataflow.store.connection import Call, Connection, MovedError
+from astraflow_dataflow.store.connection import Call, Connection, MovedError, without_credentials
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.homes.slots import NUM_SLOTS, SlotMap, slot_of
 from astraflow_dataflow.store.keys import RUNS_KEY, Keys
-from astraflow_dataflow.store.password_file import without_credentials
 from astraflow_dataflow.store.replies import Reply
 from astraflow_dataflow.store.writing import Argument
 from astraflow_kit.log import get_logger
