@@ -97,6 +97,7 @@ _ENTRIES = (
     _counter("astraflow_raas_leases_ended_total", "Leases ended, by outcome.", "outcome"),
     _counter("astraflow_raas_episodes_total", "Episodes run, by outcome.", "outcome"),
     _histogram("astraflow_raas_episode_seconds", "Duration of episodes, waiting included."),
+    _counter("astraflow_raas_expert_routings_total", "Trajectories whose experts are asked for.", "outcome"),
     _counter("astraflow_raas_pushes_total", "Pushes by the server's outcome.", "outcome"),
     _gauge("astraflow_raas_unacked_episodes", "Episodes finished but not acknowledged."),
     _gauge("astraflow_raas_start_seconds", "Process start to each stage of joining.", "stage"),

@@ -27,7 +27,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.command import require_engine
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.loops import LoopService
-from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of
+from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of, require_recorded_experts
 from astraflow_raas.node.folder import NodeFolder, claim_folder
 from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
@@ -84,6 +84,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
         await require_engine(settings.engine, python=settings.engine_python)
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
         gpus_of(settings, found.recipe.engine_policies)
+        require_recorded_experts(settings, found.recipe)
         load_workflow(
             found.run,
             found.recipe,
@@ -123,6 +124,7 @@ async def _join(
     bind(run_id=found.run.run_id)
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.engine_policies)
+    require_recorded_experts(settings, found.recipe)
     endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
     workflow = load_workflow(
         found.run, found.recipe, into=folder.code, scratch=folder.scratch,

@@ -85,6 +85,7 @@ class PolicyLearner:
             training.algorithm, model_dir=reference_dir or model_dir, mesh=mesh, placement=placement
         )
         _require_vocabulary(self._reference, policy=self._policy)
+        _require_routers(training, policy=self._policy)
         self._critic = _critic(training, model_dir=model_dir, mesh=mesh, placement=placement)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
@@ -258,6 +259,14 @@ def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -
         raise InvalidArgumentError(
             f"the model of algorithm.kl.reference knows {reference.vocab_size} token ids, the policy has "
             f"{policy.vocab_size}: it cannot say how likely the others are; use one with the policy's tokenizer"
+        )
+
+
+def _require_routers(training: TrainerSettings, *, policy: PolicyModel) -> None:
+    if training.router_replay and not policy.routers.shape.num_layers:
+        raise InvalidArgumentError(
+            "trainer.router_replay: the model has no routers that can replay what an engine chose; give a Qwen2-MoE or "
+            "Qwen3-MoE, or leave it out"
         )
 
 

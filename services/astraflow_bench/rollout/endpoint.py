@@ -33,6 +33,8 @@ _QUESTION = "Ann has 12 apples and gets 34 more. How many now?"
 class _Instant:
     """A served policy whose answers are there already."""
 
+    experts = None
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.version = tokenizer, 0
 

@@ -1,11 +1,12 @@
 """The bodies and answers of /generate, in SGLang's words.
 
 Invariant: an answer that leaves this module is of the call it stands for: its id, no more tokens than asked for, one
-finite log-prob each, version spans that cover them and name only versions that the engine served meanwhile. Pure;
-called by `http`.
+finite log-prob each, version spans that cover them and name only versions that the engine served meanwhile, and experts
+of every token that a layer has seen where the call asked for them. Pure; called by `http`.
 """
 
 import math
+from base64 import b64decode
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -26,9 +27,12 @@ def generate_body(calls: Sequence[GenerateCall], *, cache_key: str, adapter: str
     """The body of one request for all `calls`, under an adapter if one is named; prefixes are shared only below the
     same `cache_key`.
     """
-    named = {"lora_path": [adapter] * len(calls)} if adapter else {}
+    named: dict[str, object] = {"lora_path": [adapter] * len(calls)} if adapter else {}
+    # One switch for the whole request; what a call did not ask for is not read.
+    recorded = {"return_routed_experts": True} if any(call.records_experts for call in calls) else {}
     return {
         **named,
+        **recorded,
         "rid": [call.rid for call in calls],
         "input_ids": [call.prompt_ids for call in calls],
         "sampling_params": [_sampling_params(call) for call in calls],
@@ -123,7 +127,24 @@ def _read(call: GenerateCall, answer: Any) -> Generation:  # noqa: ANN401 - JSON
         logprobs=_logprobs(meta, token_ids),
         spans=_spans(meta, num_tokens=len(token_ids)),
         finish_reason=str(finish["type"]),
+        experts=_experts(call, meta, num_tokens=len(token_ids)),
     )
+
+
+def _experts(call: GenerateCall, meta: Mapping[str, Any], *, num_tokens: int) -> bytes:
+    if not call.records_experts or not num_tokens:
+        return b""
+    if meta.get("routed_experts") is None:
+        raise ValueError("it does not say which experts its tokens went to (meta_info.routed_experts)")
+    experts, num_rows = (
+        b64decode(meta["routed_experts"], validate=True),
+        len(call.prompt_ids) + num_tokens - 1,
+    )
+    if not experts or len(experts) % (4 * num_rows):
+        raise ValueError(
+            f"its routed experts have {len(experts)} bytes, no multiple of {num_rows} tokens of int32"
+        )
+    return experts
 
 
 def _logprobs(meta: Mapping[str, Any], token_ids: Sequence[int]) -> tuple[float, ...]:

@@ -94,6 +94,8 @@ class GenerateCall:
     top_k: int
     seed: int
     stop_token_ids: tuple[int, ...] = ()
+    records_experts: bool = False
+    """Whether the answer is to say which experts each token went to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,10 @@ class Generation:
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: str
+    experts: bytes = b""
+    """int32[P + N − 1, layers, k]: the experts of each of the P tokens of the prompt and N of the answer but the last,
+    which no layer has seen. Empty where the call did not ask for them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,8 @@ class EngineCommand:
     """Adapters of the model that are to be served with it."""
     recomputes: bool = False
     """Keys and values of running calls are computed anew at each change of weights."""
+    records_experts: bool = False
+    """SGLang says which experts tokens went to, where it is asked."""
     orders: ChangedOrders | None = None
     """Of SGLang, when it is to load changed elements only."""
 
@@ -96,6 +98,7 @@ class EngineCommand:
         # SGLang flushes no prefixes while retracted calls wait, so these would find those of older weights.
         args += ["--disable-radix-cache"] if self.recomputes else []
         args += ["--custom-weight-loader", LOADER] if self.orders else []
+        args += ["--enable-return-routed-experts"] if self.records_experts else []
         args += lora_args(self.loras) if self.loras else []
         copies = len(self.gpus) // self.tp_size
         return [*args, *(["--dp-size", str(copies)] if copies > 1 else [])]

@@ -26,7 +26,7 @@ from astraflow_raas.engine.base import (
 )
 from astraflow_raas.engine.changed_elements import ChangedOrders, WholeLoad
 from astraflow_raas.engine.load import read_load
-from astraflow_raas.engine.server_info import ServerInfo, read_server_info
+from astraflow_raas.engine.server_info import EngineUnsuitable, ServerInfo, read_server_info
 from astraflow_raas.engine.slots import EngineSlots
 from astraflow_raas.engine.transport import EngineTransport, brief
 from astraflow_weights.mirror.changes import ChangedElements
@@ -52,12 +52,14 @@ class HttpEngine:
         control_timeout_s: float = 30.0,
         orders: ChangedOrders | None = None,
         api_key: str = "",
+        records_experts: bool = False,
     ) -> None:
         """`api_key` is that of an engine that has one; `orders` are those of the engine that was started with them;
-        without, it loads whole models.
+        without, it loads whole models. Where it `records_experts`, an engine that cannot is refused.
         """
         self.base_url = base_url
         self._orders = orders
+        self._records_experts = records_experts
         self.slots = EngineSlots(1)
         self.arithmetic = Arithmetic.QUANTIZED
         self._request_timeout_s = request_timeout_s
@@ -80,6 +82,16 @@ class HttpEngine:
         info = read_server_info(
             await self._transport.get("/server_info"), where=f"the engine at {self.base_url}"
         )
+        if self._records_experts and not info.records_experts:
+            raise EngineUnsuitable(
+                f"the engine at {self.base_url} does not say which experts tokens went to, which trainer.router_replay "
+                "of the recipe needs; "
+                + (
+                    "the CPU engine serves dense models: give --engine sglang, or leave router_replay out"
+                    if info.is_embedded
+                    else "start it with --enable-return-routed-experts"
+                )
+            )
         # One place stays free for the node's own probes, which must not wait behind long answers.
         self.slots = EngineSlots(max(1, info.slots_per_rank - 1), num_ranks=info.num_ranks)
         self.arithmetic = info.arithmetic

@@ -41,6 +41,8 @@ class ServerInfo:
     keeps_prefixes: bool = True
     """Calls find prefixes that others computed."""
     tp_size: int = 1
+    records_experts: bool = False
+    """It says which experts tokens went to, where it is asked."""
     why_whole: str = ""
     """Why it can load whole models only; empty when it can do with changed elements."""
 
@@ -69,6 +71,7 @@ def read_server_info(info: object, *, where: str) -> ServerInfo:
         arithmetic=Arithmetic.FLOAT32 if is_embedded else _arithmetic(info),
         keeps_prefixes=not info.get("disable_radix_cache"),
         tp_size=int(info.get("tp_size") or 1),
+        records_experts=info.get("enable_return_routed_experts") is True,
         why_whole=_why_whole(info, num_ranks=len(slots)),
     )
 

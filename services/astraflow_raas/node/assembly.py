@@ -16,6 +16,7 @@ from pathlib import Path
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import run_service_pb2
 from astraflow.errors import InvalidArgumentError
+from astraflow.recipe import Recipe
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.engine.base import PauseMode
@@ -41,8 +42,9 @@ from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.push.spool import SpoolLimits
 from astraflow_raas.push.spool_files import SpoolFiles
 from astraflow_raas.recipe_code import RecipeWorkflow
-from astraflow_raas.settings import SGLANG_ENGINE, NodeSettings
+from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE, NodeSettings
 from astraflow_raas.timeline import Timeline
+from astraflow_raas.work.expert_records import ExpertBlobs
 from astraflow_raas.work.session import Session, SessionSettings
 from astraflow_raas.work.worker import Worker, WorkerHooks
 from astraflow_weights.mirror.mirror import Mirror
@@ -85,6 +87,7 @@ async def assemble_node(
         base = parts[adapters[name].of].policy if name in adapters else None
         parts[name] = await maker.make(name, base=base)
     policies = PolicyTable({name: parts[name] for name in names}, spared=spared_policies(inputs))
+    experts = await asyncio.to_thread(_expert_blobs, inputs, store)
     settings = inputs.settings
     pusher = Pusher(
         inputs.client,
@@ -93,7 +96,17 @@ async def assemble_node(
         files=SpoolFiles(folder.spool(inputs.request.run_id)),
         journal=PushJournal(folder.push_journal if settings.push_journal else None),
     )
-    return connect_node(inputs, policies=policies, pusher=pusher)
+    return connect_node(inputs, policies=policies, pusher=pusher, experts=experts)
+
+
+def _expert_blobs(inputs: NodeInputs, store: ObjectStore) -> ExpertBlobs | None:
+    """Where recorded experts go; None where the recipe records none. Raises StoreRefused."""
+    if not inputs.found.recipe.recorded_policies:
+        return None
+    run = inputs.found.run
+    blobs = ExpertBlobs(store, store_uri=run.store_uri, run_id=run.run_id, metrics=inputs.metrics)
+    blobs.require_writable()
+    return blobs
 
 
 def spared_policies(inputs: NodeInputs) -> frozenset[str]:
@@ -105,9 +118,11 @@ def spared_policies(inputs: NodeInputs) -> frozenset[str]:
     return frozenset(role.policy_id for role in roles) - asked
 
 
-def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -> Node:
+def connect_node(
+    inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher, experts: ExpertBlobs | None = None
+) -> Node:
     """Put a node together from its policies and its pusher, and let them hear of what was announced already."""
-    session = _session(inputs, policies, pusher)
+    session = _session(inputs, policies, pusher, experts)
     load = _load_watch(inputs, policies, session)
     worker = _worker(inputs, policies, pusher, session, load)
     load.on_change = worker.state_changed
@@ -130,7 +145,9 @@ def connect_node(inputs: NodeInputs, *, policies: PolicyTable, pusher: Pusher) -
     )
 
 
-def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Session:
+def _session(
+    inputs: NodeInputs, policies: PolicyTable, pusher: Pusher, experts: ExpertBlobs | None
+) -> Session:
     settings = SessionSettings(
         node_id=inputs.request.node_id,
         episode_timeout_s=inputs.found.recipe.raas.episode_timeout_s,
@@ -150,6 +167,7 @@ def _session(inputs: NodeInputs, policies: PolicyTable, pusher: Pusher) -> Sessi
         pusher=pusher,
         settings=settings,
         metrics=inputs.metrics,
+        experts=experts,
     )
 
 
@@ -198,6 +216,16 @@ def _worker(
     )
 
 
+def require_recorded_experts(settings: NodeSettings, recipe: Recipe) -> None:
+    """Refuse an engine of which is known beforehand that it has no experts. Raises InvalidArgumentError."""
+    if recipe.recorded_policies and settings.engine == EMBEDDED_ENGINE:
+        raise InvalidArgumentError(
+            f"trainer.router_replay of policy {', '.join(sorted(recipe.recorded_policies))} needs an engine that says "
+            "which experts tokens went to, and the CPU engine serves dense models; give --engine sglang, or leave "
+            "router_replay out of the recipe"
+        )
+
+
 def gpus_of(settings: NodeSettings, policies: Iterable[str]) -> dict[str, list[tuple[int, ...]]]:
     """The GPUs of each engine of each policy; empty where the engine chooses. Raises InvalidArgumentError."""
     gpus = [int(number) for number in settings.engine_gpus.split(",") if number]
@@ -231,6 +259,7 @@ class _PolicyMaker:
             num_engines=len(base.engines) if base else len(self._gpus[name]),
             timeline=self._inputs.timeline,
             patience_s=math.inf if len(policies) == 1 else _ENGINE_PATIENCE_S,
+            records_experts=name in self._inputs.found.recipe.recorded_policies,
         )
         weights = WeightSync(
             policy,
@@ -313,19 +342,31 @@ class _PolicyMaker:
                 f"{', '.join(policies)}; let the node start its engines itself: --engine "
                 "astraflow_engine or sglang"
             )
-        return self._engine_at(self._settings.engine)
+        return self._engine_at(self._settings.engine, records_experts=self._records_experts(*policies))
+
+    def _records_experts(self, name: str) -> bool:
+        """Whether the engine of a policy is asked for experts: for itself, or for an adapter of it."""
+        recipe = self._inputs.found.recipe
+        asked = {name, *(adapter for adapter, lora in recipe.adapters.items() if lora.of == name)}
+        return bool(asked & recipe.recorded_policies)
 
     @property
     def _loads_changes(self) -> bool:
         return self._settings.engine_update == "changed" and self._settings.engine == SGLANG_ENGINE
 
     def _engine_at(
-        self, base_url: str, *, orders: ChangedOrders | None = None, api_key: str = ""
+        self,
+        base_url: str,
+        *,
+        orders: ChangedOrders | None = None,
+        api_key: str = "",
+        records_experts: bool = False,
     ) -> HttpEngine:
         return HttpEngine(
             base_url,
             orders=orders,
             api_key=api_key,
+            records_experts=records_experts,
             request_timeout_s=self._settings.engine_request_timeout_s,
             swap_timeout_s=self._settings.engine_swap_timeout_s,
             control_timeout_s=self._stall_s,
@@ -334,8 +375,10 @@ class _PolicyMaker:
     def _launch(self, name: str, *, number: int, gpus: tuple[int, ...]) -> Launch:
         recipe = self._inputs.found.recipe
         orders = ChangedOrders(self._folder.engine_orders(name, number)) if self._loads_changes else None
+        records_experts = self._records_experts(name)
         command = EngineCommand(
             orders=orders,
+            records_experts=records_experts,
             kind=self._settings.engine,
             python=self._settings.engine_python or Path(sys.executable),
             extra_args=self._settings.engine_args,
@@ -348,5 +391,5 @@ class _PolicyMaker:
             recomputes=recipe.raas.swap == "retract",
         )
         log_path = self._folder.engine_log(name, number)
-        connect = partial(self._engine_at, orders=orders)
+        connect = partial(self._engine_at, orders=orders, records_experts=records_experts)
         return partial(start_engine, command, log_path=log_path, connect=connect)

@@ -14,6 +14,7 @@ from astraflow.errors import StateError
 from astraflow_raas.engine.base import EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.engine.batcher import CallBatcher
 from astraflow_raas.engine.replicas import Replica, Replicas
+from astraflow_raas.policies.experts import ExpertLayers, read_expert_layers
 from astraflow_raas.policies.tokenizer import Tokenizer, load_tokenizer
 from astraflow_raas.policies.vocabulary import check_call, check_generation, read_vocab_size
 from astraflow_raas.timeline import Timeline
@@ -39,6 +40,7 @@ class ServedPolicy:
         num_engines: int = 1,
         timeline: Timeline | None = None,
         patience_s: float = math.inf,
+        records_experts: bool = False,
     ) -> None:
         """`patience_s` bounds how long calls wait for an engine, counted from the loss of the last one."""
         self.policy_id = policy_id
@@ -59,6 +61,9 @@ class ServedPolicy:
         self._batcher = CallBatcher(self._replicas, max_requests=_MAX_REQUESTS * num_engines)
         self._tokenizer: Tokenizer | None = None
         self._vocab_size = 0
+        self._records_experts = records_experts
+        self.experts: ExpertLayers | None = None
+        """Its mixtures of experts, where what they choose is recorded."""
         self.num_pins = 0
         """Evaluation leases that need the version served now."""
         self.num_calls = 0
@@ -151,6 +156,8 @@ class ServedPolicy:
         """Load tokenizer and vocabulary from the first weights; later versions share them. Raises RecipeError."""
         if self._tokenizer is None:
             self._vocab_size = await asyncio.to_thread(read_vocab_size, model_dir)
+            if self._records_experts:
+                self.experts = await asyncio.to_thread(read_expert_layers, model_dir)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, model_dir)
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
 from astraflow.recipe import ResolvedRole, RowLimits
-from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import (
     MAX_METRICS,
     MAX_TRAJECTORIES,
@@ -53,8 +53,10 @@ def build_episode(
     ids: EpisodeIds,
     roles: Mapping[str, ResolvedRole],
     row_limits: Mapping[str, RowLimits],
+    experts: Sequence[blob_pb2.BlobRef | None] = (),
 ) -> trajectory_pb2.Episode:
-    """Return the message for a finished episode; `roles` are by the names that its workflow uses.
+    """Return the message for a finished episode; `roles` are by the names that its workflow uses, `experts` what each
+    of its trajectories refers to, where any does.
 
     Raises BadTrajectory, VersionMoved for evaluations.
     """
@@ -77,7 +79,10 @@ def build_episode(
     for index, (role, trajectory) in enumerate(played):
         if role.is_trained:
             name, limits = f"{ids.episode_id}-{index}", row_limits[role.policy_id]
-            item = _item(trajectory, role=role, lease=lease, trajectory_id=name, limits=limits)
+            routing = experts[index] if experts else None
+            item = _item(
+                trajectory, role=role, lease=lease, trajectory_id=name, limits=limits, routing=routing
+            )
             message.trajectories.append(item)
     message.metrics.update(_metrics(episode, played))
     if message.ByteSize() > MAX_EPISODE_BYTES:
@@ -114,6 +119,7 @@ def _item(
     lease: task_pb2.Lease,
     trajectory_id: str,
     limits: RowLimits,
+    routing: blob_pb2.BlobRef | None,
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of role {role.name!r}"
     sampling = lease.sampling[role.policy_id]
@@ -128,6 +134,8 @@ def _item(
     for sent, sampled in zip(body.version_spans, trajectory.version_spans, strict=True):
         sent.recomputed = sampled.recomputed
     body.sampling.CopyFrom(sampling)
+    if routing is not None:
+        body.expert_routing.CopyFrom(routing)
     check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids))
     for span in trajectory.turn_spans:
         body.turn_spans.add(start=span.start, end=span.end, role=span.role, reward=span.reward)

@@ -21,7 +21,9 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import ABORTED, EngineDown, EngineUnavailable, GenerateCall, Generation
+from astraflow_raas.policies.experts import ExpertLayers
 from astraflow_raas.policies.tokenizer import Tokenizer
+from astraflow_raas.work.expert_records import ExpertRecord
 from astraflow_raas.work.lease import call_seed, is_evaluation
 
 log = get_logger(__name__)
@@ -40,6 +42,10 @@ class Sampler(Protocol):
     @property
     def version(self) -> int | None:
         """Version that is served; None before the first."""
+
+    @property
+    def experts(self) -> ExpertLayers | None:
+        """The model's mixtures of experts, where what they choose is recorded; else None."""
 
     async def generate(self, call: GenerateCall, *, key: Hashable) -> Generation:
         """Sample one call; waits for an engine. Raises the errors of `engine.base`."""
@@ -78,6 +84,8 @@ class PolicyHandle:
         """Versions that sampled for it."""
         self.lost_calls = 0
         """Calls that an engine took along when it was lost."""
+        self.experts = ExpertRecord() if self._records else None
+        """What its calls recorded; None where nothing is."""
 
     def encode(self, messages: Sequence[Message] | str, *, tools: Sequence[Tool] = ()) -> list[int]:
         return list(self._sampler.tokenizer.encode(messages, tools))
@@ -118,6 +126,9 @@ class PolicyHandle:
         failpoints.hit("raas.generating")
         generation = await self._sample(call)
         self.versions.update(span.version for span in generation.spans)
+        if self.experts is not None and self._sampler.experts is not None:
+            routed = self._sampler.experts.read(generation.experts, rid=call.rid)
+            self.experts.add((*call.prompt_ids, *generation.token_ids), routed)
         return GenerateResult(
             token_ids=generation.token_ids,
             logprobs=generation.logprobs,
@@ -166,7 +177,12 @@ class PolicyHandle:
             top_k=self._sampling.top_k,
             seed=call_seed(self._lease, member=self._member, role=self.role, call=number),
             stop_token_ids=self._sampler.tokenizer.stop_token_ids,
+            records_experts=self._records,
         )
+
+    @property
+    def _records(self) -> bool:
+        return self.wants_trajectory and not self.is_evaluation and self._sampler.experts is not None
 
     async def _sample(self, call: GenerateCall) -> Generation:
         """Call until an engine answers in full; the episode's deadline, which cancels this task, is the

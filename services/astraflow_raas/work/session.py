@@ -16,7 +16,7 @@ from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import ResolvedRole, RowLimits
-from astraflow.rollout.v1 import task_pb2, trajectory_pb2
+from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
@@ -29,6 +29,7 @@ from astraflow_raas.policies.external_model import ExternalModel
 from astraflow_raas.policies.served_policy import ServedPolicy, VersionUnavailable
 from astraflow_raas.push.pushing import Pusher
 from astraflow_raas.work.episode import EpisodeIds, VersionMoved, build_episode
+from astraflow_raas.work.expert_records import ExpertBlobs, ExpertRecord
 from astraflow_raas.work.external_handle import ExternalHandle
 from astraflow_raas.work.lease import complete_lease, is_evaluation
 from astraflow_raas.work.policy_handle import PolicyHandle
@@ -94,6 +95,7 @@ class Session:
         pusher: Pusher,
         settings: SessionSettings,
         metrics: Metrics,
+        experts: ExpertBlobs | None = None,
         ids: IdSource | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class Session:
         self._pusher = pusher
         self._settings = settings
         self._metrics = metrics
+        self._experts = experts
         self._ids = ids or IdSource()
         self._clock = clock or SystemClock()
         self._show_next_s = 0.0
@@ -195,6 +198,7 @@ class Session:
                 ids=ids,
                 roles=self._settings.roles,
                 row_limits=self._settings.row_limits,
+                experts=await self._expert_refs(episode, handles.values()),
             )
             message.draws.update(self._draws(handles.values()))
             self._show(episode, member=member)
@@ -257,6 +261,18 @@ class Session:
             if isinstance(handle, PolicyHandle) and handle.name in self._settings.snapshots:
                 seen.setdefault(handle.name, set()).update(handle.versions)
         return {name: min(versions) for name, versions in seen.items() if len(versions) == 1}
+
+    async def _expert_refs(
+        self, episode: plugins.Episode, handles: Iterable[Handle]
+    ) -> Sequence[blob_pb2.BlobRef | None]:
+        """What refers to the experts of each of its trajectories; empty where nothing was recorded."""
+        records: dict[str, list[ExpertRecord]] = {}
+        for handle in handles:
+            if isinstance(handle, PolicyHandle) and handle.experts is not None:
+                records.setdefault(handle.name, []).append(handle.experts)
+        if self._experts is None or not records:
+            return ()
+        return await self._experts.refs(episode.trajectories, records)
 
     def _show(self, episode: plugins.Episode, *, member: int) -> None:
         """Log what a policy said, a few times a second at most: people look at samples."""

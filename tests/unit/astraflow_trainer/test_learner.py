@@ -106,6 +106,13 @@ def test_a_teacher_is_another_model_that_knows_the_policys_tokens(bench: Bench, 
         bench.learner(kl, reference_dir=small)
 
 
+def test_a_model_without_routers_cannot_replay(bench: Bench) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"no routers that can replay .* Qwen3-MoE, or leave it out"
+    ):
+        bench.learner("trainer.router_replay=true")
+
+
 def test_several_updates_resume_with_the_same_bits(bench: Bench) -> None:
     algorithm = "{loss: ppo_clip, anchor: proximal, minibatches: 2, epochs: 2}"
     options = (f"trainer.algorithm={algorithm}", "trainer.optimizer.learning_rate=0.01")

@@ -226,6 +226,10 @@ class TrainerSettings(Section):
     """Fetch and check the batch of the next step while a step computes. Nothing is read ahead with `dataflow.barrier`,
     `alternate_every_steps` or `max_staleness: 0`.
     """
+    router_replay: bool = False
+    """Of a mixture of experts: nodes record which experts each token went to in the engine, and steps compute with
+    those. Needs SGLang, and nodes that may write into the run's store.
+    """
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between durable checkpoints, at most."""
     checkpoint_every_s: float = Field(default=600.0, ge=1, le=86_400)
@@ -468,6 +472,12 @@ class Recipe(Section):
         return {name: model.lora for name, model in own.items() if model.lora}
 
     @property
+    def recorded_policies(self) -> frozenset[str]:
+        """The trained policies whose experts nodes record."""
+        resolved = self.resolved_policies.items()
+        return frozenset(name for name, policy in resolved if policy.train and policy.trainer.router_replay)
+
+    @property
     def engine_policies(self) -> tuple[str, ...]:
         """The policies that have engines of their own."""
         return tuple(name for name in self.served_policies if name not in self.adapters)
@@ -509,6 +519,11 @@ class Recipe(Section):
             _require_built(model, trainer.algorithm)
         except ValueError as error:
             raise ValueError(f"policies.{policy_id}: {error}") from error
+        if trainer.router_replay and model.architecture:
+            raise ValueError(
+                f"policies.{policy_id}: router_replay is of a mixture of experts, and a model that is built from "
+                "`architecture` is dense; leave it out, or give such a model by `path`"
+            )
         return ResolvedPolicy(
             policy_id=policy_id,
             model=model,

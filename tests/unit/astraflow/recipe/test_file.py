@@ -229,6 +229,14 @@ def test_impossible_combinations_show_their_arithmetic() -> None:
         )
 
 
+def test_experts_are_recorded_of_mixtures_that_are_trained() -> None:
+    replay, given = "trainer.router_replay=true", "policies.solver.model={path: mixture}"
+    with pytest.raises(RecipeError, match=r"policies\.solver: router_replay is of a mixture of experts"):
+        parse_recipe(GOOD, overrides=[replay])
+    assert parse_recipe(GOOD, overrides=[replay, given]).recipe.recorded_policies == {"solver"}
+    assert parse_recipe(GOOD, overrides=[given]).recipe.recorded_policies == frozenset()
+
+
 def test_sampling_is_sent_as_it_is_in_the_recipe() -> None:
     policy = parse_recipe(GOOD, overrides=["policies.solver.sampling.temperature=0.5"]).recipe.policy(
         "solver"

@@ -58,6 +58,12 @@ def test_sglang_labels_every_token_exactly_and_dies_without_delay() -> None:
     assert sglang.environment({}) == dumps
     wanted = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}
     assert sglang.environment(wanted) == dumps | wanted, "whoever wants dumps gets them"
+    recording = command("sglang", records_experts=True)
+    asked = recording.argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
+    assert ("--enable-return-routed-experts" in asked, "--enable-return-routed-experts" in argv) == (
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
