@@ -3,20 +3,15 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from astraflow_trainer.model.attention import Reading
+
 
 def piece_by_piece(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    *,
-    borders_P1: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, reading: Reading
 ) -> torch.Tensor:
     """As `attention.Kernel`."""
-    lengths = borders_P1.diff().cpu().tolist()
-    assert max(lengths) == longest
+    lengths = reading.borders_P1.diff().cpu().tolist()
+    assert max(lengths) == reading.longest
     assert sum(lengths) == len(query_THD)
     columns = (query_THD, key_TKD, value_TKD)
     read = []
@@ -24,10 +19,15 @@ def piece_by_piece(
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
         length = query.shape[2]
         allowed = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        if window is not None:
-            allowed = allowed.triu(1 - window)
+        if reading.window is not None:
+            allowed = allowed.triu(1 - reading.window)
         heads = scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            scale=reading.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         read.append(heads[0].transpose(0, 1))
     return torch.cat(read)

@@ -39,21 +39,32 @@ class Pieces:
         return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, **ends}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """What a token reads: its piece up to itself."""
+
+    borders_P1: torch.Tensor
+    """Those of `Pieces`, on the device."""
+    longest: int
+    """Tokens of the longest piece."""
+    scale: float | None = None
+    """Of the products of queries and keys; None is D to the power of −1/2."""
+    window: int | None = None
+    """The last so many tokens alone, itself included; None: all."""
+
+    @property
+    def beside(self) -> tuple[int, int]:
+        """Tokens before and after that are read beside a token itself; −1 is all of them."""
+        return (-1 if self.window is None else self.window - 1, 0)
+
+
 class Kernel(Protocol):
     """Causal attention within each piece."""
 
     def __call__(
-        self,
-        query_THD: torch.Tensor,
-        key_TKD: torch.Tensor,
-        value_TKD: torch.Tensor,
-        *,
-        borders_P1: torch.Tensor,
-        longest: int,
-        scale: float | None,
-        window: int | None,
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, reading: Reading
     ) -> torch.Tensor:
-        """[T, H, D]; a token reads the last `window` tokens of its piece, itself included, or all where None."""
+        """[T, H, D]."""
 
 
 def pieces(document_ids_BL: torch.Tensor) -> Pieces:
@@ -82,14 +93,7 @@ def kernel_for(device: torch.device, *, dtype: torch.dtype) -> tuple[str, Kernel
 
 
 def torch_varlen(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    *,
-    borders_P1: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, reading: Reading
 ) -> torch.Tensor:
     """`torch.nn.attention.varlen`, a part of torch."""
     from torch.nn.attention.varlen import varlen_attn
@@ -98,12 +102,12 @@ def torch_varlen(
         query_THD,
         key_TKD,
         value_TKD,
-        borders_P1,
-        borders_P1,
-        longest,
-        longest,
-        scale=scale,
-        window_size=_window(window),
+        reading.borders_P1,
+        reading.borders_P1,
+        reading.longest,
+        reading.longest,
+        scale=reading.scale,
+        window_size=reading.beside,
         enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
     assert isinstance(read, torch.Tensor)
@@ -111,34 +115,22 @@ def torch_varlen(
 
 
 def flash_attn(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    *,
-    borders_P1: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, reading: Reading
 ) -> torch.Tensor:
     """The package of that name."""
     read: torch.Tensor = import_module("flash_attn").flash_attn_varlen_func(
         query_THD,
         key_TKD,
         value_TKD,
-        borders_P1,
-        borders_P1,
-        longest,
-        longest,
-        softmax_scale=scale,
+        reading.borders_P1,
+        reading.borders_P1,
+        reading.longest,
+        reading.longest,
+        softmax_scale=reading.scale,
         causal=True,
-        window_size=_window(window),
+        window_size=reading.beside,
     )
     return read
-
-
-def _window(tokens: int | None) -> tuple[int, int]:
-    """Tokens before and after that are read beside a token itself; −1 is all of them."""
-    return (-1 if tokens is None else tokens - 1, 0)
 
 
 def _attend(
@@ -162,8 +154,7 @@ def _attend(
         )
         return plain
     num_lanes, _, lane_tokens, _ = query_BHLD.shape
-    columns = (part.transpose(1, 2).flatten(0, 1) for part in (query_BHLD, key_BKLD, value_BKLD))
-    read_THD = kernel(
-        *columns, borders_P1=cu_seq_lens_q, longest=max_length_q, scale=scaling, window=sliding_window
-    )
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query_BHLD, key_BKLD, value_BKLD))
+    reading = Reading(borders_P1=cu_seq_lens_q, longest=max_length_q, scale=scaling, window=sliding_window)
+    read_THD = kernel(query, key, value, reading)
     return read_THD.unflatten(0, (num_lanes, lane_tokens)), None

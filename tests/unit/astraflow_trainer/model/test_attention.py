@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
 from astraflow_trainer.model import attention, sharding
-from astraflow_trainer.model.attention import pieces
+from astraflow_trainer.model.attention import Reading, pieces
 from astraflow_trainer.model.model import PolicyModel
 from astraflow_trainer.model.sharding import Placement
 from support.attention_kernel import piece_by_piece
@@ -69,21 +69,21 @@ def test_scores_and_gradient_are_those_under_a_mask(
 
 def test_the_kernel_is_given_the_borders_of_the_very_batch(make_policy: MakePolicy) -> None:
     policy, (batch, *_) = make_policy(sharded=False), _batches("wide")
-    given: list[dict[str, Any]] = []
+    given: list[Reading] = []
 
-    def kernel(*columns: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        given.append(arguments)
-        assert [column.shape[1:] for column in columns] == [(2, 8), (1, 8), (1, 8)]
-        return piece_by_piece(*columns, **arguments)
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, reading: Reading) -> torch.Tensor:
+        given.append(reading)
+        assert [column.shape[1:] for column in (query, key, value)] == [(2, 8), (1, 8), (1, 8)]
+        return piece_by_piece(query, key, value, reading)
 
     policy.attend_by("watched", kernel)
     policy.score(batch)
     assert len(given) == 2
     expected = pieces(batch.document_ids_BL)
-    for arguments in given:
-        assert torch.equal(arguments["borders_P1"], expected.borders_P1)
-        assert (arguments["longest"], arguments["window"]) == (expected.longest, None)
-        assert arguments["scale"] == pytest.approx(8**-0.5)
+    for reading in given:
+        assert torch.equal(reading.borders_P1, expected.borders_P1)
+        assert (reading.longest, reading.window) == (expected.longest, None)
+        assert reading.scale == pytest.approx(8**-0.5)
 
 
 def test_without_borders_a_model_attends_as_before(make_policy: MakePolicy) -> None:
@@ -174,22 +174,18 @@ def _computed(
 ) -> torch.Tensor:
     before, after = window
     assert after == 0
-    return piece_by_piece(
-        query, key, value, borders_P1=borders, longest=longest, scale=scale,
-        window=None if before < 0 else before + 1,
-    )  # fmt: skip
+    last = None if before < 0 else before + 1
+    reading = Reading(borders_P1=borders, longest=longest, scale=scale, window=last)
+    return piece_by_piece(query, key, value, reading)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kernel", [attention.torch_varlen, attention.flash_attn])
 @pytest.mark.parametrize("window", [None, 3])
-def test_both_kernels_are_told_the_same(
-    kernel: attention.Kernel, window: int | None, make_policy: MakePolicy
-) -> None:
+def test_both_kernels_are_told_the_same(kernel: attention.Kernel, window: int | None) -> None:
     query, key, value = (torch.randn(9, heads, 4) for heads in (4, 2, 2))
-    arguments: dict[str, Any] = {"borders_P1": torch.tensor([0, 2, 9]), "longest": 7, "scale": 0.3}
-    found = kernel(query, key, value, **arguments, window=window)
-    assert torch.equal(found, piece_by_piece(query, key, value, **arguments, window=window))
+    reading = Reading(borders_P1=torch.tensor([0, 2, 9]), longest=7, scale=0.3, window=window)
+    assert torch.equal(kernel(query, key, value, reading), piece_by_piece(query, key, value, reading))
 
 
 def test_a_mask_is_kept_where_it_is_wanted(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
