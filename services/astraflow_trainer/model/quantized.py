@@ -85,4 +85,4 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return torch.tensor(numbers, dtype=torch.float32).to(device)

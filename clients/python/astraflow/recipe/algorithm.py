@@ -429,7 +429,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {
         "advantage": "reinforce_pp_baseline",
         "loss": _PPO,
-        "kl": {"coefficient": 0.001, "estimator": "k2", "reference": "model"},
+        "kl": {"coefficient": 1e-5, "estimator": "k2", "reference": "model"},
     },
     "maxrl": {"advantage": "maxrl", "loss": "none"},
     "opo": {"advantage": "opo", "loss": "none"},

@@ -8,8 +8,11 @@ the end is left in files. One process imports torch and forks all ranks: importi
 
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from astraflow import recipe
 from astraflow.recipe.advantage import Rae
 from astraflow.recipe.algorithm import AlgorithmSettings, M2po
+from astraflow_kit.lifecycle import exit_code_of
 from astraflow_kit.plugins import RecipeSource
 from astraflow_kit.ports import free_port
 from astraflow_trainer.batches.rank_batches import balanced_shares
@@ -35,6 +39,7 @@ from astraflow_trainer.publish.loading import load_critic
 from astraflow_trainer.publish.published import WeightCopies
 from astraflow_trainer.ranks.group import RankGroup, join_rank_group
 from astraflow_trainer.ranks.mesh import from_first_replica, rank_mesh, replica_of
+from astraflow_trainer.ranks.watch import RankLostError
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.critic import Critic
 from astraflow_trainer.step.plugins import StepPlugins
@@ -269,6 +274,26 @@ def resume(settings: RankSettings, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def lose(how: str, settings: RankSettings, folder: Path) -> None:
+    """A step in which the second of two ranks goes away, or is there and takes no part; what the first makes of it."""
+    group = join_rank_group(settings, timeout_s=10.0)
+    assert group.watch is not None
+    group.watch.start(on_lost=lambda _: None, on_stop_wanted=lambda: None)
+    group.training.sum(torch.ones(1))
+    if group.index == 1 and how == "dies":
+        os._exit(0)
+    if group.index == 1:
+        with suppress(RankLostError):
+            group.wait_for_value("the end of the first")
+        os._exit(0)
+    try:
+        group.training.sum(torch.ones(1))
+    except RuntimeError as error:
+        reason = group.explain(error)
+        said = {"kind": type(reason).__name__, "message": str(reason), "code": exit_code_of(reason)}
+        (folder / f"lost-{how}.json").write_text(json.dumps(said))
+
+
 def in_ranks(size: int, work: Callable[[RankSettings, Path], None], folder: Path) -> bool:
     """Fork `size` ranks; whether all ended well."""
     context = multiprocessing.get_context("fork")
@@ -286,6 +311,7 @@ def main(folder: Path) -> int:
     """Run everything."""
     tiny_models.save_tiny_model(folder / "model", shape=tiny_models.TinyShape(vocab_size=VOCAB_SIZE))
     runs = [(size, work) for work in (train, resume) for size in REPLICAS]
+    runs += [(2, partial(lose, how)) for how in ("dies", "takes no part")]
     return 0 if all(in_ranks(size, work, folder) for size, work in runs) else 1
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from astraflow_kit.lifecycle import ExitCode
 from astraflow_weights.store.file import FileStore
 from support import published_models
 
@@ -30,6 +31,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, WORKER, folder], env=os.environ | ours, check=True, timeout=380)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("dies", "rank 1 of 2 exited without reporting"),
+        ("takes no part", "the other ranks of 2 do not answer: "),
+    ],
+)
+def test_a_rank_that_is_lost_in_an_exchange_is_named_and_ends_the_group_to_be_started_again(
+    results: Path, how: str, said: str
+) -> None:
+    lost = json.loads((results / f"lost-{how}.json").read_text())
+    assert said in lost["message"]
+    assert (lost["kind"], lost["code"]) == ("RankLostError", ExitCode.UNAVAILABLE)
 
 
 def joined(results: Path, kind: str, size: int) -> dict[str, NDArray[np.float32]]:
