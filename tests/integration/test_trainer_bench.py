@@ -35,6 +35,8 @@ ALWAYS = {
     ("step: CPU over one rank", "2 ranks"),
     ("training thread blocked", "by a publication"),
     ("training thread blocked", "by a checkpoint"),
+    ("training thread waits for a batch", "prefetch off"),
+    ("training thread waits for a batch", "prefetch on"),
     *(("share of a step", part) for part in ("forward", "backward", "AdamW", "rounding", "copy")),
     *(("the same step: CPU of a trained token", method) for method in METHODS),
     *(("toy, 128 tokens a pass: rate", method) for method in METHODS),

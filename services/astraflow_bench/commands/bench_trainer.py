@@ -44,7 +44,7 @@ def trainer(
     as_json: AsJson = False,
     write: WriteFolder = None,
 ) -> None:
-    """What a training step costs: packing, logits, losses, ranks, publishing and checkpoints, and where its time goes.
+    """What a training step costs: packing, logits, losses, ranks, publishing, waiting for batches, where time goes.
 
     Beside padded and separate passes, whole logits, PPO, one rank, a plain loop, and TRL; on a GPU where one is.
     Status 1: a target was missed.

@@ -1,7 +1,7 @@
 """How long publishing and checkpoints keep the training thread from the next step.
 
 Invariant: it is the trainer's own loop, learner and publishing thread, over a store of files; only batches are there at
-once, and the server's answers are left out. Called by `experiment`.
+once, and the server's answers are left out. Called by `experiment`; `prefetch` runs the same loop.
 """
 
 from __future__ import annotations
@@ -105,8 +105,17 @@ class _TimedLearner(PolicyLearner):
 def measure_blocking(sizes: TrainerSizes, folder: Path) -> list[Figure]:
     """The time between two steps, after a publication, and after one with a checkpoint."""
     policy = parse_recipe(_RECIPE).recipe.policy(_POLICY)
-    learner = _learner(policy, sizes, folder)
     rows = rows_of(geometric_lengths(sizes.rows, median=sizes.median))
+    times_s = run_loop(sizes, folder, cast("RankBatches", _SameRows(rows)))
+    return _figures(times_s, checkpoint_every_steps=policy.trainer.checkpoint_every_steps)
+
+
+def run_loop(
+    sizes: TrainerSizes, folder: Path, batches: RankBatches, *, progress: Progress | None = None
+) -> list[tuple[float, float]]:
+    """One step more than the sizes say, on these batches, each published: beginning and end of each by the clock."""
+    policy = parse_recipe(_RECIPE).recipe.policy(_POLICY)
+    learner = _learner(policy, sizes, folder)
     writer = VersionWriter.open(
         open_store((folder / "store").as_uri()), run_id=_RUN, policy_id=_POLICY, epoch=1
     )
@@ -127,8 +136,8 @@ def measure_blocking(sizes: TrainerSizes, folder: Path) -> list[Figure]:
     with worker:
         worker.submit(0, learner.published_bytes())
         worker.wait_until_done()
-        _loop(learner, worker, rows, num_steps=sizes.steps + 1)
-    return _figures(learner.times_s, checkpoint_every_steps=policy.trainer.checkpoint_every_steps)
+        _loop(learner, worker, batches, progress or Progress(), num_steps=sizes.steps + 1)
+    return learner.times_s
 
 
 def _learner(policy: ResolvedPolicy, sizes: TrainerSizes, folder: Path) -> _TimedLearner:
@@ -147,13 +156,18 @@ def _learner(policy: ResolvedPolicy, sizes: TrainerSizes, folder: Path) -> _Time
 
 
 def _loop(
-    learner: PolicyLearner, worker: PublishWorker, rows: Sequence[TrainingRow], *, num_steps: int
+    learner: PolicyLearner,
+    worker: PublishWorker,
+    batches: RankBatches,
+    progress: Progress,
+    *,
+    num_steps: int,
 ) -> None:
     TrainingLoop(
-        source=cast("RankBatches", _SameRows(rows)),
+        source=batches,
         learner=learner,
         publisher=worker,
-        progress=Progress(),
+        progress=progress,
         claim=Claim(
             epoch=1,
             last_finished_step=0,

@@ -17,6 +17,7 @@ from astraflow_bench.trainer.gpu import measure_gpu
 from astraflow_bench.trainer.logits import measure_logits
 from astraflow_bench.trainer.losses import measure_losses
 from astraflow_bench.trainer.packing import measure_packing
+from astraflow_bench.trainer.prefetch import measure_prefetch
 from astraflow_bench.trainer.ranks import measure_ranks
 from astraflow_bench.trainer.sizes import TrainerSizes
 from astraflow_bench.trainer.split import measure_split
@@ -29,6 +30,7 @@ _MEASURES: Mapping[str, Callable[[TrainerSizes, Path], list[Figure]]] = {
     "losses": measure_losses,
     "ranks": measure_ranks,
     "blocking": measure_blocking,
+    "prefetch": measure_prefetch,
     "split": measure_split,
     "trainers": measure_trainers,
     "gpu": measure_gpu,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SECTIONS = ("packing", "logits", "losses", "ranks", "blocking", "split", "trainers", "gpu")
+SECTIONS = ("packing", "logits", "losses", "ranks", "blocking", "prefetch", "split", "trainers", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)

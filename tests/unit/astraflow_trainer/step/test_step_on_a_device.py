@@ -73,7 +73,8 @@ def _policy(make_policy: MakePolicy, kind: str) -> PolicyModel:
         config = transformers.AutoConfig.for_model(
             "qwen3_moe", vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=12,
             num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-            num_experts=NUM_EXPERTS, num_experts_per_tok=EACH, norm_topk_prob=True, decoder_sparse_step=1, experts_implementation="eager",
+            num_experts=NUM_EXPERTS, num_experts_per_tok=EACH, norm_topk_prob=True, decoder_sparse_step=1,
+            experts_implementation="eager",
         )  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(0)
