@@ -120,9 +120,12 @@ class TrainingLoop:
         claim: Claim,
         controls: Controls,
         archived: Archived = lambda batch, logprobs: None,
+        released: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`archived` gets each batch, with the log-probs that its metrics have, and returns at once."""
-        self._archived = archived
+        """`archived` gets each batch, with the log-probs that its metrics have, and returns at once. `released` gets
+        the version of each durable checkpoint, from which all that follows starts; called in the thread that wrote it.
+        """
+        self._archived, self._released = archived, released
         self._source = source
         self._learner = learner
         self._publisher = publisher
@@ -303,6 +306,7 @@ class TrainingLoop:
     def _durable(self, step: int, version: int) -> None:
         """A checkpoint is written: let the server release what it covers. Called in the worker's thread."""
         self._source.mark_durable(step)
+        self._released(version)
         log.info("checkpoint.durable", step=step, version=version)
         self._progress.durable(step)
 

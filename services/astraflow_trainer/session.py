@@ -32,6 +32,7 @@ from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.read_ahead import ReadAhead
+from astraflow_trainer.batches.routing import delete_routing
 from astraflow_trainer.batches.source import BatchSource, Claim, Ledger
 from astraflow_trainer.controls import Controls
 from astraflow_trainer.heartbeat import Heartbeat
@@ -287,6 +288,7 @@ class TrainingSession:
                 claim=claim,
                 controls=self._controls,
                 archived=archived,
+                released=self._delete_routing,
             )
             loop.run(
                 LoopSettings(
@@ -299,6 +301,14 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
+
+    def _delete_routing(self, version: int) -> None:
+        """Groups that `dataflow.replay` may play again keep what nodes recorded of them."""
+        batches = self._joined.policy.batches
+        if self._is_first and self._joined.policy.trainer.router_replay and batches.replay is None:
+            before = version - batches.max_staleness
+            run_id, policy_id = self._joined.run_id, self._joined.policy_id
+            delete_routing(self._store, run_id=run_id, policy_id=policy_id, before=before)
 
     def _assets(self, model_dir: Path) -> list[Path]:
         """What travels with every version: all that the model has beside weights, and what an adapter is."""

@@ -12,7 +12,7 @@ import re
 from astraflow._contract.bounds import judge
 from astraflow.rollout.v1 import blob_pb2
 
-__all__ = ["blob_prefix", "blob_problem", "blob_ref"]
+__all__ = ["blob_prefix", "blob_problem", "blob_ref", "expert_blobs"]
 
 _NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*")
 
@@ -20,6 +20,13 @@ _NAME = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*(/[A-Za-z0-9_=+@-][A-Za-z
 def blob_prefix(store_uri: str, run_id: str) -> str:
     """Where the blobs of a run lie in its store."""
     return f"{store_uri.rstrip('/')}/{run_id}/blobs/"
+
+
+def expert_blobs(policy_id: str, *, version: int | None = None) -> str:
+    """Below that: the expert routings of a policy's trajectories whose newest token is of `version`, or of all.
+    Ascending versions have ascending names.
+    """
+    return f"experts/{policy_id}/" + ("" if version is None else f"{version:012d}/")
 
 
 def blob_ref(content: bytes, *, name: str, prefix: str, media_type: str) -> blob_pb2.BlobRef:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from astraflow.blobs import blob_prefix, blob_ref
+from astraflow.blobs import blob_prefix, blob_ref, expert_blobs
 from astraflow_kit.log import get_logger
 from astraflow_weights.errors import StoreRefused, Unavailable
 
@@ -97,7 +97,7 @@ class ExpertBlobs:
     def require_writable(self) -> None:
         """Raises StoreRefused where this node may not write into the run's store."""
         try:
-            self._put(_PROBE)
+            self._put(_PROBE, below="experts/-/")  # no policy is called so
         except StoreRefused as error:
             raise StoreRefused(
                 f"{error.message}; trainer.router_replay of the recipe needs nodes that may create objects below "
@@ -120,8 +120,10 @@ class ExpertBlobs:
             log.warning("experts.not_recorded", policy_id=trajectory.policy, role=trajectory.role)
             return self._counted(None, outcome="not_recorded")
         content = routed_TXK.astype(routed_TXK.dtype.newbyteorder("<")).tobytes()
+        newest = max((span.version for span in trajectory.version_spans), default=0)
         try:
-            name = await asyncio.to_thread(self._put, content)
+            below = expert_blobs(trajectory.policy, version=newest)
+            name = await asyncio.to_thread(self._put, content, below=below)
         except (StoreRefused, Unavailable) as error:
             log.warning("experts.not_stored", num_bytes=len(content), message=error.message)
             return self._counted(None, outcome="not_stored")
@@ -134,9 +136,9 @@ class ExpertBlobs:
         self._metrics.increment("astraflow_raas_expert_routings_total", outcome=outcome)
         return ref
 
-    def _put(self, content: bytes) -> str:
+    def _put(self, content: bytes, *, below: str) -> str:
         """Named by its digest, so that what is there already is the same."""
-        name = f"experts/{hashlib.sha256(content).hexdigest()}"
+        name = f"{below}{hashlib.sha256(content).hexdigest()}"
         self._store.put_if_absent(f"{self._run_id}/blobs/{name}", content)
         return name
 

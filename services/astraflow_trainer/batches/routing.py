@@ -1,8 +1,9 @@
 """Expert routing that an engine recorded: which experts each token of a row went to, for the trainer to replay.
 
 Invariant: what a row carries is what its reference pins, and of the shape of the model's own routers; anything else is
-named and goes with its group. Formats are those of `Trajectory.expert_routing`. Called by the batch source and the
-training step. Shape legend: T tokens of a row, X mixture-of-experts layers, K experts of a token.
+named and goes with its group; and what no batch can refer to any more is deleted. Formats are those of
+`Trajectory.expert_routing`. Called by the batch source, the training step and the session. Shape legend: T tokens of a
+row, X mixture-of-experts layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -10,18 +11,27 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from astraflow.blobs import expert_blobs
+from astraflow.errors import AstraflowError
 from astraflow.trajectories import BadTrajectory
+from astraflow_kit.log import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from astraflow.rollout.v1 import blob_pb2
+    from astraflow_weights.store import ObjectStore
 
+log = get_logger(__name__)
+
+_DELETED_AT_ONCE = 16
 ReadBlob = Callable[[str], bytes]
 """The bytes of a blob by its URI. Raises LookupError where there are none."""
 _MEDIA_TYPE = re.compile(
@@ -84,3 +94,18 @@ def recorded_routing(
             f"experts of {described[3]} are {expected}",
         )
     return np.frombuffer(content, dtype=width).astype(np.uint16).reshape(num_tokens, layers, each)
+
+
+def delete_routing(store: ObjectStore, *, run_id: str, policy_id: str, before: int) -> None:
+    """Delete what nodes recorded of trajectories whose newest token is of a version below `before`. A store that does
+    not let go of them, or does not answer, is said in the log and asked again the next time.
+    """
+    blobs = f"{run_id}/blobs/"
+    end = f"{blobs}{expert_blobs(policy_id, version=max(0, before))}"
+    try:
+        listed = store.list(f"{blobs}{expert_blobs(policy_id)}")
+        keys = [info.key for info in takewhile(lambda info: info.key < end, listed)]
+        with ThreadPoolExecutor(_DELETED_AT_ONCE, thread_name_prefix="old-routing") as threads:
+            list(threads.map(store.delete, keys))
+    except AstraflowError as error:
+        log.warning("routing.not_deleted", before=before, reason=error.reason, message=error.message)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from astraflow.plugins import Trajectory
+from astraflow.plugins import Trajectory, VersionSpan
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.work.expert_records import ExpertBlobs, ExpertRecord
 from astraflow_trainer.batches.routing import RouterShape, recorded_routing
@@ -25,7 +25,8 @@ def routed(num_tokens: int, *, first: int) -> np.ndarray:
 def trajectory(token_ids: Sequence[int], trained: Sequence[int]) -> Trajectory:
     mask = [place in trained for place in range(len(token_ids))]
     logprobs = [-1.0 if chosen else 0.0 for chosen in mask]
-    return Trajectory("solver", token_ids, mask, logprobs, version_spans=(), reward=0.0)
+    spans = (VersionSpan(0, 1, 5), VersionSpan(1, len(token_ids), 7))
+    return Trajectory("solver", token_ids, mask, logprobs, version_spans=spans, reward=0.0)
 
 
 def first_ids(found: np.ndarray | None) -> list[int]:
@@ -98,7 +99,7 @@ async def test_the_trainer_reads_what_the_node_wrote() -> None:
     )
     assert other is None
     assert ref is not None
-    assert ref.uri.startswith("s3://bucket/store/run/blobs/experts/")
+    assert ref.uri.startswith("s3://bucket/store/run/blobs/experts/solver/000000000007/")
     key = ref.uri.removeprefix("s3://bucket/store/")
     found = recorded_routing(ref, name="t", num_tokens=3, read=lambda _: store.objects[key])
     assert np.array_equal(found, record.of(asked[0]))

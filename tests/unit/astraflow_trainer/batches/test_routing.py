@@ -4,10 +4,13 @@ import re
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
-from astraflow.blobs import blob_ref
+from astraflow.blobs import blob_ref, expert_blobs
 from astraflow.trajectories import BadTrajectory
-from astraflow_trainer.batches.routing import RouterShape, recorded_routing
+from astraflow_trainer.batches.routing import RouterShape, delete_routing, recorded_routing
+from astraflow_weights.errors import StoreRefused
+from support.stepped_store import MemoryStore
 
 ROUTED = np.array([[[0, 3], [1, 2]], [[2, 1], [3, 0]], [[1, 0], [0, 2]]], dtype=np.uint16)
 MEDIA = "application/x-astraflow-expert-routing; layers=2; k=2; dtype={}"
@@ -76,3 +79,32 @@ def test_one_expert_twice_is_named() -> None:
     twice[2, 1] = 2
     with pytest.raises(BadTrajectory, match="sends a token to one expert twice"):
         RouterShape(num_layers=2, num_experts=4, experts_per_token=2).require("t", twice)
+
+
+def test_what_no_batch_can_refer_to_is_deleted() -> None:
+    store = MemoryStore()
+    names = [expert_blobs("solver", version=version) for version in (0, 3, 4, 11)]
+    others = [expert_blobs("solver-2", version=0), "media/"]
+    for name in (*names, *others):
+        store.put_if_absent(f"run/blobs/{name}digest", b"x")
+    delete_routing(store, run_id="run", policy_id="solver", before=4)
+    assert set(store.objects) == {f"run/blobs/{name}digest" for name in (*names[2:], *others)}
+    delete_routing(store, run_id="run", policy_id="solver", before=-2)
+    assert len(store.objects) == 4
+
+
+def test_a_store_that_does_not_let_go_of_them_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store.put_if_absent(f"run/blobs/{expert_blobs('solver', version=0)}digest", b"x")
+
+    def refuse(_key: str) -> None:
+        raise StoreRefused("not allowed to delete")
+
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(store, "delete", refuse)
+        delete_routing(store, run_id="run", policy_id="solver", before=4)
+    assert [(entry["event"], entry["message"]) for entry in logs] == [
+        ("routing.not_deleted", "not allowed to delete")
+    ]
+    delete_routing(store, run_id="run", policy_id="solver", before=4)
+    assert store.objects == {}
