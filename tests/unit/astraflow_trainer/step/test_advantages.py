@@ -1,6 +1,7 @@
 """Golden values of every baseline, scale and preset, computed by hand, and the rules for groups without variance."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from astraflow.recipe.advantage import (
     AdvantageSettings,
+    AnyAdvantage,
     AtGrpo,
     Baseline,
     DesignerExecutor,
@@ -19,14 +21,17 @@ from astraflow.recipe.advantage import (
     Joint,
     Margin,
     MaxRl,
+    NoReward,
     Opo,
     Quality,
     Rae,
     Reinforce,
+    ReinforcePpBaseline,
     Rloo,
     Scale,
     Singleton,
 )
+from astraflow.recipe.section import kind_of
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.step.advantages import Advantages, compute_advantages
 
@@ -64,6 +69,13 @@ BY_HAND = {
     "leaving one out of one, by the other rule": (LEFT_OUT, [4.0], ["a"], [0.0]),
     "dr mas gives a group of one its reward": (DrMas(), REWARDS, KEYS, [MAS, -MAS, -MAS, MAS, 3, 3]),
     "reinforce takes rewards as they are": (Reinforce(), REWARDS, KEYS, REWARDS),
+    "none counts no reward": (NoReward(), REWARDS, KEYS, [0.0] * 6),
+    "reinforce++ with baseline subtracts it before tokens are whitened": (
+        ReinforcePpBaseline(),
+        REWARDS,
+        KEYS,
+        [0.5, -0.5, -0.5, 0.5, 0, 0],
+    ),
     "maxrl divides by the mean": (MaxRl(), REWARDS, KEYS, [1, -1, -1, 1, 0, 0]),
     "maxrl of a mean below 0 keeps the sign": (MaxRl(), [-3.0, -1.0], ["a"] * 2, [-0.5, 0.5]),
     "a flat group without baseline": (UNCENTRED, [2.0, 2.0], ["a", "a"], [2.0, 2.0]),
@@ -75,6 +87,12 @@ def test_advantages_by_hand(
     settings: AdvantageSettings, rewards: list[float], keys: list[str], expected: list[float]
 ) -> None:
     assert _advantages(settings, rewards, keys) == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_advantage_has_its_numbers_by_hand() -> None:
+    here = {kind_of(type(settings)) for settings, *_ in (*BY_HAND.values(), *PRESETS.values())}
+    elsewhere = {"opo", "reinforce_pp", "gae"}  # below, and in test_token_advantages.py
+    assert {*here, *elsewhere} >= {kind_of(member) for member in get_args(AnyAdvantage)}
 
 
 def test_opo_weighs_the_baseline_by_trained_tokens() -> None:

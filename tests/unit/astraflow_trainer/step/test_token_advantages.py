@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from astraflow.recipe.advantage import AdvantageSettings, Gae, Grpo, ReinforcePp
+from astraflow.recipe.advantage import AdvantageSettings, Gae, Grpo, ReinforcePp, ReinforcePpBaseline
 from astraflow.recipe.algorithm import KlSettings
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.token_advantages import Penalised, returns_for_critic, token_advantages
@@ -55,6 +55,7 @@ GOLDEN = {
     ),
     "a discount is counted from the end": (AdvantageSettings(discount=0.5), None, _returns(0.5, lost=False)),
     "reinforce++ whitens returns": (ReinforcePp(), None, _white(_returns(1.0, lost=False))),
+    "with a baseline it does, too": (ReinforcePpBaseline(), None, _white(_returns(1.0, lost=False))),
     "with kl in the reward": (ReinforcePp(), _kl("reward"), _white(_returns(1.0, lost=True))),
     "and a discount": (ReinforcePp(discount=0.9), _kl("reward"), _white(_returns(0.9, lost=True))),
     "a term in the loss is no penalty": (ReinforcePp(), _kl("loss"), _white(_returns(1.0, lost=False))),
