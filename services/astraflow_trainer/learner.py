@@ -84,8 +84,7 @@ class PolicyLearner:
         self._reference = _reference(
             training.algorithm, model_dir=reference_dir or model_dir, mesh=mesh, placement=placement
         )
-        _require_vocabulary(self._reference, policy=self._policy)
-        _require_routers(training, policy=self._policy)
+        _require_fitting(self._policy, reference=self._reference, training=training)
         self._critic = _critic(training, model_dir=model_dir, mesh=mesh, placement=placement)
         self._optimizer = MasterOptimizer(self._policy, settings=training.optimizer)
         self._copies = _weight_source(self._policy, publishes=replica_of(mesh) == 0, snapshot=snapshot)
@@ -254,15 +253,16 @@ def _critic(
     return Critic(model=model, optimizer=optimizer, settings=settings)
 
 
-def _require_vocabulary(reference: PolicyModel | None, *, policy: PolicyModel) -> None:
+def _require_fitting(
+    policy: PolicyModel, *, reference: PolicyModel | None, training: TrainerSettings
+) -> None:
+    """Refuse a reference that does not know the policy's tokens, and to replay what a model has no routers for."""
     if reference is not None and reference.vocab_size < policy.vocab_size:
         raise InvalidArgumentError(
             f"the model of algorithm.kl.reference knows {reference.vocab_size} token ids, the policy has "
             f"{policy.vocab_size}: it cannot say how likely the others are; use one with the policy's tokenizer"
         )
 
-
-def _require_routers(training: TrainerSettings, *, policy: PolicyModel) -> None:
     if training.router_replay and not policy.routers.shape.num_layers:
         raise InvalidArgumentError(
             "trainer.router_replay: the model has no routers that can replay what an engine chose; give a Qwen2-MoE or "

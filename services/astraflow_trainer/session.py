@@ -276,19 +276,16 @@ class TrainingSession:
             if not policy.train:
                 log.info("policy.published", version=start.version, reason="it is not trained")
                 return
+            ahead = _read_ahead(self._joined, self._source, self._group, claim)
             loop = TrainingLoop(
-                source=RankBatches(
-                    self._source,
-                    self._group.training,
-                    ahead=_read_ahead(self._joined, self._source, self._group, claim),
-                ),
+                source=RankBatches(self._source, self._group.training, ahead=ahead),
                 learner=learner,
                 publisher=worker,
                 progress=self._progress,
                 claim=claim,
                 controls=self._controls,
                 archived=archived,
-                released=self._delete_routing,
+                released=partial(_delete_routing, self._joined, self._store, self._group),
             )
             loop.run(
                 LoopSettings(
@@ -301,14 +298,6 @@ class TrainingSession:
                     num_damaged=self._num_damaged,
                 )
             )
-
-    def _delete_routing(self, version: int) -> None:
-        """Groups that `dataflow.replay` may play again keep what nodes recorded of them."""
-        batches = self._joined.policy.batches
-        if self._is_first and self._joined.policy.trainer.router_replay and batches.replay is None:
-            before = version - batches.max_staleness
-            run_id, policy_id = self._joined.run_id, self._joined.policy_id
-            delete_routing(self._store, run_id=run_id, policy_id=policy_id, before=before)
 
     def _assets(self, model_dir: Path) -> list[Path]:
         """What travels with every version: all that the model has beside weights, and what an adapter is."""
@@ -429,6 +418,14 @@ def stored_blob(store: ObjectStore, joined: JoinedRun, uri: str) -> bytes:
         return store.get(f"{joined.run_id}/blobs/{name}")
     except ObjectNotFound as error:
         raise LookupError(str(error)) from error
+
+
+def _delete_routing(joined: JoinedRun, store: ObjectStore, group: RankGroup, version: int) -> None:
+    """Groups that `dataflow.replay` may play again keep what nodes recorded of them."""
+    batches = joined.policy.batches
+    if group.index == 0 and joined.policy.trainer.router_replay and batches.replay is None:
+        before = version - batches.max_staleness
+        delete_routing(store, run_id=joined.run_id, policy_id=joined.policy_id, before=before)
 
 
 @contextmanager
