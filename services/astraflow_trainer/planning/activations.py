@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from astraflow_trainer.model.attention import Reading
 from astraflow_trainer.model.model import PolicyModel, empty_of
 from astraflow_trainer.model.sharding import Recompute, is_kept, set_recompute
 
@@ -149,9 +150,9 @@ def _stand_in(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
+    _: Reading,
     *,
     products: _Products,
-    **_: object,
 ) -> torch.Tensor:
     read: torch.Tensor = _Attention.apply(query_THD, key_TKD, value_TKD)  # type: ignore[no-untyped-call]
     products.keep(read)
