@@ -353,6 +353,19 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What is kept of a finished step; see `store/lua/history.lua`."""
+
+    step: int
+    finish_ms: int
+    names: tuple[str, ...]
+    values: bytes
+    """Binary32, little-endian, one for each name."""
+    counts: str
+    """What the server counted when it ended: name and number, a line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredTrace:
     """A task with the entries of its trace, oldest first; see `store/lua/trace.lua`."""
 

@@ -48,6 +48,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_dataflow.status.last_known import LastKnown
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.reporting import Reporting
+from astraflow_dataflow.status.step_history import StepHistory
 from astraflow_dataflow.store.durability import Durability, choose_method
 from astraflow_dataflow.store.homes.cluster import redis_at
 from astraflow_dataflow.store.homes.redis import Redis
@@ -113,6 +114,7 @@ class Dataflow:
             versions=versions,
             metrics=metrics,
             redis=redis_watch,
+            steps=StepHistory(store.admin),
             trainer_lease_s=settings.batch_lease_s,
         )
         dataflow = cls(

@@ -259,12 +259,21 @@ class TrainingLoop:
             trained_from = time.monotonic()
             with self._progress.computing():
                 metrics = self._learner.train(rows)
+            named = _named(metrics, batch, num_unread=self._source.num_left_out) | {
+                "damaged_checkpoints": float(self._num_damaged),
+                "batch_wait_s": trained_from - batch_from,
+                **self._source.measured(),
+            }
+            so_far = {"wait_s": trained_from - started, "train_s": time.monotonic() - trained_from}
             skipped = self._source.finish(
-                batch, skipped=metrics.outcome is Outcome.SKIPPED, mismatch_kl=metrics.mismatch_kl
+                batch,
+                skipped=metrics.outcome is Outcome.SKIPPED,
+                mismatch_kl=metrics.mismatch_kl,
+                figures={**named, **self._blocked.by_s, **so_far},
             )
         self._archived(batch.bound, metrics.logprobs)
         version = None if skipped else self._publish(batch)
-        damaged, self._num_damaged = self._num_damaged, 0
+        self._num_damaged = 0
         log.info(
             "step.finished",
             batch_id=batch.bound.batch_id,
@@ -278,10 +287,7 @@ class TrainingLoop:
             finished_at_s=time.time(),
             wait_s=trained_from - started,
             train_s=time.monotonic() - trained_from,
-            metrics=_named(metrics, batch, num_unread=self._source.num_left_out)
-            | {"damaged_checkpoints": float(damaged), "batch_wait_s": trained_from - batch_from}
-            | self._source.measured()
-            | self._blocked.taken(),
+            metrics={**named, **self._blocked.taken()},
         )
 
     def _checkpoint(self, step: int, *, version: int) -> int:
@@ -329,6 +335,7 @@ def _named(metrics: StepMetrics, batch: StepBatch, *, num_unread: int) -> dict[s
         "num_zero_variance_groups": float(metrics.num_zero_variance_groups),
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         **batch.completions(),
+        **batch.rewards(),
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),

@@ -426,10 +426,12 @@ class Trainer:
         *stages: int,
         digest: bytes | None = None,
         mismatch_kl: Sequence[float] = (),
+        metrics: Mapping[str, float] | None = None,
     ) -> int:
         """Record stages one after the other, the intent before TRAINED; return the last that was recorded."""
         recorded, digest = 0, batch.digest if digest is None else digest
-        named = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest, "mismatch_kl": mismatch_kl}
+        named: dict[str, Any] = {"step": batch.step, "batch_id": batch.batch_id, "digest": digest}
+        named |= {"mismatch_kl": mismatch_kl, "metrics": metrics}
         before = [batches.BATCH_STAGE_INTENT] if stages[0] == batches.BATCH_STAGE_TRAINED else []
         for stage in (*before, *stages):
             recorded = (await self._ask(batches.AckBatchResponse, **named, stage=stage)).stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.defaults import page_size
 from astraflow_dataflow.status.last_known import LastKnown
 from astraflow_dataflow.status.reporting import Reporting
+from astraflow_dataflow.status.step_history import thinned
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
@@ -109,6 +111,18 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         await self.durability.barrier(run.run_id)
         log.info("dead_letters.purged", run_id=run.run_id, count=purged)
         return pb.PurgeDeadLettersResponse(purged=purged)
+
+    async def ListSteps(self, request: pb.ListStepsRequest, context: Context) -> pb.ListStepsResponse:
+        run = await self.registry.get(request.run_id)
+        run.require_policy(request.policy_id)
+        columns = await self.reporting.steps.of(run.run_id, request.policy_id)
+        return await asyncio.to_thread(thinned, columns, request)
+
+    async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
+        run, size = await self.registry.get(request.run_id), page_size(request)
+        found = await self.store.admin.events(run.run_id, before=request.page_token, limit=size + 1)
+        token = found[size - 1].event_id if len(found) > size else ""
+        return pb.ListEventsResponse(events=found[:size], next_page_token=token)
 
     async def PoolReport(self, request: pb.PoolReportRequest, context: Context) -> pb.PoolReportResponse:
         return await self.reporting.pools(await self.registry.get(request.run_id))

@@ -17,6 +17,7 @@ from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow.recipe import ModelSettings
 from astraflow_dataflow.records import Audit, PolicyState, Recount, StoredEvaluation, timestamp
+from astraflow_dataflow.rules.balance import STEPS, balance, fleet
 from astraflow_dataflow.rules.conservation import corrected, drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
@@ -28,6 +29,7 @@ from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch
+from astraflow_dataflow.status.step_history import Columns, StepHistory
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
@@ -46,6 +48,7 @@ class Reporting:
     versions: Versions
     metrics: Metrics
     redis: RedisWatch
+    steps: StepHistory
     trainer_lease_s: float
     """Time without a call after which a trainer is silent."""
     _clock: ClockJumps = field(default_factory=ClockJumps)
@@ -92,7 +95,22 @@ class Reporting:
             read_time=timestamp(audit.now_ms),
             shadows=self._shadows(context),
             routes=await self._routes(context.run_id),
+            balances=await self._balances(context, nodes),
         )
+
+    async def _balances(
+        self, context: RunContext, nodes: Sequence[admin_service_pb2.NodeStatus]
+    ) -> list[admin_service_pb2.Balance]:
+        found = []
+        for policy_id in context.policy_ids:
+            columns = Columns()
+            columns.append(await self.store.admin.newest_steps(context.run_id, policy_id, limit=STEPS))
+            rows = [
+                {name: float(values[index]) for name, values in columns.series.items()}
+                for index in range(len(columns.steps))
+            ]
+            found.append(balance(policy_id, rows, fleet(nodes)))
+        return [verdict for verdict in found if verdict is not None]
 
     async def _archive(self, context: RunContext) -> admin_service_pb2.ArchiveStatus | None:
         if context.recipe.dataflow.archive is None:
@@ -144,6 +162,7 @@ class Reporting:
         for known in (self._books, self._large, self._recounts):
             known.pop(run_id, None)
         self.metrics.forget(run=run_id)
+        self.steps.forget(run_id)
 
     async def why(self, context: RunContext, task_id: str) -> admin_service_pb2.WhyResponse:
         """Return what each stage waits for, and everything known of a task when one is named.
@@ -168,6 +187,7 @@ class Reporting:
             read_time=timestamp(audit.now_ms),
             shadows=self._shadows(context),
             routes=await self._routes(context.run_id),
+            balances=await self._balances(context, nodes),
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:

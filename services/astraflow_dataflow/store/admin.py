@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.rollout.v1.task_pb2 import Task
-from astraflow_dataflow.records import Refused, StoredTrace, timestamp
+from astraflow_dataflow.records import Refused, StepFigures, StoredTrace, timestamp
 from astraflow_dataflow.rules.failures import TaskFailures
+from astraflow_dataflow.store.connection import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
-from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text, as_texts
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_mapping, as_text, as_texts
 
 
 class AdminStore:
@@ -62,6 +63,42 @@ class AdminStore:
     async def num_dead_letters(self, run_id: str) -> int:
         """Return how many letters there are."""
         return as_int(await self._connection.raw("XLEN", Keys(run_id).of("dead")))
+
+    async def events(self, run_id: str, *, before: str, limit: int) -> list[pb.RunEvent]:
+        """Return what happened to the run before an id (empty for now), newest first."""
+        key = Keys(run_id).of("history")
+        reply = await self._connection.raw("XREVRANGE", key, f"({before}" if before else "+", "-", "COUNT", limit)
+        return [_event(*as_list(entry)) for entry in as_list(reply)]
+
+    async def steps(self, run_id: str, policy_id: str, *, after: int, limit: int) -> list[StepFigures]:
+        """Return what is kept of steps after one, in order; none of a policy that has not finished one."""
+        return await self._steps(run_id, policy_id, "XRANGE", f"({after}-1", "+", "COUNT", limit)
+
+    async def newest_steps(self, run_id: str, policy_id: str, *, limit: int) -> list[StepFigures]:
+        """Return what is kept of the newest steps, in order."""
+        return (await self._steps(run_id, policy_id, "XREVRANGE", "+", "-", "COUNT", limit))[::-1]
+
+    async def _steps(
+        self, run_id: str, policy_id: str, command: str, *arguments: Argument
+    ) -> list[StepFigures]:
+        keys = Keys(run_id)
+        commands: tuple[tuple[Argument, ...], ...] = (
+            (command, keys.of("series", policy_id), *arguments),
+            ("HGETALL", keys.of("series_names", policy_id)),
+        )
+        reply, sets = await self._connection.raw_many(commands)
+        names = {number: tuple(text.split("\n")) for text, number in as_mapping(sets).items()}
+        return [_step(*as_list(entry), names=names) for entry in as_list(reply)]
+
+    async def num_steps(self, run_id: str, policy_id: str) -> tuple[int, int]:
+        """Return the first step that is kept and the last one; 0 and 0 without any."""
+        key = Keys(run_id).of("series", policy_id)
+        first, last = await self._connection.raw_many(
+            (("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1))
+        )
+        entries = [*as_list(first), *as_list(last)]
+        steps = [int(as_text(as_list(entry)[0]).partition("-")[0]) for entry in entries]
+        return (steps[0], steps[1]) if steps else (0, 0)
 
     async def failures(self, run_id: str) -> list[TaskFailures]:
         """Return the failures of tasks by kind, those that last longest in a row first."""
@@ -120,4 +157,27 @@ def _letter(key: str, entry: Reply, *, with_task: bool) -> pb.DeadLetter:
         task=Task.FromString(fields["spec"]) if with_task else None,
         payload_ref=f"{key} {name}",
         evaluation_id=as_text(fields["evaluation"]),
+    )
+
+
+def _event(event_id: Reply, flat: Reply) -> pb.RunEvent:
+    name, fields = as_text(event_id), as_mapping(flat)
+    return pb.RunEvent(
+        event_id=name,
+        time=timestamp(int(name.partition("-")[0])),
+        kind=as_text(fields["kind"]),
+        subject=as_text(fields["subject"]),
+        detail=as_bytes(fields["detail"]).decode(errors="replace"),
+    )
+
+
+def _step(entry_id: Reply, flat: Reply, *, names: Mapping[bytes, tuple[str, ...]]) -> StepFigures:
+    fields = as_mapping(flat)
+    held = names.get(fields["names"], ()) if fields["values"] else ()
+    return StepFigures(
+        step=int(as_text(entry_id).partition("-")[0]),
+        finish_ms=as_int(fields["ms"]),
+        names=held,
+        values=fields["values"] if held else b"",
+        counts=as_text(fields["counts"]),
     )

@@ -6,8 +6,11 @@ nothing. Called by the batch and version services and by the run loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
+
+import numpy as np
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
@@ -156,7 +159,8 @@ class BatchStore:
 
         Raises FencedError, ConflictError, NotFoundError.
         """
-        arguments = (*_step_of(request), request.batch_id, request.digest, stage_name(request.stage))
+        named = _figures(request.metrics)
+        arguments = (*_step_of(request), request.batch_id, request.digest, stage_name(request.stage), *named)
         pairs: list[Argument] = [
             part for gid, value in (priorities or {}).items() for part in (gid, repr(value))
         ]
@@ -312,6 +316,14 @@ def _step_of(
     request: BoundStep | pb.NackBatchRequest | pb.RenewBatchRequest | pb.MarkDurableRequest,
 ) -> tuple[Argument, ...]:
     return request.policy_id, request.trainer_epoch, request.step
+
+
+def _figures(metrics: Mapping[str, float]) -> tuple[str, bytes]:
+    """Names, a line each, and values of the finite ones, as `ack` keeps them."""
+    kept = sorted((name, value) for name, value in metrics.items() if math.isfinite(value))
+    with np.errstate(over="ignore"):
+        values = np.array([value for _, value in kept], dtype="<f4")
+    return "\n".join(name for name, _ in kept), values.tobytes()
 
 
 def _candidates(fields: list[Reply]) -> Candidates:

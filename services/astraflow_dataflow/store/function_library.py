@@ -14,6 +14,7 @@ LIBRARY = f"astraflow_{SCHEMA_VERSION}"
 
 _ORDER = (
     "prelude",
+    "history",
     "payloads",
     "trace",
     "archive",

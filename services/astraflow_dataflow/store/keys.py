@@ -68,6 +68,10 @@ _SUFFIXES = {
     "consumed": "consumed:%s",
     "replay": "replay:%s",
     "replay_versions": "replay_versions:%s",
+    # history
+    "series": "series:%s",
+    "series_names": "series_names:%s",
+    "history": "history",
     # archive
     "archive": "archive",
     "archive_entries": "archive_entries",

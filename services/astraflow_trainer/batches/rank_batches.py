@@ -180,14 +180,21 @@ class RankBatches:
             named["fetched_share_max"] = max(rank.num_bytes for rank in self._received) / max(1, total)
         return named
 
-    def finish(self, batch: StepBatch, *, skipped: bool, mismatch_kl: Mapping[str, float]) -> bool:
-        """The first rank writes the ledger and acks, with what all ranks measured; returns whether the step counts as
-        skipped. `mismatch_kl` is of this rank's rows, by trajectory. A collective.
+    def finish(
+        self,
+        batch: StepBatch,
+        *,
+        skipped: bool,
+        mismatch_kl: Mapping[str, float],
+        figures: Mapping[str, float] | None = None,
+    ) -> bool:
+        """The first rank writes the ledger and acks, with what all ranks measured and its `figures` of the step;
+        returns whether the step counts as skipped. `mismatch_kl` is of this rank's rows, by trajectory. A collective.
         """
         mine = [mismatch_kl.get(item.trajectory_id, NOT_MEASURED) for item in batch.bound.items]
         of_all = self._ranks.max(torch.tensor(mine, dtype=torch.float32)).tolist()
         if self._is_first:
-            return self._source.finish(batch, skipped=skipped, mismatch_kl=of_all)
+            return self._source.finish(batch, skipped=skipped, mismatch_kl=of_all, figures=figures)
         return batch.skipped_before if batch.finished_before else skipped
 
     def mark_durable(self, step: int) -> None:

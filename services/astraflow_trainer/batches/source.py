@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +94,12 @@ class StepBatch:
     def staleness(self) -> list[int]:
         """Versions between the step's base version and each trajectory's oldest token."""
         return [self.bound.base_version - item.min_version for item in self.bound.items]
+
+    def rewards(self) -> dict[str, float]:
+        """Quantiles of the rewards of the batch's trajectories."""
+        rewards = [item.reward for item in self.bound.items] or [0.0]
+        low, middle, high = np.quantile(rewards, (0.1, 0.5, 0.9)).tolist()
+        return {"reward_p10": low, "reward_p50": middle, "reward_p90": high}
 
     def completions(self) -> dict[str, float]:
         """How many tokens the policy generated a trajectory, and the share of trajectories that a limit cut off."""
@@ -349,9 +356,16 @@ class BatchSource:
             num_stale_tokens += num_stale
         return Fetched(rows, num_bytes, num_stale_tokens, problems)
 
-    def finish(self, batch: StepBatch, *, skipped: bool, mismatch_kl: Sequence[float] = ()) -> bool:
+    def finish(
+        self,
+        batch: StepBatch,
+        *,
+        skipped: bool,
+        mismatch_kl: Sequence[float] = (),
+        figures: Mapping[str, float] | None = None,
+    ) -> bool:
         """Record, in the ledger and at the server, that the optimizer step was taken or skipped. `mismatch_kl` is of
-        each item of the batch, in its order.
+        each item of the batch, in its order; the server keeps `figures` as the policy's series.
 
         Returns whether it counts as skipped: for a replayed step that is what was recorded the first time.
         """
@@ -363,13 +377,14 @@ class BatchSource:
         if not batch.finished_before:
             measured = () if skipped else mismatch_kl
             try:
-                self._ack(batch, SKIPPED if skipped else TRAINED, mismatch_kl=measured)
+                stage = SKIPPED if skipped else TRAINED
+                self._ack(batch, stage, mismatch_kl=measured, figures=figures)
             except PreconditionError as error:
                 if error.metadata.get("lacks") != "intent":
                     raise
                 # Redis lost its last second, and in it the intent; the batch is still bound.
                 self._ack(batch, batch_service_pb2.BATCH_STAGE_INTENT)
-                self._ack(batch, TRAINED, mismatch_kl=measured)
+                self._ack(batch, TRAINED, mismatch_kl=measured, figures=figures)
         failpoints.hit("trainer.step_acked")
         return skipped
 
@@ -419,7 +434,9 @@ class BatchSource:
         stage: batch_service_pb2.BatchStage.ValueType,
         *,
         mismatch_kl: Sequence[float] = (),
+        figures: Mapping[str, float] | None = None,
     ) -> None:
+        finite = {name: value for name, value in (figures or {}).items() if math.isfinite(value)}
         self._client.call(
             self._client.batches.AckBatch,
             batch_service_pb2.AckBatchRequest(
@@ -429,6 +446,7 @@ class BatchSource:
                 digest=batch.bound.digest,
                 stage=stage,
                 mismatch_kl=mismatch_kl,
+                metrics=finite,
             ),
         )
 

@@ -7,6 +7,7 @@ batch that was. Blocking, without torch. Weight versions are published beside it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +138,11 @@ class ClaimedPolicy:
             return BadBatch(first.slug, f"none of its groups can be trained on; {first.detail}")
         return ClaimedBatch(batch, left, tuple(problems.values()))
 
-    def trained(self, batch: ClaimedBatch) -> None:
-        """The optimizer step was taken: publish its version next. Idempotent."""
-        self._ack(batch.bound, batch_service_pb2.BATCH_STAGE_TRAINED)
+    def trained(self, batch: ClaimedBatch, *, figures: Mapping[str, float] | None = None) -> None:
+        """The optimizer step was taken: publish its version next. The server keeps `figures`, such as `reward_mean`,
+        `wait_s` and `train_s`, as the policy's series. Idempotent.
+        """
+        self._ack(batch.bound, batch_service_pb2.BATCH_STAGE_TRAINED, figures=figures)
 
     def durable(self, step: int) -> None:
         """A later start goes on after this step: the server may release what it needed for it. Idempotent."""
@@ -150,8 +153,19 @@ class ClaimedPolicy:
     def _held(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "policy_id": self.settings.policy_id, "trainer_epoch": self.epoch}
 
-    def _ack(self, batch: batch_pb2.Batch, stage: batch_service_pb2.BatchStage.ValueType) -> None:
+    def _ack(
+        self,
+        batch: batch_pb2.Batch,
+        stage: batch_service_pb2.BatchStage.ValueType,
+        *,
+        figures: Mapping[str, float] | None = None,
+    ) -> None:
         request = batch_service_pb2.AckBatchRequest(
-            **self._held, step=batch.step, batch_id=batch.batch_id, digest=batch.digest, stage=stage
+            **self._held,
+            step=batch.step,
+            batch_id=batch.batch_id,
+            digest=batch.digest,
+            stage=stage,
+            metrics=figures,
         )
         self._client.call(self._client.batches.AckBatch, request)

@@ -24,6 +24,7 @@ function F.undrain(keys, a)
   if call('EXISTS', N) == 0 then return unknown_node(a.node) end
   local reason = call('HGET', N, 'drain')
   call('HDEL', N, 'drain', 'poison', 'poison_at')
+  if reason then history.event(P, 'node_undrained', a.node, reason) end
   emit(P, 'work')
   return reason or ''
 end

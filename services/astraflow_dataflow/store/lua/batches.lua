@@ -82,6 +82,7 @@ local function switch_plugins(P)
     steps[#steps + 1] = policy .. ' ' .. call('HGET', K.policy(P, policy), 'finished')
   end
   call('HSET', K.switch(P, f[1]), 'effect_ms', now_ms(), 'steps', lines(steps))
+  history.event(P, 'plugins_switched', '', call('HGET', K.switch(P, f[1]), 'changes'))
   call('HSET', K.run(P), 'switch', f[1], 'archive', call('HGET', K.switch(P, f[1]), 'archive'))
   emit(P, 'run')
 end
@@ -157,6 +158,7 @@ function F.claim(keys, a)
     note_heard(P, a.policy)
   end
   emit(P, 'due')
+  history.event(P, 'trainer_claimed', a.policy, 'trainer ' .. a.trainer .. ', epoch ' .. epoch)
   if a.lost_identity ~= '' then accept_loss(P, a.policy, a.lost_identity, tonumber(a.lost_step)) end
   f = call('HMGET', Q, 'finished', 'durable', 'version')
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '', call('HGET', K.run(P), 'identity') or '' }
@@ -185,6 +187,7 @@ function F.release_policy(keys, a)
   if refusal then return refusal end
   call('HDEL', K.policy(keys[1], a.policy), 'heard_ms')
   if a.doubt ~= '' then call('HSET', K.policy(keys[1], a.policy), 'doubt', a.doubt) end
+  history.event(keys[1], 'trainer_left', a.policy, a.doubt)
   emit(keys[1], 'due')
   return 1
 end
@@ -452,9 +455,9 @@ local function end_step(P, policy, step, id, stage, n, priorities)
   if takes_turns then emit(P, 'run') end
 end
 
--- ack: policy, epoch, step, batch, digest, stage, then priority of each group where they are replayed by it. Stages only move forward. Returns the
+-- ack: policy, epoch, step, batch, digest, stage, names (lines) and values (binary32) of its figures, then priority of each group where they are replayed by it. Stages only move forward. Returns the
 -- stage recorded now.
-SIGNATURE.ack = { 'policy', 'epoch', 'step', 'batch', 'digest', 'stage', each = { 'gid', 'priority' } }
+SIGNATURE.ack = { 'policy', 'epoch', 'step', 'batch', 'digest', 'stage', 'names', 'values', each = { 'gid', 'priority' } }
 function F.ack(keys, a)
   local P, policy, B = keys[1], a.policy, K.batch(keys[1], a.batch)
   local refusal = fenced(P, policy, a.epoch)
@@ -489,6 +492,7 @@ function F.ack(keys, a)
     end_step(P, policy, a.step, a.batch, a.stage, tonumber(f[3]), a.each)
     call('XADD', K.consumed(P, policy), '*', 'step', a.step, 'batch', a.batch, 'stage', a.stage, 'epoch', a.epoch, 'digest', a.digest, 'n', f[3],
       'replayed', call('HGET', B, 'replayed'))
+    history.step(P, policy, a.step, a.names, a.values)
   end
   return a.stage
 end
@@ -536,6 +540,7 @@ function F.void(keys, a)
     dropped = discard(P, a.batch, 'voided')
   end
   take_back(P, policy, a.step, a.batch)
+  history.event(P, 'batch_voided', policy, 'step ' .. a.step .. ': ' .. a.reason)
   call('HSET', K.policy(P, policy), 'voided_step', a.step, 'voided', a.reason, 'voided_batch', a.batch)
   -- Stays for a while, so that its trainer learns of it and a repeated call gets the same answer.
   call('HDEL', B, 'groups', 'manifest', 'digest')

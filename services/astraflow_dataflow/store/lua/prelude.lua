@@ -96,6 +96,12 @@ local function gather(head, ...)
   gather_all(head, { ... })
 end
 
+-- Something happened to `subject`, a node, a policy or the run, that people see in its timeline.
+local history = {}
+function history.event(P, kind, subject, detail)
+  call('XADD', K.history(P), 'MAXLEN', '~', 2000, '*', 'kind', kind, 'subject', subject, 'detail', string.sub(detail or '', 1, 500))
+end
+
 local write_gathered
 do
 
@@ -119,6 +125,7 @@ function write_gathered(P)
   if topics ~= '' then call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', topics) end
   for _, told in ipairs(CALL.lost) do
     call('XADD', K.events(P), 'MAXLEN', '~', MAX.events, '*', 'topic', 'node ' .. told.node, 'leases', table.concat(told, '\n'), 'reason', told.reason)
+    if told.reason == 'lease_expired' then history.event(P, 'leases_lost', told.node, #told .. ' not renewed in time') end
   end
   CALL.lost = {}
   if CALL.moved then add(K.counters(P), 'moved', 1) end
@@ -173,6 +180,7 @@ end
 local function set_state(P, state)
   call('HSET', K.run(P), 'state', state)
   run_of(P).state = state
+  history.event(P, 'run_state', '', state)
 end
 
 local function lines(list)

@@ -92,6 +92,7 @@ function F.join(keys, a)
     -- A new process may well send the same poison.
     if call('HGET', N, 'drain') ~= 'poison' then call('HDEL', N, 'drain') end
     call('HSET', N, 'join_ms', now)
+    history.event(P, 'node_joined', a.node, (known and 'came back' or 'new') .. (a.pool ~= '' and ', pool ' .. a.pool or '') .. (a.region ~= '' and ', region ' .. a.region or ''))
     call('HDEL', N, 'task_ms')
   end
   call('SADD', K.nodes(P), a.node)
@@ -116,6 +117,9 @@ function F.report(keys, a)
   local told = { 'connected_until', now + tonumber(a.connected_ms) }
   if a.heard == '1' then told[3], told[4] = 'seen_ms', now end
   for _, item in ipairs(a.each) do
+    if item.field == 'engine_restarts' and tonumber(item.value) > tonumber(call('HGET', N, item.field) or 0) then
+      history.event(P, 'engine_restarted', a.node, 'for the ' .. item.value .. '. time')
+    end
     told[#told + 1] = item.field
     told[#told + 1] = item.value
   end

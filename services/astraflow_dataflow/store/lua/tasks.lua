@@ -181,6 +181,7 @@ end
 -- Orders a node to leave: it gets nothing more from now on, and learns of it on its stream.
 local function drain(P, node, reason)
   call('HSET', K.node(P, node), 'drain', reason)
+  history.event(P, 'node_drained', node, reason)
   emit(P, 'node ' .. node, 'drain', reason)
 end
 
@@ -743,6 +744,7 @@ function F.leave(keys, a)
   local P, node, now, given = keys[1], a.node, now_ms(), 0
   if call('HGET', K.node(P, node), 'session') == a.session then
     call('HSET', K.node(P, node), 'connected_until', now)
+    history.event(P, 'node_left', node)
   end
   for _, id in ipairs(a.rest) do
     local task = holds(P, node, id)
@@ -770,6 +772,7 @@ local function note_failure(P, task, node, kind, reason, detail, now)
   if call('HEXISTS', F, 'first ' .. kind) == 0 then
     if call('HINCRBY', F, 'kinds', 1) > MAX.failure_kinds then kind = 'other' end
     call('HSETNX', F, 'first ' .. kind, table.concat({ now, node, task, reason, detail }, '\n'))
+    history.event(P, 'task_failed', node, reason .. ': ' .. detail)
   end
   local row, completed = ' ' .. purpose .. ' ' .. kind, call('HGET', F, 'completed ' .. purpose) or '0'
   if call('HGET', F, 'after' .. row) ~= completed then call('HSET', F, 'after' .. row, completed, 'row' .. row, 0) end

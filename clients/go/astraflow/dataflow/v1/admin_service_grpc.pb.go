@@ -44,6 +44,12 @@ type AdminServiceClient interface {
 	RequeueDeadLetters(ctx context.Context, in *RequeueDeadLettersRequest, opts ...grpc.CallOption) (*RequeueDeadLettersResponse, error)
 	// Deletes dead letters. Atomic per call, idempotent.
 	PurgeDeadLetters(ctx context.Context, in *PurgeDeadLettersRequest, opts ...grpc.CallOption) (*PurgeDeadLettersResponse, error)
+	// Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+	// as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+	ListSteps(ctx context.Context, in *ListStepsRequest, opts ...grpc.CallOption) (*ListStepsResponse, error)
+	// Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+	// of its state. Read only. About the newest 2,000 events are kept.
+	ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error)
 	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
 	PoolReport(ctx context.Context, in *PoolReportRequest, opts ...grpc.CallOption) (*PoolReportResponse, error)
 	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
@@ -174,6 +180,24 @@ func (c *adminServiceClient) PurgeDeadLetters(ctx context.Context, in *PurgeDead
 	return out, nil
 }
 
+func (c *adminServiceClient) ListSteps(ctx context.Context, in *ListStepsRequest, opts ...grpc.CallOption) (*ListStepsResponse, error) {
+	out := new(ListStepsResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/ListSteps", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminServiceClient) ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error) {
+	out := new(ListEventsResponse)
+	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/ListEvents", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *adminServiceClient) PoolReport(ctx context.Context, in *PoolReportRequest, opts ...grpc.CallOption) (*PoolReportResponse, error) {
 	out := new(PoolReportResponse)
 	err := c.cc.Invoke(ctx, "/astraflow.dataflow.v1.AdminService/PoolReport", in, out, opts...)
@@ -232,6 +256,12 @@ type AdminServiceServer interface {
 	RequeueDeadLetters(context.Context, *RequeueDeadLettersRequest) (*RequeueDeadLettersResponse, error)
 	// Deletes dead letters. Atomic per call, idempotent.
 	PurgeDeadLetters(context.Context, *PurgeDeadLettersRequest) (*PurgeDeadLettersResponse, error)
+	// Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+	// as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+	ListSteps(context.Context, *ListStepsRequest) (*ListStepsResponse, error)
+	// Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+	// of its state. Read only. About the newest 2,000 events are kept.
+	ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error)
 	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
 	PoolReport(context.Context, *PoolReportRequest) (*PoolReportResponse, error)
 	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
@@ -275,6 +305,12 @@ func (UnimplementedAdminServiceServer) RequeueDeadLetters(context.Context, *Requ
 }
 func (UnimplementedAdminServiceServer) PurgeDeadLetters(context.Context, *PurgeDeadLettersRequest) (*PurgeDeadLettersResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method PurgeDeadLetters not implemented")
+}
+func (UnimplementedAdminServiceServer) ListSteps(context.Context, *ListStepsRequest) (*ListStepsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListSteps not implemented")
+}
+func (UnimplementedAdminServiceServer) ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListEvents not implemented")
 }
 func (UnimplementedAdminServiceServer) PoolReport(context.Context, *PoolReportRequest) (*PoolReportResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method PoolReport not implemented")
@@ -481,6 +517,42 @@ func _AdminService_PurgeDeadLetters_Handler(srv interface{}, ctx context.Context
 	return interceptor(ctx, in, info, handler)
 }
 
+func _AdminService_ListSteps_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListStepsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).ListSteps(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.AdminService/ListSteps",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).ListSteps(ctx, req.(*ListStepsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _AdminService_ListEvents_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListEventsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServiceServer).ListEvents(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/astraflow.dataflow.v1.AdminService/ListEvents",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServiceServer).ListEvents(ctx, req.(*ListEventsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _AdminService_PoolReport_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(PoolReportRequest)
 	if err := dec(in); err != nil {
@@ -574,6 +646,14 @@ var _AdminService_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "PurgeDeadLetters",
 			Handler:    _AdminService_PurgeDeadLetters_Handler,
+		},
+		{
+			MethodName: "ListSteps",
+			Handler:    _AdminService_ListSteps_Handler,
+		},
+		{
+			MethodName: "ListEvents",
+			Handler:    _AdminService_ListEvents_Handler,
 		},
 		{
 			MethodName: "PoolReport",

@@ -726,6 +726,7 @@ class StatusResponse(_message.Message):
     SHADOWS_FIELD_NUMBER: _builtins.int
     ARCHIVE_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    BALANCES_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
@@ -776,6 +777,10 @@ class StatusResponse(_message.Message):
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCount]:
         """Groups that routes of the recipe took elsewhere, by verdict and policy."""
 
+    @_builtins.property
+    def balances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Balance]:
+        """Who waits for whom, by policy; none of a policy before its first finished step."""
+
     def __init__(
         self,
         *,
@@ -793,10 +798,11 @@ class StatusResponse(_message.Message):
         shadows: _abc.Iterable[Global___ShadowPlugin] | None = ...,
         archive: Global___ArchiveStatus | None = ...,
         routes: _abc.Iterable[Global___RouteCount] | None = ...,
+        balances: _abc.Iterable[Global___Balance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "balances", b"balances", "dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1076,6 +1082,7 @@ class WhyResponse(_message.Message):
     READ_TIME_FIELD_NUMBER: _builtins.int
     SHADOWS_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    BALANCES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
@@ -1108,6 +1115,10 @@ class WhyResponse(_message.Message):
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCount]:
         """Groups that routes took elsewhere, as in StatusResponse."""
 
+    @_builtins.property
+    def balances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Balance]:
+        """Who waits for whom, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -1121,10 +1132,11 @@ class WhyResponse(_message.Message):
         read_time: _timestamp_pb2.Timestamp | None = ...,
         shadows: _abc.Iterable[Global___ShadowPlugin] | None = ...,
         routes: _abc.Iterable[Global___RouteCount] | None = ...,
+        balances: _abc.Iterable[Global___Balance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balances", b"balances", "dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1551,6 +1563,276 @@ class PoolReportRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolReportRequest: _TypeAlias = PoolReportRequest  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    """Request of ListSteps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    MIN_STEP_FIELD_NUMBER: _builtins.int
+    MAX_STEP_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    MAX_POINTS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    policy_id: _builtins.str
+    """Policy."""
+    min_step: _builtins.int
+    """First step."""
+    max_step: _builtins.int
+    """Last step; 0 means the newest."""
+    max_points: _builtins.int
+    """At most this many points; default 1000. Where there are more steps, each point stands for as many in a row."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the series; empty means all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_id: _builtins.str = ...,
+        min_step: _builtins.int = ...,
+        max_step: _builtins.int = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        max_points: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_points", b"max_points", "max_step", b"max_step", "min_step", b"min_step", "names", b"names", "policy_id", b"policy_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class StepSeries(_message.Message):
+    """One figure of the steps of a policy, a value for each point; NaN where no step of the point has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, as in AckBatchRequest.metrics; `data.*` are counts of the server when the step ended, such as
+    `data.dropped.stale`.
+    """
+    @_builtins.property
+    def mean(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Mean over the steps of the point."""
+
+    @_builtins.property
+    def min(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Smallest; empty where each point is one step."""
+
+    @_builtins.property
+    def max(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Largest; empty where each point is one step."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        mean: _abc.Iterable[_builtins.float] | None = ...,
+        min: _abc.Iterable[_builtins.float] | None = ...,
+        max: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max", b"max", "mean", b"mean", "min", b"min", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSeries: _TypeAlias = StepSeries  # noqa: Y015
+
+@_typing.final
+class ListStepsResponse(_message.Message):
+    """Response of ListSteps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    FINISH_TIMES_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Steps that were asked for and are kept."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Last step of each point, ascending."""
+
+    @_builtins.property
+    def finish_times(self) -> _containers.RepeatedCompositeFieldContainer[_timestamp_pb2.Timestamp]:
+        """When these ended, by the server's clock."""
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSeries]:
+        """The series, by name."""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        finish_times: _abc.Iterable[_timestamp_pb2.Timestamp] | None = ...,
+        series: _abc.Iterable[Global___StepSeries] | None = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_times", b"finish_times", "series", b"series", "steps", b"steps", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """Request of ListEvents."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Run; empty means the only run."""
+    page_size: _builtins.int
+    """At most this many; default 50."""
+    page_token: _builtins.str
+    """`next_page_token` of the previous page; empty for the first."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class RunEvent(_message.Message):
+    """Something that happened to a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.str
+    """Id; ascending in time."""
+    kind: _builtins.str
+    """Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
+    `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `task_failed`, `run_state`.
+    """
+    subject: _builtins.str
+    """Node, policy or run that it happened to."""
+    detail: _builtins.str
+    """For people."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        kind: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "event_id", b"event_id", "kind", b"kind", "subject", b"subject", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEvent: _TypeAlias = RunEvent  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """Response of ListEvents."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
+        """Events, newest first."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___RunEvent] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class Balance(_message.Message):
+    """Who waits for whom: the nodes that sample, or the trainer of a policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ID_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    TRAINER_WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    NODE_FACTOR_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    policy_id: _builtins.str
+    """Policy."""
+    verdict: _builtins.str
+    """`rollout_bound`, `trainer_bound`, `publish_bound` or `balanced`."""
+    sentence: _builtins.str
+    """The same in one sentence, with the figures and what would change it."""
+    trainer_wait_share: _builtins.float
+    """Share of its time that the trainer waited, in [0, 1], over the steps that it was computed from."""
+    node_factor: _builtins.float
+    """Nodes that would fill the trainer, as a multiple of those that work now; unset where that is not known."""
+    num_steps: _builtins.int
+    """Steps that it was computed from: the newest 20 at most."""
+    def __init__(
+        self,
+        *,
+        policy_id: _builtins.str = ...,
+        verdict: _builtins.str = ...,
+        sentence: _builtins.str = ...,
+        trainer_wait_share: _builtins.float = ...,
+        node_factor: _builtins.float | None = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_factor", b"_node_factor", "node_factor", b"node_factor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_factor", b"_node_factor", "node_factor", b"node_factor", "num_steps", b"num_steps", "policy_id", b"policy_id", "sentence", b"sentence", "trainer_wait_share", b"trainer_wait_share", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__node_factor: _TypeAlias = _typing.Literal["node_factor"]  # noqa: Y015
+    _WhichOneofArgType__node_factor: _TypeAlias = _typing.Literal["_node_factor", b"_node_factor"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_factor) -> _WhichOneofReturnType__node_factor | None: ...
+
+Global___Balance: _TypeAlias = Balance  # noqa: Y015
 
 @_typing.final
 class PoolLoad(_message.Message):

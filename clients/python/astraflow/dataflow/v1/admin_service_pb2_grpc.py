@@ -85,6 +85,16 @@ class AdminServiceStub:
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.SerializeToString,
                 response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.FromString,
                 _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/ListSteps',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/astraflow.dataflow.v1.AdminService/ListEvents',
+                request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
         self.PoolReport = channel.unary_unary(
                 '/astraflow.dataflow.v1.AdminService/PoolReport',
                 request_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PoolReportRequest.SerializeToString,
@@ -183,6 +193,22 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSteps(self, request, context):
+        """Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+        as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+        of its state. Read only. About the newest 2,000 events are kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PoolReport(self, request, context):
         """Returns load and capacity of each pool of nodes, for autoscalers. Read only.
         """
@@ -257,6 +283,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.PurgeDeadLetters,
                     request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.FromString,
                     response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsRequest.FromString,
+                    response_serializer=astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsResponse.SerializeToString,
             ),
             'PoolReport': grpc.unary_unary_rpc_method_handler(
                     servicer.PoolReport,
@@ -545,6 +581,60 @@ class AdminService:
             '/astraflow.dataflow.v1.AdminService/PurgeDeadLetters',
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersRequest.SerializeToString,
             astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.PurgeDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/ListSteps',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/astraflow.dataflow.v1.AdminService/ListEvents',
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsRequest.SerializeToString,
+            astraflow_dot_dataflow_dot_v1_dot_admin__service__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,14 @@ class AdminServiceStub:
     """
     PurgeDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeDeadLettersRequest, _admin_service_pb2.PurgeDeadLettersResponse]
     """Deletes dead letters. Atomic per call, idempotent."""
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListStepsRequest, _admin_service_pb2.ListStepsResponse]
+    """Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+    as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+    """
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListEventsRequest, _admin_service_pb2.ListEventsResponse]
+    """Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+    of its state. Read only. About the newest 2,000 events are kept.
+    """
     PoolReport: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]
     """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
     RevokeToken: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]
@@ -113,6 +121,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     PurgeDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PurgeDeadLettersRequest, _admin_service_pb2.PurgeDeadLettersResponse]  # type: ignore[assignment]
     """Deletes dead letters. Atomic per call, idempotent."""
+    ListSteps: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListStepsRequest, _admin_service_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+    as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+    """
+    ListEvents: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListEventsRequest, _admin_service_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+    of its state. Read only. About the newest 2,000 events are kept.
+    """
     PoolReport: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]  # type: ignore[assignment]
     """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
     RevokeToken: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]  # type: ignore[assignment]
@@ -207,6 +223,24 @@ class AdminServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PurgeDeadLettersResponse, _abc.Awaitable[_admin_service_pb2.PurgeDeadLettersResponse]]:
         """Deletes dead letters. Atomic per call, idempotent."""
+
+    def ListSteps(
+        self,
+        request: _admin_service_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListStepsResponse, _abc.Awaitable[_admin_service_pb2.ListStepsResponse]]:
+        """Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+        as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+        """
+
+    def ListEvents(
+        self,
+        request: _admin_service_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListEventsResponse, _abc.Awaitable[_admin_service_pb2.ListEventsResponse]]:
+        """Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+        of its state. Read only. About the newest 2,000 events are kept.
+        """
 
     def PoolReport(
         self,

@@ -526,6 +526,26 @@ class AckBatchRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
@@ -534,6 +554,7 @@ class AckBatchRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     MISMATCH_KL_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -555,6 +576,12 @@ class AckBatchRequest(_message.Message):
         in; -1 where nothing was measured. Empty where the trainer measures nothing. Filters learn from it.
         """
 
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """With TRAINED or SKIPPED, figures of the step by name, such as `reward_mean` or `wait_s`: kept as a series of the
+        policy, which AdminService.ListSteps returns. What is not a finite number is left out.
+        """
+
     def __init__(
         self,
         *,
@@ -566,10 +593,11 @@ class AckBatchRequest(_message.Message):
         digest: _builtins.bytes = ...,
         stage: Global___BatchStage.ValueType = ...,
         mismatch_kl: _abc.Iterable[_builtins.float] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "digest", b"digest", "mismatch_kl", b"mismatch_kl", "policy_id", b"policy_id", "run_id", b"run_id", "stage", b"stage", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "digest", b"digest", "metrics", b"metrics", "mismatch_kl", b"mismatch_kl", "policy_id", b"policy_id", "run_id", b"run_id", "stage", b"stage", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

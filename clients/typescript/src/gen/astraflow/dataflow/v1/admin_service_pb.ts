@@ -29,7 +29,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/admin_service.proto.
  */
 export const file_astraflow_dataflow_v1_admin_service: GenFile = /*@__PURE__*/
-  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCK0BAoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZxI0CgZvcmlnaW4YEiABKAsyJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbk9yaWdpbiJfCg1WZXJzaW9uT3JpZ2luEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIRCgRzdGVwGAQgASgESACIAQFCBwoFX3N0ZXAiVAoOU25hcHNob3RSYXRpbmcSFAoHdmVyc2lvbhgBIAEoBEgAiAEBEg4KBnJhdGluZxgCIAEoARIQCghlcGlzb2RlcxgDIAEoBEIKCghfdmVyc2lvbiL2CAoKTm9kZVN0YXR1cxIPCgdub2RlX2lkGAEgASgJEhAKCHJlc3RhcnRzGAIgASgNEg4KBmxlYXNlcxgDIAEoDRIQCghlcGlzb2RlcxgEIAEoBBIUCgx0cmFqZWN0b3JpZXMYBSABKAQSDgoGdG9rZW5zGAYgASgEElAKEHNlcnZpbmdfdmVyc2lvbnMYByADKAsyNi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIyCg5sYXN0X3NlZW5fdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLd2FpdGluZ19mb3IYCSABKAkSEQoJY29ubmVjdGVkGAogASgIEhMKC2luY2FybmF0aW9uGAsgASgEEg4KBnJlZ2lvbhgMIAEoCRIMCgRwb29sGA0gASgJEg8KB2VuZ2luZXMYDiADKAkSHAoUbWF4X2NvbmN1cnJlbnRfdGFza3MYDyABKA0SFwoPZW5naW5lX3Jlc3RhcnRzGBAgASgNEhQKDGRyYWluX3JlYXNvbhgRIAEoCRItCglqb2luX3RpbWUYEiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXdlaWdodF9mYXVsdHMYEyADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHQSEAoIaGFyZHdhcmUYFCABKAkSGwoOcHJpY2VfcGVyX2hvdXIYFSABKAFIAIgBARIPCgdjcmVkaXRzGBYgASgNEhQKDG1heF9lcGlzb2RlcxgXIAEoDRISCgpib3VuZGVkX2J5GBggASgJEjYKDGVuZ2luZV9sb2FkcxgZIAMoCzIgLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUxvYWQSFAoMdG9rZW5zX3Blcl9zGBogASgBEkgKDHZlcnNpb25fbGFncxgbIAMoCzIyLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlZlcnNpb25MYWdzRW50cnkSGQoRZW52aXJvbm1lbnRfZmF1bHQYHCABKAkSOgoWZW52aXJvbm1lbnRfZmF1bHRfdGltZRgdIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOAoNZW5naW5lX2ZhdWx0cxgeIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0EhAKCHBvaXNvbmVkGB8gASgEEjAKDXRhc2tfZHVyYXRpb24YICABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24aNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ARoyChBWZXJzaW9uTGFnc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCEQoPX3ByaWNlX3Blcl9ob3VyIkQKClJvbGVSZXN1bHQSDAoEcm9sZRgBIAEoCRITCgtudW1fc2FtcGxlcxgCIAEoBBITCgttZWFuX3Jld2FyZBgDIAEoASKLBAoKRXZhbHVhdGlvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBITCgtudW1fc2FtcGxlcxgDIAEoBBITCgtudW1fcGxhbm5lZBgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoARIQCghjb21wbGV0ZRgGIAEoCBINCgVmaW5hbBgHIAEoCBIxCg1jb21wbGV0ZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIVCg1ldmFsdWF0aW9uX2lkGAkgASgJEkEKCHZlcnNpb25zGAogAygLMi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uVmVyc2lvbnNFbnRyeRIwCgVyb2xlcxgLIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb2xlUmVzdWx0Ej8KB21ldHJpY3MYDCADKAsyLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5NZXRyaWNzRW50cnkSGAoQc2FtcGxlc19wZXJfdGFzaxgNIAEoDRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEi5QEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJEhUKCHByb2dyZXNzGAggASgBSACIAQFCCwoJX3Byb2dyZXNzIo4FCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQSNQoIZmFpbHVyZXMYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza0ZhaWx1cmVzEhMKC3N0b3BwZWRfZm9yGAogASgJEi0KCXJlYWRfdGltZRgLIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASNAoHc2hhZG93cxgMIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TaGFkb3dQbHVnaW4SNQoHYXJjaGl2ZRgNIAEoCzIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BcmNoaXZlU3RhdHVzEjEKBnJvdXRlcxgOIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb3V0ZUNvdW50IlsKDFNoYWRvd1BsdWdpbhIMCgRraW5kGAEgASgJEgwKBG5hbWUYAiABKAkSDQoFYXNrZWQYAyABKAQSDwoHZGlmZmVycxgEIAEoBBIPCgdyZWZ1c2VkGAUgASgEImsKClJvdXRlQ291bnQSDwoHdmVyZGljdBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDgoGZ3JvdXBzGAMgASgEEhQKDHRyYWplY3RvcmllcxgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoASKCAQoNQXJjaGl2ZVN0YXR1cxIPCgd3YWl0aW5nGAEgASgEEhUKDXdhaXRpbmdfYnl0ZXMYAiABKAQSDwoHd3JpdHRlbhgDIAEoBBIVCg13cml0dGVuX2J5dGVzGAQgASgEEhAKCGdpdmVuX3VwGAUgASgEEg8KB3Byb2JsZW0YBiABKAki0AEKDFRhc2tGYWlsdXJlcxIOCgZyZWFzb24YASABKAkSDgoGZGV0YWlsGAIgASgJEg0KBWNvdW50GAMgASgEEhAKCGluX2Ffcm93GAQgASgEEg8KB3Rhc2tfaWQYBSABKAkSDwoHbm9kZV9pZBgGIAEoCRIuCgpmaXJzdF90aW1lGAcgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBItCglsYXN0X3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wInoKGEFkbWluU2VydmljZVdhdGNoUmVxdWVzdBIOCgZydW5faWQYASABKAkSTgoRaW50ZXJ2YWxfZHVyYXRpb24YAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CGPrzGBQJmpmZmZmZuT8RAAAAAAAgrEBQASJjChlBZG1pblNlcnZpY2VXYXRjaFJlc3BvbnNlEjUKBnN0YXR1cxgBIAEoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXNwb25zZRIPCgdjaGFuZ2VkGAIgAygJIi0KCldoeVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB3Rhc2tfaWQYAiABKAkiowMKC1doeVJlc3BvbnNlEg4KBnJ1bl9pZBgBIAEoCRIuCgVzdGF0ZRgCIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIqCgV3YWl0cxgDIAMoCzIbLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYWl0Ei4KBHRhc2sYBCABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza1RyYWNlEjUKCGZhaWx1cmVzGAUgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlRhc2tGYWlsdXJlcxITCgtzdG9wcGVkX2ZvchgGIAEoCRIUCgxkZWFkX2xldHRlcnMYByABKAQSLQoJcmVhZF90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBI0CgdzaGFkb3dzGAkgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlNoYWRvd1BsdWdpbhIxCgZyb3V0ZXMYCiADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUm91dGVDb3VudCJaChBMaXN0Tm9kZXNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIiCglwYWdlX3NpemUYAiABKA1CD/rzGAsRAAAAAABAj0BQARISCgpwYWdlX3Rva2VuGAMgASgJIl4KEUxpc3ROb2Rlc1Jlc3BvbnNlEjAKBW5vZGVzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLk5vZGVTdGF0dXMSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIloKEERyYWluTm9kZVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkSJQoGcmVhc29uGAMgASgJQhX68xgRSg9bYS16MC05X117MCw2NH0iNgoRRHJhaW5Ob2RlUmVzcG9uc2USDgoGbGVhc2VzGAEgASgNEhEKCWNvbm5lY3RlZBgCIAEoCCI1ChJVbmRyYWluTm9kZVJlcXVlc3QSDgoGcnVuX2lkGAEgASgJEg8KB25vZGVfaWQYAiABKAkiKwoTVW5kcmFpbk5vZGVSZXNwb25zZRIUCgxkcmFpbl9yZWFzb24YASABKAki/gEKCkRlYWRMZXR0ZXISFgoOZGVhZF9sZXR0ZXJfaWQYASABKAkSDwoHdGFza19pZBgCIAEoCRIOCgZyZWFzb24YAyABKAkSDgoGZGV0YWlsGAQgASgJEg8KB2F0dGVtcHQYBSABKA0SDwoHbm9kZV9pZBgGIAEoCRIvCgtjcmVhdGVfdGltZRgHIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASKAoEdGFzaxgIIAEoCzIaLmFzdHJhZmxvdy5yb2xsb3V0LnYxLlRhc2sSEwoLcGF5bG9hZF9yZWYYCSABKAkSFQoNZXZhbHVhdGlvbl9pZBgKIAEoCSLQAQoWTGlzdERlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQH9AUAESawoKcGFnZV90b2tlbhgDIAEoCUJX+vMYU0oaKFswLTldezEsMTl9LVswLTldezEsMTl9KT96NXBhc3MgbmV4dF9wYWdlX3Rva2VuIG9mIHRoZSBwcmV2aW91cyBwYWdlLCBvciBub3RoaW5nEhUKDWluY2x1ZGVfdGFza3MYBCABKAgiegoXTGlzdERlYWRMZXR0ZXJzUmVzcG9uc2USNwoMZGVhZF9sZXR0ZXJzGAEgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRlYWRMZXR0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgEIoUBChlSZXF1ZXVlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyJNChpSZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZRIQCghyZXF1ZXVlZBgBIAEoDRIPCgd1bmtub3duGAIgASgNEgwKBGtlcHQYAyABKA0igwEKF1B1cmdlRGVhZExldHRlcnNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJYCg9kZWFkX2xldHRlcl9pZHMYAiADKAlCP/rzGDtA9ANKF1swLTldezEsMTl9LVswLTldezEsMTl9eh1MaXN0RGVhZExldHRlcnMgc2hvd3MgdGhlIGlkcyIqChhQdXJnZURlYWRMZXR0ZXJzUmVzcG9uc2USDgoGcHVyZ2VkGAEgASgEIiMKEVBvb2xSZXBvcnRSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCSJJCghQb29sTG9hZBIMCgRwb29sGAEgASgJEg0KBW5vZGVzGAIgASgNEhAKCGNhcGFjaXR5GAMgASgNEg4KBmxlYXNlcxgEIAEoDSJcChJQb29sUmVwb3J0UmVzcG9uc2USLgoFcG9vbHMYASADKAsyHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbExvYWQSFgoObGVhc2FibGVfdGFza3MYAiABKA0iiAEKDFJldm9rZWRUb2tlbhJHCgh0b2tlbl9pZBgBIAEoCUI1+vMYMUoMWyEtfl17MSwxMjh9eiFnaXZlIHRoZSBjbGFpbSBganRpYCBvZiB0aGUgdG9rZW4SLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIlAKElJldm9rZVRva2VuUmVxdWVzdBI6CgV0b2tlbhgBIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW5CBvrzGAJYASIqChNSZXZva2VUb2tlblJlc3BvbnNlEhMKC3dhc19yZXZva2VkGAEgASgIIhoKGExpc3RSZXZva2VkVG9rZW5zUmVxdWVzdCJQChlMaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlEjMKBnRva2VucxgBIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW4yvgwKDEFkbWluU2VydmljZRJ1Cg1HZXRTZXJ2ZXJJbmZvEisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIJyvMYAQbQ8xgBEmMKBlN0YXR1cxIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXF1ZXN0GiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlIgzK8xgEAwQCAdDzGAESeAoFV2F0Y2gSLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0GjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVzcG9uc2UiCsrzGAIDBNDzGAEwARJYCgNXaHkSIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVxdWVzdBoiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXNwb25zZSIKyvMYAgME0PMYARJrCglMaXN0Tm9kZXMSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXNwb25zZSILyvMYAwIDBNDzGAESaQoJRHJhaW5Ob2RlEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVzcG9uc2UiCcrzGAED0PMYAhJvCgtVbmRyYWluTm9kZRIpLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5VbmRyYWluTm9kZVJlcXVlc3QaKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVW5kcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("Cilhc3RyYWZsb3cvZGF0YWZsb3cvdjEvYWRtaW5fc2VydmljZS5wcm90bxIVYXN0cmFmbG93LmRhdGFmbG93LnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IkgKFUdldFNlcnZlckluZm9SZXNwb25zZRIvCgZzZXJ2ZXIYASABKAsyHy5hc3RyYWZsb3cuc2VydmVyLnYxLlNlcnZlckluZm8iHwoNU3RhdHVzUmVxdWVzdBIOCgZydW5faWQYASABKAkiOQoQU3RhbGVuZXNzU3VtbWFyeRILCgNwNTAYASABKAESCwoDcDk5GAIgASgBEgsKA21heBgDIAEoBCK0BAoMUG9saWN5U3RhdHVzEhEKCXBvbGljeV9pZBgBIAEoCRIvCgd2ZXJzaW9uGAIgASgLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLlZlcnNpb24SGgoSbGFzdF9maW5pc2hlZF9zdGVwGAMgASgEEhUKDXRyYWluZXJfZXBvY2gYBCABKAQSGgoSb3V0c3RhbmRpbmdfZ3JvdXBzGAUgASgEEhQKDHJlYWR5X2dyb3VwcxgGIAEoBBIaChJ1bnB1Ymxpc2hlZF9ncm91cHMYByABKAQSEgoKYWNjZXB0YW5jZRgIIAEoARIOCgZjcmVkaXQYCSABKAQSOgoJc3RhbGVuZXNzGAogASgLMicuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YWxlbmVzc1N1bW1hcnkSHgoWcmVjZW50X3RyYWluaW5nX3Jld2FyZBgLIAEoARIeChZub19jcmVkaXRfdHJhamVjdG9yaWVzGAwgASgEEhQKDGNyZWRpdF9lcnJvchgNIAEoAxIOCgZmcm96ZW4YDiABKAgSEAoIZXh0ZXJuYWwYDyABKAgSGQoRd2FpdHNfZm9yX3R1cm5fb2YYECABKAkSNgoHcmF0aW5ncxgRIAMoCzIlLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TbmFwc2hvdFJhdGluZxI0CgZvcmlnaW4YEiABKAsyJC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVmVyc2lvbk9yaWdpbiJfCg1WZXJzaW9uT3JpZ2luEg4KBnJ1bl9pZBgBIAEoCRIRCglwb2xpY3lfaWQYAiABKAkSDwoHdmVyc2lvbhgDIAEoBBIRCgRzdGVwGAQgASgESACIAQFCBwoFX3N0ZXAiVAoOU25hcHNob3RSYXRpbmcSFAoHdmVyc2lvbhgBIAEoBEgAiAEBEg4KBnJhdGluZxgCIAEoARIQCghlcGlzb2RlcxgDIAEoBEIKCghfdmVyc2lvbiL2CAoKTm9kZVN0YXR1cxIPCgdub2RlX2lkGAEgASgJEhAKCHJlc3RhcnRzGAIgASgNEg4KBmxlYXNlcxgDIAEoDRIQCghlcGlzb2RlcxgEIAEoBBIUCgx0cmFqZWN0b3JpZXMYBSABKAQSDgoGdG9rZW5zGAYgASgEElAKEHNlcnZpbmdfdmVyc2lvbnMYByADKAsyNi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTm9kZVN0YXR1cy5TZXJ2aW5nVmVyc2lvbnNFbnRyeRIyCg5sYXN0X3NlZW5fdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEwoLd2FpdGluZ19mb3IYCSABKAkSEQoJY29ubmVjdGVkGAogASgIEhMKC2luY2FybmF0aW9uGAsgASgEEg4KBnJlZ2lvbhgMIAEoCRIMCgRwb29sGA0gASgJEg8KB2VuZ2luZXMYDiADKAkSHAoUbWF4X2NvbmN1cnJlbnRfdGFza3MYDyABKA0SFwoPZW5naW5lX3Jlc3RhcnRzGBAgASgNEhQKDGRyYWluX3JlYXNvbhgRIAEoCRItCglqb2luX3RpbWUYEiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjkKDXdlaWdodF9mYXVsdHMYEyADKAsyIi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2VpZ2h0RmF1bHQSEAoIaGFyZHdhcmUYFCABKAkSGwoOcHJpY2VfcGVyX2hvdXIYFSABKAFIAIgBARIPCgdjcmVkaXRzGBYgASgNEhQKDG1heF9lcGlzb2RlcxgXIAEoDRISCgpib3VuZGVkX2J5GBggASgJEjYKDGVuZ2luZV9sb2FkcxgZIAMoCzIgLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUxvYWQSFAoMdG9rZW5zX3Blcl9zGBogASgBEkgKDHZlcnNpb25fbGFncxgbIAMoCzIyLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzLlZlcnNpb25MYWdzRW50cnkSGQoRZW52aXJvbm1lbnRfZmF1bHQYHCABKAkSOgoWZW52aXJvbm1lbnRfZmF1bHRfdGltZRgdIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASOAoNZW5naW5lX2ZhdWx0cxgeIAMoCzIhLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVuZ2luZUZhdWx0EhAKCHBvaXNvbmVkGB8gASgEEjAKDXRhc2tfZHVyYXRpb24YICABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24aNgoUU2VydmluZ1ZlcnNpb25zRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgEOgI4ARoyChBWZXJzaW9uTGFnc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAFCEQoPX3ByaWNlX3Blcl9ob3VyIkQKClJvbGVSZXN1bHQSDAoEcm9sZRgBIAEoCRITCgtudW1fc2FtcGxlcxgCIAEoBBITCgttZWFuX3Jld2FyZBgDIAEoASKLBAoKRXZhbHVhdGlvbhIRCglwb2xpY3lfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBITCgtudW1fc2FtcGxlcxgDIAEoBBITCgtudW1fcGxhbm5lZBgEIAEoBBITCgttZWFuX3Jld2FyZBgFIAEoARIQCghjb21wbGV0ZRgGIAEoCBINCgVmaW5hbBgHIAEoCBIxCg1jb21wbGV0ZV90aW1lGAggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIVCg1ldmFsdWF0aW9uX2lkGAkgASgJEkEKCHZlcnNpb25zGAogAygLMi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24uVmVyc2lvbnNFbnRyeRIwCgVyb2xlcxgLIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb2xlUmVzdWx0Ej8KB21ldHJpY3MYDCADKAsyLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRXZhbHVhdGlvbi5NZXRyaWNzRW50cnkSGAoQc2FtcGxlc19wZXJfdGFzaxgNIAEoDRovCg1WZXJzaW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEaLgoMTWV0cmljc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAEi5QEKBFdhaXQSDQoFc3RhZ2UYASABKAkSEQoJcG9saWN5X2lkGAIgASgJEg4KBnJlYXNvbhgDIAEoCRIOCgZkZXRhaWwYBCABKAkSMgoPd2FpdGVkX2R1cmF0aW9uGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KCnNpbmNlX3RpbWUYBiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhMKC3JlbGVhc2VkX2J5GAcgASgJEhUKCHByb2dyZXNzGAggASgBSACIAQFCCwoJX3Byb2dyZXNzIsAFCg5TdGF0dXNSZXNwb25zZRIuCgVzdGF0ZRgBIAEoDjIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5TdGF0ZRIOCgZydW5faWQYAiABKAkSPgoMdHJhamVjdG9yaWVzGAMgASgLMiguYXN0cmFmbG93LmRhdGFmbG93LnYxLlRyYWplY3RvcnlBY2NvdW50EjUKCHBvbGljaWVzGAQgAygLMiMuYXN0cmFmbG93LmRhdGFmbG93LnYxLlBvbGljeVN0YXR1cxIwCgVub2RlcxgFIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEjYKC2V2YWx1YXRpb25zGAYgAygLMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkV2YWx1YXRpb24SKgoFd2FpdHMYByADKAsyGy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2FpdBIUCgxkZWFkX2xldHRlcnMYCCABKAQSNQoIZmFpbHVyZXMYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza0ZhaWx1cmVzEhMKC3N0b3BwZWRfZm9yGAogASgJEi0KCXJlYWRfdGltZRgLIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASNAoHc2hhZG93cxgMIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TaGFkb3dQbHVnaW4SNQoHYXJjaGl2ZRgNIAEoCzIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5BcmNoaXZlU3RhdHVzEjEKBnJvdXRlcxgOIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb3V0ZUNvdW50EjAKCGJhbGFuY2VzGA8gAygLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhbGFuY2UiWwoMU2hhZG93UGx1Z2luEgwKBGtpbmQYASABKAkSDAoEbmFtZRgCIAEoCRINCgVhc2tlZBgDIAEoBBIPCgdkaWZmZXJzGAQgASgEEg8KB3JlZnVzZWQYBSABKAQiawoKUm91dGVDb3VudBIPCgd2ZXJkaWN0GAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIOCgZncm91cHMYAyABKAQSFAoMdHJhamVjdG9yaWVzGAQgASgEEhMKC21lYW5fcmV3YXJkGAUgASgBIoIBCg1BcmNoaXZlU3RhdHVzEg8KB3dhaXRpbmcYASABKAQSFQoNd2FpdGluZ19ieXRlcxgCIAEoBBIPCgd3cml0dGVuGAMgASgEEhUKDXdyaXR0ZW5fYnl0ZXMYBCABKAQSEAoIZ2l2ZW5fdXAYBSABKAQSDwoHcHJvYmxlbRgGIAEoCSLQAQoMVGFza0ZhaWx1cmVzEg4KBnJlYXNvbhgBIAEoCRIOCgZkZXRhaWwYAiABKAkSDQoFY291bnQYAyABKAQSEAoIaW5fYV9yb3cYBCABKAQSDwoHdGFza19pZBgFIAEoCRIPCgdub2RlX2lkGAYgASgJEi4KCmZpcnN0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi0KCWxhc3RfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiegoYQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRJOChFpbnRlcnZhbF9kdXJhdGlvbhgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbkIY+vMYFAmamZmZmZm5PxEAAAAAACCsQFABImMKGUFkbWluU2VydmljZVdhdGNoUmVzcG9uc2USNQoGc3RhdHVzGAEgASgLMiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlEg8KB2NoYW5nZWQYAiADKAkiLQoKV2h5UmVxdWVzdBIOCgZydW5faWQYASABKAkSDwoHdGFza19pZBgCIAEoCSLVAwoLV2h5UmVzcG9uc2USDgoGcnVuX2lkGAEgASgJEi4KBXN0YXRlGAIgASgOMh8uYXN0cmFmbG93LmRhdGFmbG93LnYxLlJ1blN0YXRlEioKBXdhaXRzGAMgAygLMhsuYXN0cmFmbG93LmRhdGFmbG93LnYxLldhaXQSLgoEdGFzaxgEIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5UYXNrVHJhY2USNQoIZmFpbHVyZXMYBSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVGFza0ZhaWx1cmVzEhMKC3N0b3BwZWRfZm9yGAYgASgJEhQKDGRlYWRfbGV0dGVycxgHIAEoBBItCglyZWFkX3RpbWUYCCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjQKB3NoYWRvd3MYCSADKAsyIy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuU2hhZG93UGx1Z2luEjEKBnJvdXRlcxgKIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Sb3V0ZUNvdW50EjAKCGJhbGFuY2VzGAsgAygLMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkJhbGFuY2UiWgoQTGlzdE5vZGVzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESEgoKcGFnZV90b2tlbhgDIAEoCSJeChFMaXN0Tm9kZXNSZXNwb25zZRIwCgVub2RlcxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Ob2RlU3RhdHVzEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJaChBEcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJEiUKBnJlYXNvbhgDIAEoCUIV+vMYEUoPW2EtejAtOV9dezAsNjR9IjYKEURyYWluTm9kZVJlc3BvbnNlEg4KBmxlYXNlcxgBIAEoDRIRCgljb25uZWN0ZWQYAiABKAgiNQoSVW5kcmFpbk5vZGVSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIPCgdub2RlX2lkGAIgASgJIisKE1VuZHJhaW5Ob2RlUmVzcG9uc2USFAoMZHJhaW5fcmVhc29uGAEgASgJIv4BCgpEZWFkTGV0dGVyEhYKDmRlYWRfbGV0dGVyX2lkGAEgASgJEg8KB3Rhc2tfaWQYAiABKAkSDgoGcmVhc29uGAMgASgJEg4KBmRldGFpbBgEIAEoCRIPCgdhdHRlbXB0GAUgASgNEg8KB25vZGVfaWQYBiABKAkSLwoLY3JlYXRlX3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEigKBHRhc2sYCCABKAsyGi5hc3RyYWZsb3cucm9sbG91dC52MS5UYXNrEhMKC3BheWxvYWRfcmVmGAkgASgJEhUKDWV2YWx1YXRpb25faWQYCiABKAki0AEKFkxpc3REZWFkTGV0dGVyc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEiIKCXBhZ2Vfc2l6ZRgCIAEoDUIP+vMYCxEAAAAAAEB/QFABEmsKCnBhZ2VfdG9rZW4YAyABKAlCV/rzGFNKGihbMC05XXsxLDE5fS1bMC05XXsxLDE5fSk/ejVwYXNzIG5leHRfcGFnZV90b2tlbiBvZiB0aGUgcHJldmlvdXMgcGFnZSwgb3Igbm90aGluZxIVCg1pbmNsdWRlX3Rhc2tzGAQgASgIInoKF0xpc3REZWFkTGV0dGVyc1Jlc3BvbnNlEjcKDGRlYWRfbGV0dGVycxgBIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EZWFkTGV0dGVyEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCRINCgV0b3RhbBgDIAEoBCKFAQoZUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSWAoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQj/68xg7QPQDShdbMC05XXsxLDE5fS1bMC05XXsxLDE5fXodTGlzdERlYWRMZXR0ZXJzIHNob3dzIHRoZSBpZHMiTQoaUmVxdWV1ZURlYWRMZXR0ZXJzUmVzcG9uc2USEAoIcmVxdWV1ZWQYASABKA0SDwoHdW5rbm93bhgCIAEoDRIMCgRrZXB0GAMgASgNIoMBChdQdXJnZURlYWRMZXR0ZXJzUmVxdWVzdBIOCgZydW5faWQYASABKAkSWAoPZGVhZF9sZXR0ZXJfaWRzGAIgAygJQj/68xg7QPQDShdbMC05XXsxLDE5fS1bMC05XXsxLDE5fXodTGlzdERlYWRMZXR0ZXJzIHNob3dzIHRoZSBpZHMiKgoYUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlEg4KBnB1cmdlZBgBIAEoBCIjChFQb29sUmVwb3J0UmVxdWVzdBIOCgZydW5faWQYASABKAkimAEKEExpc3RTdGVwc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhEKCXBvbGljeV9pZBgCIAEoCRIQCghtaW5fc3RlcBgDIAEoBBIQCghtYXhfc3RlcBgEIAEoBBIYCgVuYW1lcxgFIAMoCUIJ+vMYBUCAAmABEiMKCm1heF9wb2ludHMYBiABKA1CD/rzGAsRAAAAAACIw0BQASJCCgpTdGVwU2VyaWVzEgwKBG5hbWUYASABKAkSDAoEbWVhbhgCIAMoARILCgNtaW4YAyADKAESCwoDbWF4GAQgAygBIpYBChFMaXN0U3RlcHNSZXNwb25zZRINCgVzdGVwcxgBIAMoBBIwCgxmaW5pc2hfdGltZXMYAiADKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEjEKBnNlcmllcxgDIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGVwU2VyaWVzEg0KBXRvdGFsGAQgASgEIrQBChFMaXN0RXZlbnRzUmVxdWVzdBIOCgZydW5faWQYASABKAkSIgoJcGFnZV9zaXplGAIgASgNQg/68xgLEQAAAAAAQI9AUAESawoKcGFnZV90b2tlbhgDIAEoCUJX+vMYU0oaKFswLTldezEsMTl9LVswLTldezEsMTl9KT96NXBhc3MgbmV4dF9wYWdlX3Rva2VuIG9mIHRoZSBwcmV2aW91cyBwYWdlLCBvciBub3RoaW5nInUKCFJ1bkV2ZW50EhAKCGV2ZW50X2lkGAEgASgJEigKBHRpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgwKBGtpbmQYAyABKAkSDwoHc3ViamVjdBgEIAEoCRIOCgZkZXRhaWwYBSABKAkiXgoSTGlzdEV2ZW50c1Jlc3BvbnNlEi8KBmV2ZW50cxgBIAMoCzIfLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SdW5FdmVudBIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkimAEKB0JhbGFuY2USEQoJcG9saWN5X2lkGAEgASgJEg8KB3ZlcmRpY3QYAiABKAkSEAoIc2VudGVuY2UYAyABKAkSGgoSdHJhaW5lcl93YWl0X3NoYXJlGAQgASgBEhgKC25vZGVfZmFjdG9yGAUgASgBSACIAQESEQoJbnVtX3N0ZXBzGAYgASgNQg4KDF9ub2RlX2ZhY3RvciJJCghQb29sTG9hZBIMCgRwb29sGAEgASgJEg0KBW5vZGVzGAIgASgNEhAKCGNhcGFjaXR5GAMgASgNEg4KBmxlYXNlcxgEIAEoDSJcChJQb29sUmVwb3J0UmVzcG9uc2USLgoFcG9vbHMYASADKAsyHy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUG9vbExvYWQSFgoObGVhc2FibGVfdGFza3MYAiABKA0iiAEKDFJldm9rZWRUb2tlbhJHCgh0b2tlbl9pZBgBIAEoCUI1+vMYMUoMWyEtfl17MSwxMjh9eiFnaXZlIHRoZSBjbGFpbSBganRpYCBvZiB0aGUgdG9rZW4SLwoLZXhwaXJlX3RpbWUYAiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIlAKElJldm9rZVRva2VuUmVxdWVzdBI6CgV0b2tlbhgBIAEoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW5CBvrzGAJYASIqChNSZXZva2VUb2tlblJlc3BvbnNlEhMKC3dhc19yZXZva2VkGAEgASgIIhoKGExpc3RSZXZva2VkVG9rZW5zUmVxdWVzdCJQChlMaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlEjMKBnRva2VucxgBIAMoCzIjLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXZva2VkVG9rZW4ymQ4KDEFkbWluU2VydmljZRJ1Cg1HZXRTZXJ2ZXJJbmZvEisuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiwuYXN0cmFmbG93LmRhdGFmbG93LnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIJyvMYAQbQ8xgBEmMKBlN0YXR1cxIkLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5TdGF0dXNSZXF1ZXN0GiUuYXN0cmFmbG93LmRhdGFmbG93LnYxLlN0YXR1c1Jlc3BvbnNlIgzK8xgEAwQCAdDzGAESeAoFV2F0Y2gSLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuQWRtaW5TZXJ2aWNlV2F0Y2hSZXF1ZXN0GjAuYXN0cmFmbG93LmRhdGFmbG93LnYxLkFkbWluU2VydmljZVdhdGNoUmVzcG9uc2UiCsrzGAIDBNDzGAEwARJYCgNXaHkSIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2h5UmVxdWVzdBoiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XaHlSZXNwb25zZSIKyvMYAgME0PMYARJrCglMaXN0Tm9kZXMSJy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdE5vZGVzUmVxdWVzdBooLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0Tm9kZXNSZXNwb25zZSILyvMYAwIDBNDzGAESaQoJRHJhaW5Ob2RlEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkRyYWluTm9kZVJlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuRHJhaW5Ob2RlUmVzcG9uc2UiCcrzGAED0PMYAhJvCgtVbmRyYWluTm9kZRIpLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5VbmRyYWluTm9kZVJlcXVlc3QaKi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuVW5kcmFpbk5vZGVSZXNwb25zZSIJyvMYAQPQ8xgCEnwKD0xpc3REZWFkTGV0dGVycxItLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RGVhZExldHRlcnNSZXF1ZXN0Gi4uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3REZWFkTGV0dGVyc1Jlc3BvbnNlIgrK8xgCAwTQ8xgBEoQBChJSZXF1ZXVlRGVhZExldHRlcnMSMC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmVxdWV1ZURlYWRMZXR0ZXJzUmVxdWVzdBoxLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5SZXF1ZXVlRGVhZExldHRlcnNSZXNwb25zZSIJyvMYAQPQ8xgCEn4KEFB1cmdlRGVhZExldHRlcnMSLi5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1JlcXVlc3QaLy5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVyZ2VEZWFkTGV0dGVyc1Jlc3BvbnNlIgnK8xgBA9DzGAISagoJTGlzdFN0ZXBzEicuYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RTdGVwc1JlcXVlc3QaKC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuTGlzdFN0ZXBzUmVzcG9uc2UiCsrzGAIDBNDzGAESbQoKTGlzdEV2ZW50cxIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RXZlbnRzUmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0RXZlbnRzUmVzcG9uc2UiCsrzGAIDBNDzGAESbQoKUG9vbFJlcG9ydBIoLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVxdWVzdBopLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5Qb29sUmVwb3J0UmVzcG9uc2UiCsrzGAIDBNDzGAEScwoLUmV2b2tlVG9rZW4SKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUmV2b2tlVG9rZW5SZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlJldm9rZVRva2VuUmVzcG9uc2UiDcrzGAED0PMYAoD0GAMShgEKEUxpc3RSZXZva2VkVG9rZW5zEi8uYXN0cmFmbG93LmRhdGFmbG93LnYxLkxpc3RSZXZva2VkVG9rZW5zUmVxdWVzdBowLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5MaXN0UmV2b2tlZFRva2Vuc1Jlc3BvbnNlIg7K8xgCAwTQ8xgBgPQYAxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_account, file_astraflow_dataflow_v1_run, file_astraflow_dataflow_v1_trace, file_astraflow_dataflow_v1_version, file_astraflow_options_v1_options, file_astraflow_rollout_v1_engine_load, file_astraflow_rollout_v1_task, file_astraflow_server_v1_server_info, file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * Request of GetServerInfo.
@@ -896,6 +896,13 @@ export type StatusResponse = Message<"astraflow.dataflow.v1.StatusResponse"> & {
    * @generated from field: repeated astraflow.dataflow.v1.RouteCount routes = 14;
    */
   routes: RouteCount[];
+
+  /**
+   * Who waits for whom, by policy; none of a policy before its first finished step.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.Balance balances = 15;
+   */
+  balances: Balance[];
 };
 
 /**
@@ -1289,6 +1296,13 @@ export type WhyResponse = Message<"astraflow.dataflow.v1.WhyResponse"> & {
    * @generated from field: repeated astraflow.dataflow.v1.RouteCount routes = 10;
    */
   routes: RouteCount[];
+
+  /**
+   * Who waits for whom, as in StatusResponse.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.Balance balances = 11;
+   */
+  balances: Balance[];
 };
 
 /**
@@ -1769,6 +1783,316 @@ export const PoolReportRequestSchema: GenMessage<PoolReportRequest> = /*@__PURE_
   messageDesc(file_astraflow_dataflow_v1_admin_service, 33);
 
 /**
+ * Request of ListSteps.
+ *
+ * @generated from message astraflow.dataflow.v1.ListStepsRequest
+ */
+export type ListStepsRequest = Message<"astraflow.dataflow.v1.ListStepsRequest"> & {
+  /**
+   * Run; empty means the only run.
+   *
+   * @generated from field: string run_id = 1;
+   */
+  runId: string;
+
+  /**
+   * Policy.
+   *
+   * @generated from field: string policy_id = 2;
+   */
+  policyId: string;
+
+  /**
+   * First step.
+   *
+   * @generated from field: uint64 min_step = 3;
+   */
+  minStep: bigint;
+
+  /**
+   * Last step; 0 means the newest.
+   *
+   * @generated from field: uint64 max_step = 4;
+   */
+  maxStep: bigint;
+
+  /**
+   * Names of the series; empty means all.
+   *
+   * @generated from field: repeated string names = 5;
+   */
+  names: string[];
+
+  /**
+   * At most this many points; default 1000. Where there are more steps, each point stands for as many in a row.
+   *
+   * @generated from field: uint32 max_points = 6;
+   */
+  maxPoints: number;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ListStepsRequest.
+ * Use `create(ListStepsRequestSchema)` to create a new message.
+ */
+export const ListStepsRequestSchema: GenMessage<ListStepsRequest> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
+
+/**
+ * One figure of the steps of a policy, a value for each point; NaN where no step of the point has it.
+ *
+ * @generated from message astraflow.dataflow.v1.StepSeries
+ */
+export type StepSeries = Message<"astraflow.dataflow.v1.StepSeries"> & {
+  /**
+   * Name, as in AckBatchRequest.metrics; `data.*` are counts of the server when the step ended, such as
+   * `data.dropped.stale`.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Mean over the steps of the point.
+   *
+   * @generated from field: repeated double mean = 2;
+   */
+  mean: number[];
+
+  /**
+   * Smallest; empty where each point is one step.
+   *
+   * @generated from field: repeated double min = 3;
+   */
+  min: number[];
+
+  /**
+   * Largest; empty where each point is one step.
+   *
+   * @generated from field: repeated double max = 4;
+   */
+  max: number[];
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.StepSeries.
+ * Use `create(StepSeriesSchema)` to create a new message.
+ */
+export const StepSeriesSchema: GenMessage<StepSeries> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 35);
+
+/**
+ * Response of ListSteps.
+ *
+ * @generated from message astraflow.dataflow.v1.ListStepsResponse
+ */
+export type ListStepsResponse = Message<"astraflow.dataflow.v1.ListStepsResponse"> & {
+  /**
+   * Last step of each point, ascending.
+   *
+   * @generated from field: repeated uint64 steps = 1;
+   */
+  steps: bigint[];
+
+  /**
+   * When these ended, by the server's clock.
+   *
+   * @generated from field: repeated google.protobuf.Timestamp finish_times = 2;
+   */
+  finishTimes: Timestamp[];
+
+  /**
+   * The series, by name.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.StepSeries series = 3;
+   */
+  series: StepSeries[];
+
+  /**
+   * Steps that were asked for and are kept.
+   *
+   * @generated from field: uint64 total = 4;
+   */
+  total: bigint;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ListStepsResponse.
+ * Use `create(ListStepsResponseSchema)` to create a new message.
+ */
+export const ListStepsResponseSchema: GenMessage<ListStepsResponse> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 36);
+
+/**
+ * Request of ListEvents.
+ *
+ * @generated from message astraflow.dataflow.v1.ListEventsRequest
+ */
+export type ListEventsRequest = Message<"astraflow.dataflow.v1.ListEventsRequest"> & {
+  /**
+   * Run; empty means the only run.
+   *
+   * @generated from field: string run_id = 1;
+   */
+  runId: string;
+
+  /**
+   * At most this many; default 50.
+   *
+   * @generated from field: uint32 page_size = 2;
+   */
+  pageSize: number;
+
+  /**
+   * `next_page_token` of the previous page; empty for the first.
+   *
+   * @generated from field: string page_token = 3;
+   */
+  pageToken: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ListEventsRequest.
+ * Use `create(ListEventsRequestSchema)` to create a new message.
+ */
+export const ListEventsRequestSchema: GenMessage<ListEventsRequest> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 37);
+
+/**
+ * Something that happened to a run.
+ *
+ * @generated from message astraflow.dataflow.v1.RunEvent
+ */
+export type RunEvent = Message<"astraflow.dataflow.v1.RunEvent"> & {
+  /**
+   * Id; ascending in time.
+   *
+   * @generated from field: string event_id = 1;
+   */
+  eventId: string;
+
+  /**
+   * When, by the server's clock.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 2;
+   */
+  time?: Timestamp | undefined;
+
+  /**
+   * Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
+   * `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `task_failed`, `run_state`.
+   *
+   * @generated from field: string kind = 3;
+   */
+  kind: string;
+
+  /**
+   * Node, policy or run that it happened to.
+   *
+   * @generated from field: string subject = 4;
+   */
+  subject: string;
+
+  /**
+   * For people.
+   *
+   * @generated from field: string detail = 5;
+   */
+  detail: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.RunEvent.
+ * Use `create(RunEventSchema)` to create a new message.
+ */
+export const RunEventSchema: GenMessage<RunEvent> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 38);
+
+/**
+ * Response of ListEvents.
+ *
+ * @generated from message astraflow.dataflow.v1.ListEventsResponse
+ */
+export type ListEventsResponse = Message<"astraflow.dataflow.v1.ListEventsResponse"> & {
+  /**
+   * Events, newest first.
+   *
+   * @generated from field: repeated astraflow.dataflow.v1.RunEvent events = 1;
+   */
+  events: RunEvent[];
+
+  /**
+   * Empty on the last page.
+   *
+   * @generated from field: string next_page_token = 2;
+   */
+  nextPageToken: string;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.ListEventsResponse.
+ * Use `create(ListEventsResponseSchema)` to create a new message.
+ */
+export const ListEventsResponseSchema: GenMessage<ListEventsResponse> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 39);
+
+/**
+ * Who waits for whom: the nodes that sample, or the trainer of a policy.
+ *
+ * @generated from message astraflow.dataflow.v1.Balance
+ */
+export type Balance = Message<"astraflow.dataflow.v1.Balance"> & {
+  /**
+   * Policy.
+   *
+   * @generated from field: string policy_id = 1;
+   */
+  policyId: string;
+
+  /**
+   * `rollout_bound`, `trainer_bound`, `publish_bound` or `balanced`.
+   *
+   * @generated from field: string verdict = 2;
+   */
+  verdict: string;
+
+  /**
+   * The same in one sentence, with the figures and what would change it.
+   *
+   * @generated from field: string sentence = 3;
+   */
+  sentence: string;
+
+  /**
+   * Share of its time that the trainer waited, in [0, 1], over the steps that it was computed from.
+   *
+   * @generated from field: double trainer_wait_share = 4;
+   */
+  trainerWaitShare: number;
+
+  /**
+   * Nodes that would fill the trainer, as a multiple of those that work now; unset where that is not known.
+   *
+   * @generated from field: optional double node_factor = 5;
+   */
+  nodeFactor?: number | undefined;
+
+  /**
+   * Steps that it was computed from: the newest 20 at most.
+   *
+   * @generated from field: uint32 num_steps = 6;
+   */
+  numSteps: number;
+};
+
+/**
+ * Describes the message astraflow.dataflow.v1.Balance.
+ * Use `create(BalanceSchema)` to create a new message.
+ */
+export const BalanceSchema: GenMessage<Balance> = /*@__PURE__*/
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 40);
+
+/**
  * One pool of nodes.
  *
  * @generated from message astraflow.dataflow.v1.PoolLoad
@@ -1808,7 +2132,7 @@ export type PoolLoad = Message<"astraflow.dataflow.v1.PoolLoad"> & {
  * Use `create(PoolLoadSchema)` to create a new message.
  */
 export const PoolLoadSchema: GenMessage<PoolLoad> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 34);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 41);
 
 /**
  * Response of PoolReport.
@@ -1837,7 +2161,7 @@ export type PoolReportResponse = Message<"astraflow.dataflow.v1.PoolReportRespon
  * Use `create(PoolReportResponseSchema)` to create a new message.
  */
 export const PoolReportResponseSchema: GenMessage<PoolReportResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 35);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 42);
 
 /**
  * A token that is refused although it has not expired.
@@ -1865,7 +2189,7 @@ export type RevokedToken = Message<"astraflow.dataflow.v1.RevokedToken"> & {
  * Use `create(RevokedTokenSchema)` to create a new message.
  */
 export const RevokedTokenSchema: GenMessage<RevokedToken> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 36);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 43);
 
 /**
  * Request of RevokeToken.
@@ -1886,7 +2210,7 @@ export type RevokeTokenRequest = Message<"astraflow.dataflow.v1.RevokeTokenReque
  * Use `create(RevokeTokenRequestSchema)` to create a new message.
  */
 export const RevokeTokenRequestSchema: GenMessage<RevokeTokenRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 37);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 44);
 
 /**
  * Response of RevokeToken.
@@ -1907,7 +2231,7 @@ export type RevokeTokenResponse = Message<"astraflow.dataflow.v1.RevokeTokenResp
  * Use `create(RevokeTokenResponseSchema)` to create a new message.
  */
 export const RevokeTokenResponseSchema: GenMessage<RevokeTokenResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 38);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 45);
 
 /**
  * Request of ListRevokedTokens.
@@ -1922,7 +2246,7 @@ export type ListRevokedTokensRequest = Message<"astraflow.dataflow.v1.ListRevoke
  * Use `create(ListRevokedTokensRequestSchema)` to create a new message.
  */
 export const ListRevokedTokensRequestSchema: GenMessage<ListRevokedTokensRequest> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 39);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 46);
 
 /**
  * Response of ListRevokedTokens.
@@ -1943,7 +2267,7 @@ export type ListRevokedTokensResponse = Message<"astraflow.dataflow.v1.ListRevok
  * Use `create(ListRevokedTokensResponseSchema)` to create a new message.
  */
 export const ListRevokedTokensResponseSchema: GenMessage<ListRevokedTokensResponse> = /*@__PURE__*/
-  messageDesc(file_astraflow_dataflow_v1_admin_service, 40);
+  messageDesc(file_astraflow_dataflow_v1_admin_service, 47);
 
 /**
  * Status and operations, for people and tools.
@@ -2057,6 +2381,28 @@ export const AdminService: GenService<{
     methodKind: "unary";
     input: typeof PurgeDeadLettersRequestSchema;
     output: typeof PurgeDeadLettersResponseSchema;
+  },
+  /**
+   * Returns what the steps of a policy looked like, as series that are aligned with each other, thinned to as many points
+   * as are asked for. Read only. The newest 100,000 steps are kept; a run without a finished step has no points.
+   *
+   * @generated from rpc astraflow.dataflow.v1.AdminService.ListSteps
+   */
+  listSteps: {
+    methodKind: "unary";
+    input: typeof ListStepsRequestSchema;
+    output: typeof ListStepsResponseSchema;
+  },
+  /**
+   * Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
+   * of its state. Read only. About the newest 2,000 events are kept.
+   *
+   * @generated from rpc astraflow.dataflow.v1.AdminService.ListEvents
+   */
+  listEvents: {
+    methodKind: "unary";
+    input: typeof ListEventsRequestSchema;
+    output: typeof ListEventsResponseSchema;
   },
   /**
    * Returns load and capacity of each pool of nodes, for autoscalers. Read only.

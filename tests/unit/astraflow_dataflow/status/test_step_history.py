@@ -1,0 +1,78 @@
+"""Steps as aligned columns, thinned to what a chart shows."""
+
+import math
+
+import numpy as np
+import pytest
+
+from astraflow.dataflow.v1 import admin_service_pb2 as pb
+from astraflow_dataflow.records import StepFigures
+from astraflow_dataflow.status.step_history import Columns, thinned
+
+
+def step(number: int, counts: str = "", **figures: float) -> StepFigures:
+    return StepFigures(
+        step=number,
+        finish_ms=number * 1000,
+        names=tuple(figures),
+        values=np.array(list(figures.values()), "<f4").tobytes(),
+        counts=counts,
+    )
+
+
+def series(response: pb.ListStepsResponse) -> dict[str, list[float]]:
+    return {each.name: list(each.mean) for each in response.series}
+
+
+def test_figures_that_only_some_steps_have_stay_aligned() -> None:
+    columns = Columns()
+    columns.append([step(1, reward=0.5), step(2, reward=0.25, kl=3.0)])
+    columns.append([step(3, kl=4.0, counts="ready 7\ndropped.stale 2")])
+    found = thinned(columns, pb.ListStepsRequest())
+    assert list(found.steps) == [1, 2, 3]
+    expected = {
+        "data.dropped.stale": [math.nan, math.nan, 2.0],
+        "data.ready": [math.nan, math.nan, 7.0],
+        "kl": [math.nan, 3.0, 4.0],
+        "reward": [0.5, 0.25, math.nan],
+    }
+    assert list(series(found)) == list(expected)
+    for name, values in series(found).items():
+        assert values == pytest.approx(expected[name], nan_ok=True), name
+    assert not found.series[0].min
+
+
+def test_a_long_run_is_thinned_to_means_with_their_extremes() -> None:
+    columns = Columns()
+    columns.append([step(number, reward=float(number % 10)) for number in range(1, 100_001)])
+    found = thinned(columns, pb.ListStepsRequest(max_points=1000))
+    assert (found.total, len(found.steps), found.steps[0], found.steps[-1]) == (100_000, 1000, 100, 100_000)
+    (reward,) = found.series
+    assert set(reward.mean) == {4.5}
+    assert (set(reward.min), set(reward.max)) == ({0.0}, {9.0})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "points", "steps"),
+    [(0, 0, 3, [4, 8, 10]), (9, 0, 3, [9, 10]), (2, 5, 2, [3, 5]), (11, 0, 3, []), (0, 1, 1, [1]), (0, 0, 1, [10])],
+)
+def test_a_part_of_the_steps(first: int, last: int, points: int, steps: list[int]) -> None:
+    columns = Columns()
+    columns.append([step(number, reward=1.0) for number in range(1, 11)])
+    asked = pb.ListStepsRequest(min_step=first, max_step=last, max_points=points)
+    assert list(thinned(columns, asked).steps) == steps
+
+
+def test_only_the_series_asked_for_and_none_of_a_run_without_steps() -> None:
+    columns = Columns()
+    assert thinned(columns, pb.ListStepsRequest()).total == 0
+    columns.append([step(1, reward=1.0, kl=2.0)])
+    assert series(thinned(columns, pb.ListStepsRequest(names=["kl", "unknown"]))) == {"kl": [2.0]}
+
+
+def test_a_point_without_any_figure_is_no_number() -> None:
+    columns = Columns()
+    columns.append([step(1, reward=1.0), step(2), step(3), step(4, reward=2.0), step(5), step(6)])
+    (reward,) = thinned(columns, pb.ListStepsRequest(max_points=3)).series
+    assert list(reward.mean) == pytest.approx([1.0, 2.0, math.nan], nan_ok=True)
+    assert list(reward.max) == pytest.approx([1.0, 2.0, math.nan], nan_ok=True)
