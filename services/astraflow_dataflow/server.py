@@ -28,6 +28,7 @@ from astraflow.dataflow.v1 import (
 from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
+from astraflow_dataflow.dashboard.site import Dashboard
 from astraflow_dataflow.episodes.archiving import Archives, Archiving
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
@@ -349,6 +350,7 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
     """Serve until the lifecycle drains."""
     dataflow = Dataflow.assemble(settings)
     keeper = RunKeeper(dataflow)
+    registrations = dataflow.registrations()
     pages = Pages(
         settings,
         life=life,
@@ -356,9 +358,12 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         status=dataflow.status,
         readiness={"redis": dataflow.connection.ready},
         revoked=dataflow.revoked_tokens.seen,
+        site=Dashboard(
+            registrations, registry=dataflow.registry, archives=dataflow.archives, ending=life.drain
+        ),
     )
     grpc_server = GrpcServer(
-        dataflow.registrations(),
+        registrations,
         settings=settings,
         metrics=dataflow.metrics,
         revoked=dataflow.revoked_tokens.seen,

@@ -8,6 +8,7 @@ the daemon's address. Daemons build one `Pages` and run it as a `Service`.
 import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -32,6 +33,22 @@ READERS = frozenset({"operator", "viewer"})
 _STATUS = {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403}
 
 
+class Site(Protocol):
+    """Pages of a daemon's own beside /status and /metrics."""
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """What answers without a token: it tells nothing that is not the same for everybody."""
+
+    def add_to(self, app: FastAPI, verifier: Verifier | None) -> None:
+        """Add the pages; `verifier` decides about tokens, None where the daemon has no keys."""
+
+
+def token_cookie(request: Request) -> str:
+    """Name of the cookie in which a browser keeps its token: cookies are of a host, whatever the port."""
+    return f"astraflow_token_{request.url.port or 'default'}"
+
+
 class Pages:
     """Serves /status, /metrics and the probes on `http_port`, the probes alone on `probe_port` where that is set."""
 
@@ -45,14 +62,19 @@ class Pages:
         readiness: Mapping[str, ReadinessCheck] | None = None,
         run_id: str = "",
         revoked: RevokedElsewhere = frozenset,
+        site: Site | None = None,
     ) -> None:
         """`run_id` is the run that all pages are about; without one /status shows those runs that the caller may see,
         and /metrics is for who may see all. Raises SettingsError for keys or certificates that cannot be used.
         """
         started = life.started.is_set
         app = create_app(metrics=metrics, status=status, readiness=readiness, started=started)
-        if settings.token_keys_file:
-            _require_tokens(app, Verifier(settings, revoked=revoked), run_id=run_id)
+        verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
+        if verifier is not None:
+            open_paths = site.open_paths if site else frozenset()
+            _require_tokens(app, verifier, run_id=run_id, open_paths=open_paths.union(PROBES))
+        if site is not None:
+            site.add_to(app, verifier)
         named = (settings.http_host, *settings.http_allowed_hosts)
         _require_known_host(app, frozenset({"localhost", *map(str.lower, named)}))
         tls = ServerCertificate(settings).ssl_context() if settings.tls_cert_file else None
@@ -95,14 +117,17 @@ class Pages:
             await server.stop(deadline_s=deadline_s)
 
 
-def _require_tokens(app: FastAPI, verifier: Verifier, *, run_id: str) -> None:
+def _require_tokens(app: FastAPI, verifier: Verifier, *, run_id: str, open_paths: frozenset[str]) -> None:
     @app.middleware("http")
     async def admit(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         path = request.url.path
-        if path in PROBES:
+        if path in open_paths:
             return await answer(request)
         try:
-            identity = verifier.identify(request.headers.get("authorization"))
+            kept = request.cookies.get(token_cookie(request))
+            identity = verifier.identify(
+                request.headers.get("authorization", f"Bearer {kept}" if kept else None)
+            )
             if not identity.roles & READERS:
                 raise denied(
                     "role",

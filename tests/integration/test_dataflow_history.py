@@ -79,7 +79,9 @@ async def test_status_and_why_say_who_waits_for_whom(world: World) -> None:
         assert "the trainer waits 60%" in verdict.sentence
 
 
-async def test_the_timeline_tells_joins_trainers_drains_and_the_life_of_the_run_newest_first(world: World) -> None:
+async def test_the_timeline_tells_joins_trainers_drains_and_the_life_of_the_run_newest_first(
+    world: World,
+) -> None:
     _, node = await world.started(dataset="Counting")
     await world.ask(admin.DrainNodeResponse, node_id=node.node_id, reason="maintenance")
     found = await world.ask(admin.ListEventsResponse)

@@ -1,8 +1,8 @@
 """Balance: do nodes wait for the trainer of a policy, or the trainer for them, and how many nodes would it keep busy?
 
-Pure, over the newest steps of a policy and what its nodes hold. A trainer that waits for groups the share w of its time
-takes 1 / (1 − w) times as many steps with that many times the nodes; waiting to publish is not theirs to mend. Called by
-reporting.
+Pure, over the newest steps of a policy and what its nodes hold. A trainer that waits for groups the share w of its
+time takes 1 / (1 − w) times as many steps with that many times the nodes; waiting to publish is not theirs to mend.
+Called by reporting.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def balance(policy_id: str, steps: Sequence[Mapping[str, float]], nodes: Fleet) 
         verdict.verdict = "trainer_bound"
         verdict.node_factor = max(1, nodes.busy) / nodes.capacity
         verdict.sentence = (
-            f"trainer-bound: nodes have {nodes.busy} of {nodes.capacity} places busy and the trainer waits {waits:.0%}; "
-            f"{verdict.node_factor:.1f}× nodes would do"
+            f"trainer-bound: nodes have {nodes.busy} of {nodes.capacity} places busy and the trainer waits {waits:.0%}"
+            f"; {verdict.node_factor:.1f}× nodes would do"
         )
     else:
         verdict.verdict = "balanced"
-        verdict.sentence = f"balanced: the trainer waits {waits:.0%} and nodes are {1 - nodes.idle_share:.0%} busy"
+        verdict.sentence = (
+            f"balanced: the trainer waits {waits:.0%} and nodes are {1 - nodes.idle_share:.0%} busy"
+        )
     return verdict
 
 

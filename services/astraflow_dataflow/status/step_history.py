@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow_dataflow.records import StepFigures, timestamp
 from astraflow_dataflow.store.admin import AdminStore
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _POINTS = 1000
 _CHUNK = 1000
@@ -30,7 +32,7 @@ Floats: TypeAlias = "NDArray[np.float32]"
 
 @dataclass
 class Columns:
-    """Steps in order, their end in milliseconds, and their figures by name: a value for each, NaN where there is none."""
+    """Steps in order, when each ended in milliseconds, and its figures by name; NaN where it has none."""
 
     steps: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     finish_ms: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -114,7 +116,9 @@ class StepHistory:
 def thinned(columns: Columns, request: pb.ListStepsRequest) -> pb.ListStepsResponse:
     """Return the steps that were asked for in at most `max_points` points of as many steps each."""
     chosen = columns.between(request.min_step, request.max_step or columns.last)
-    names = [name for name in request.names if name in chosen.series] if request.names else list(chosen.series)
+    names = (
+        [name for name in request.names if name in chosen.series] if request.names else list(chosen.series)
+    )
     total = len(chosen.steps)
     width = max(1, -(-total // (request.max_points or _POINTS)))
     ends = np.minimum(np.arange(width, total + width, width), total) - 1
@@ -128,7 +132,7 @@ def thinned(columns: Columns, request: pb.ListStepsRequest) -> pb.ListStepsRespo
 
 def _series(name: str, values: Floats, width: int) -> pb.StepSeries:
     if width == 1:
-        return pb.StepSeries(name=name, mean=values.tolist())
+        return pb.StepSeries(name=name, mean=_short(values))
     padding = -len(values) % width
     points = np.append(values, np.full(padding, np.nan, np.float32)).reshape(-1, width).astype(np.float64)
     known = np.isfinite(points)
@@ -137,7 +141,12 @@ def _series(name: str, values: Floats, width: int) -> pb.StepSeries:
     empty = count == 0
     return pb.StepSeries(
         name=name,
-        mean=np.where(empty, np.nan, total / np.maximum(count, 1)).tolist(),
-        min=np.where(empty, np.nan, np.where(known, points, np.inf).min(axis=1)).tolist(),
-        max=np.where(empty, np.nan, np.where(known, points, -np.inf).max(axis=1)).tolist(),
+        mean=_short(np.where(empty, np.nan, total / np.maximum(count, 1))),
+        min=_short(np.where(empty, np.nan, np.where(known, points, np.inf).min(axis=1))),
+        max=_short(np.where(empty, np.nan, np.where(known, points, -np.inf).max(axis=1))),
     )
+
+
+def _short(values: NDArray[np.floating]) -> list[float]:
+    """Seven digits, which is what is kept of them: in JSON they take half as many bytes."""
+    return [float(f"{value:.7g}") for value in values.tolist()]

@@ -67,7 +67,9 @@ class AdminStore:
     async def events(self, run_id: str, *, before: str, limit: int) -> list[pb.RunEvent]:
         """Return what happened to the run before an id (empty for now), newest first."""
         key = Keys(run_id).of("history")
-        reply = await self._connection.raw("XREVRANGE", key, f"({before}" if before else "+", "-", "COUNT", limit)
+        reply = await self._connection.raw(
+            "XREVRANGE", key, f"({before}" if before else "+", "-", "COUNT", limit
+        )
         return [_event(*as_list(entry)) for entry in as_list(reply)]
 
     async def steps(self, run_id: str, policy_id: str, *, after: int, limit: int) -> list[StepFigures]:

@@ -57,6 +57,17 @@ class Gate:
         if contract is None or OPEN_TO_ALL in contract.roles:
             return ANYONE  # they tell nothing about runs, as health and reflection
         identity = self._identify(authorization)
+        self._require_allowed(identity, rpc, contract)
+        _caller.set(identity)
+        return identity
+
+    def allow(self, rpc: str, identity: Identity) -> None:
+        """The same for a caller that was identified otherwise, as readers of pages are. Raises PermissionError_."""
+        self._require_allowed(identity, rpc, self._contracts[rpc])
+
+    def _require_allowed(self, identity: Identity, rpc: str, contract: RpcContract) -> None:
+        if OPEN_TO_ALL in contract.roles:
+            return
         if not identity.roles & contract.roles:
             has = f"{identity.subject!r} has role {', '.join(identity.roles)}"
             raise denied("role", f"{has}; {rpc} is for {sorted(contract.roles)}")
@@ -67,8 +78,6 @@ class Gate:
                 "run",
                 f"{rpc} is about {about}; the token of {identity.subject!r} is for {_list(identity.runs)}",
             )
-        _caller.set(identity)
-        return identity
 
     def narrow(self, rpc: str, request: object) -> None:
         """Hold a request of `rpc` against what the token of `caller` is for.

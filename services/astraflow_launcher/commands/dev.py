@@ -34,6 +34,7 @@ from astraflow_launcher.commands.local_run import (
     node_options,
     own_folder,
 )
+from astraflow_launcher.run.dashboard_page import has_screen
 from astraflow_launcher.run.development_run import MAX_SILENCE_S, Options, Part
 from astraflow_launcher.run.folder import RunFolder, planned_folder
 from astraflow_launcher.run.plan import Plan, as_tables, plan_run
@@ -129,6 +130,12 @@ def dev(
     accept_data_loss: AcceptDataLoss = False,
     as_json_: AsJson = False,
     quiet: Quiet = False,
+    opens: Annotated[
+        bool | None,
+        typer.Option(
+            "--open/--no-open", help="Show the dashboard in a browser. Default: at a terminal with a screen."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print what would be started, where and with what; start nothing."),
@@ -161,6 +168,7 @@ def dev(
         max_silence_s=max_silence_s,
         max_log_bytes=int(max_log_mib * 2**20),
         accept_data_loss=accept_data_loss,
+        opens_dashboard=has_screen() if opens is None else opens,
     )
     if dry_run:
         root, continues = planned_folder(loaded, data_dir=data_dir)

@@ -30,6 +30,7 @@ from astraflow_kit.log_files import MAX_BYTES
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.child_watch import ChildWatch, serves
+from astraflow_launcher.run.dashboard_page import open_page, write_page
 from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
 from astraflow_launcher.run.observer import Observer
@@ -84,6 +85,8 @@ class Options:
     """Restarts of one child within a minute before it counts as broken."""
     max_log_bytes: int = MAX_BYTES
     """At which the log of a child is rotated."""
+    opens_dashboard: bool = False
+    """Show the dashboard in a browser once its server is ready."""
     max_silence_s: float = MAX_SILENCE_S
     """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
 
@@ -184,8 +187,14 @@ class DevelopmentRun:
         )
         self._child_watch.add(child, serves)
         pages = (await self._supervisor.wait_ready(child, timeout_s=_READY_TIMEOUT_S)).http
-        at = f"--join {self._address}, http://{pages}/status; tokens: {self._tokens.keys.parent}"
-        self._observer.observation.server = f"dataflow server: {at}"
+        page = self._tokens.keys.with_name("dashboard.html")
+        write_page(page, address=pages, token=self._tokens.of("viewer"))
+        at = f"--join {self._address}, tokens: {self._tokens.keys.parent}"
+        self._observer.observation.server = (
+            f"dashboard: http://{pages}/, signed in by {page.as_uri()}; dataflow server: {at}"
+        )
+        if self._options.opens_dashboard:
+            await asyncio.to_thread(open_page, page)
 
     async def _start_redis(self) -> str:
         port = free_port()

@@ -31,7 +31,7 @@ class RunTokens:
         return self.folder / OPERATOR_TOKEN.with_name("signing.jwks.json")
 
     def of(self, role: str) -> Path:
-        """The file of a role's token: `operator`, `trainer` or `rollout`."""
+        """The file of a role's token: `operator`, `viewer`, `trainer` or `rollout`."""
         return self.folder / OPERATOR_TOKEN.with_name(f"{role}.token")
 
     @classmethod
@@ -41,7 +41,7 @@ class RunTokens:
         tokens.remove()
         signing = tokens.keys.with_name("signing.pem")
         create_keys(signing)
-        for role in ("operator", "trainer", "rollout"):
+        for role in ("operator", "viewer", "trainer", "rollout"):
             grant = Grant(role=role, runs=(ALL,), subject=f"{role} of {folder.name}")
             write_file(tokens.of(role), issue_token(grant, ttl=_LIFE, key=signing).encode() + b"\n")
         signing.unlink()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from rich.text import Text
 
@@ -17,10 +17,11 @@ from astraflow.client import Client
 from astraflow.columns import decode_columns
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.token_texts import TokenTexts
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
+from astraflow.sample_content import parquet_rows, sample_values, trainer_logprobs
+from astraflow.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at what was trained on or dropped.")
 
 _PAGE = 200
+_READ_AT_ONCE = 32
 _TIMEOUT_S = 120.0
 _DEEPEST = 3.0
 """Natural log of the least likely token that colours still tell apart."""
@@ -121,7 +123,7 @@ def show(
         request = pb.GetSamplesRequest(run_id=options.run_id, sample_ids=[sample])
         (content,) = client.call(client.samples.GetSamples, request, timeout_s=_TIMEOUT_S).samples
     if options.json_:
-        print_json(_content(content, texts))
+        print_json(sample_values(content, texts))
         return
     item = content.sample.item
     typer.echo(
@@ -135,6 +137,57 @@ def show(
         if compares and (screen.no_color or not screen.color_system)
         else coloured(content, texts)
     )
+
+
+@app.command()
+@grouped_options
+def export(
+    options: RunOptions,
+    chosen: Chosen,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FILE", help="New file that ends with .jsonl or .parquet.")
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the policy's tokenizer.json; texts are left out without it."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Write at most this many.")] = 1000,
+) -> None:
+    """Write samples with their tokens, as `show --json` has them: a line or a row each."""
+    if to.suffix not in (".jsonl", ".parquet"):
+        raise InvalidArgumentError(f"--to {to}: a file ends with .jsonl or .parquet")
+    if to.exists():
+        raise InvalidArgumentError(f"--to {to}: it exists already; name a new file")
+    texts = None if tokenizer is None else TokenTexts.read(tokenizer)
+    with options.client() as client:
+        request = chosen.request(options.run_id)
+        ids = [sample.sample_id for sample in islice(_listed(client, request), limit)]
+        samples = [sample_values(content, texts) for content in _contents(client, request.run_id, ids)]
+    if to.suffix == ".jsonl":
+        to.write_text("".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
+    else:
+        _write_parquet(samples, to)
+    typer.echo(f"{len(samples)} samples are in {to}")
+
+
+def _contents(client: Client, run_id: str, sample_ids: Sequence[str]) -> Iterator[pb.SampleContent]:
+    left = list(sample_ids)
+    while left:
+        request = pb.GetSamplesRequest(run_id=run_id, sample_ids=left[:_READ_AT_ONCE])
+        found = client.call(client.samples.GetSamples, request, timeout_s=_TIMEOUT_S).samples
+        yield from found
+        left = left[len(found) :]
+
+
+def _write_parquet(samples: Sequence[dict[str, Any]], to: Path) -> None:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise InvalidArgumentError(
+            f"--to {to}: Parquet is written with pyarrow; run: pip install pyarrow, or write .jsonl"
+        ) from error
+    parquet.write_table(pa.Table.from_pylist(parquet_rows(samples)), to, compression="zstd")
 
 
 def coloured(content: pb.SampleContent, texts: TokenTexts | None) -> Text:
@@ -178,18 +231,11 @@ def _tokens(content: pb.SampleContent, texts: TokenTexts | None) -> list[_Token]
     columns = decode_columns(content.trajectory)
     ids, mask = columns.token_ids.tolist(), columns.loss_mask.tolist()
     engine = [value if held else None for value, held in zip(columns.logprobs.tolist(), mask, strict=True)]
-    trainer = _trainer_logprobs(content) or [None] * len(ids)
+    trainer = trainer_logprobs(content) or [None] * len(ids)
     return [
         _Token(text=str(token_id) if texts is None else texts.of(token_id), engine=behind, trainer=ahead)
         for token_id, behind, ahead in zip(ids, engine, trainer, strict=True)
     ]
-
-
-def _trainer_logprobs(content: pb.SampleContent) -> list[float | None] | None:
-    if not content.trainer_logprobs:
-        return None
-    found = np.frombuffer(content.trainer_logprobs, dtype="<f4").tolist()
-    return [None if math.isnan(value) else value for value in found]
 
 
 def _style(value: float | None, *, compares: bool) -> str:
@@ -224,16 +270,3 @@ def _cells(sample: Sample) -> tuple[str, ...]:
     versions = "–".join(str(version) for version in sorted({item.min_version, item.max_version}))
     figures = (f"{item.reward:g}", str(item.num_tokens), versions)
     return (sample.sample_id, str(sample.step), sample.reason, *figures, item.task_id, item.source)
-
-
-def _content(content: pb.SampleContent, texts: TokenTexts | None) -> dict[str, Any]:
-    columns = decode_columns(content.trajectory)
-    ids = columns.token_ids.tolist()
-    return as_json(content.sample) | {
-        "token_ids": ids,
-        "texts": None if texts is None else [texts.of(token_id) for token_id in ids],
-        "loss_mask": columns.loss_mask.tolist(),
-        "logprobs": columns.logprobs.tolist(),
-        "trainer_logprobs": _trainer_logprobs(content),
-        "version_spans": columns.version_spans,
-    }

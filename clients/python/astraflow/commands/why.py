@@ -120,7 +120,8 @@ def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
     blocks = [block for wait in waits for block in _block(wait)]
     if not waits and verdict.bound is not Bound.FINISHED:
         blocks = [Text("\nnothing waits at this moment")]
-    return Group(title, line, *failed, *blocks, *data_parts(answer))
+    balances = [Text(f"\n{each.policy_id}: {each.sentence}") for each in answer.balances]
+    return Group(title, line, *failed, *blocks, *balances, *data_parts(answer))
 
 
 def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:

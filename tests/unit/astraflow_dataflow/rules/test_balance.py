@@ -1,5 +1,7 @@
 """Who waits for whom: the verdict and its sentence, case by case."""
 
+import math
+
 import pytest
 
 from astraflow_dataflow.rules.balance import Fleet, balance
@@ -14,7 +16,13 @@ NONE = Fleet(capacity=0, busy=0)
     [
         (4.1, 0.0, BUSY, "rollout_bound", "rollout-bound: the trainer waits 41%; 1.7× nodes would fill it"),
         (9.0, 0.0, BUSY, "rollout_bound", "rollout-bound: the trainer waits 90%; 10.0× nodes would fill it"),
-        (10.0, 0.0, BUSY, "rollout_bound", "rollout-bound: the trainer waits 100%; 100.0× nodes would fill it"),
+        (
+            10.0,
+            0.0,
+            BUSY,
+            "rollout_bound",
+            "rollout-bound: the trainer waits 100%; 100.0× nodes would fill it",
+        ),
         # Waiting to publish is not what more nodes would mend.
         (5.0, 1.0, BUSY, "rollout_bound", "rollout-bound: the trainer waits 50%; 1.7× nodes would fill it"),
         (4.0, 0.0, NONE, "rollout_bound", "rollout-bound: the trainer waits 40%; no node is connected"),
@@ -57,7 +65,14 @@ def test_the_verdict_is_one_sentence_with_its_figures(
 
 
 @pytest.mark.parametrize(
-    "steps", [[], [{}], [{"wait_s": 1.0}], [{"wait_s": 0.0, "train_s": 0.0}], [{"wait_s": float("nan"), "train_s": 1.0}]]
+    "steps",
+    [
+        [],
+        [{}],
+        [{"wait_s": 1.0}],
+        [{"wait_s": 0.0, "train_s": 0.0}],
+        [{"wait_s": math.nan, "train_s": 1.0}],
+    ],
 )
 def test_without_timed_steps_nothing_is_said(steps: list[dict[str, float]]) -> None:
     assert balance("solver", steps, BUSY) is None

@@ -54,7 +54,14 @@ def test_a_long_run_is_thinned_to_means_with_their_extremes() -> None:
 
 @pytest.mark.parametrize(
     ("first", "last", "points", "steps"),
-    [(0, 0, 3, [4, 8, 10]), (9, 0, 3, [9, 10]), (2, 5, 2, [3, 5]), (11, 0, 3, []), (0, 1, 1, [1]), (0, 0, 1, [10])],
+    [
+        (0, 0, 3, [4, 8, 10]),
+        (9, 0, 3, [9, 10]),
+        (2, 5, 2, [3, 5]),
+        (11, 0, 3, []),
+        (0, 1, 1, [1]),
+        (0, 0, 1, [10]),
+    ],
 )
 def test_a_part_of_the_steps(first: int, last: int, points: int, steps: list[int]) -> None:
     columns = Columns()

@@ -9,7 +9,7 @@ from astraflow_kit.identity.verifier import Verifier
 from astraflow_kit.settings import DaemonSettings
 from astraflow_launcher.run.run_tokens import RunTokens
 
-ROLES = ("operator", "trainer", "rollout")
+ROLES = ("operator", "viewer", "trainer", "rollout")
 
 
 def _verifier(tokens: RunTokens) -> Verifier:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from astraflow.commands.token_texts import TokenTexts
 from astraflow.errors import InvalidArgumentError
+from astraflow.token_texts import TokenTexts
 
 TEXT = "Zwölf Boxkämpfer – 12 + 7 = 19\n\tπ"
 

@@ -24,16 +24,24 @@ class TokenTexts:
         """Read a `tokenizer.json`, or that of a folder. Raises InvalidArgumentError."""
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            vocabulary = content["model"]["vocab"]
-            named = vocabulary.items() if isinstance(vocabulary, dict) else _numbered(vocabulary)
-            added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-            return cls({number: piece for piece, number in named} | added, special=frozenset(added))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise InvalidArgumentError(
                 f"{file} is no tokenizer.json that can be read ({type(error).__name__}: {error}); give the folder of "
                 "a checkpoint, or of `astraflow weights export`"
             ) from error
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> TokenTexts:
+        """Read the content of a `tokenizer.json`. Raises ValueError for what is none."""
+        try:
+            content = json.loads(text)
+            vocabulary = content["model"]["vocab"]
+            named = vocabulary.items() if isinstance(vocabulary, dict) else _numbered(vocabulary)
+            added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+            return cls({number: piece for piece, number in named} | added, special=frozenset(added))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def of(self, token_id: int) -> str:
         """The text of a token; its number in angle brackets where the vocabulary lacks it."""

@@ -1,0 +1,43 @@
+// Slugs of the contracts as people say them.
+import { el } from "./dom";
+
+export const words = (slug: string): string => slug.replaceAll("_", " ");
+
+export const stateBadge = (state: string): HTMLElement => el(`span.badge.${state}`, {}, state || "unknown");
+
+const HAPPENED: Record<string, string> = {
+  node_joined: "node joined",
+  node_left: "node left",
+  node_drained: "node drained",
+  node_undrained: "node takes tasks again",
+  leases_lost: "leases expired",
+  engine_restarted: "engine restarted",
+  trainer_claimed: "trainer began",
+  trainer_left: "trainer ended",
+  plugins_switched: "plug-ins switched",
+  batch_voided: "batch taken back",
+  task_failed: "task failed",
+  run_state: "run is",
+};
+
+export const happened = (kind: string): string => HAPPENED[kind] ?? words(kind);
+
+/** How serious an event is: what is lost, what changes, what is only told. */
+export const weight = (kind: string): "fault" | "change" | "info" =>
+  ["leases_lost", "engine_restarted", "task_failed", "batch_voided"].includes(kind)
+    ? "fault"
+    : ["plugins_switched", "node_drained", "node_left", "trainer_left", "run_state"].includes(kind) ? "change" : "info";
+
+const STAGES: Record<string, string> = {
+  server: "Everything",
+  data: "Everything that must be written",
+  lease: "Handing out tasks",
+  assemble: "Completing groups",
+  batch: "Training",
+  publish: "Publishing",
+  activate: "Activating versions",
+  evaluate: "Evaluating",
+  archive: "The archive",
+};
+
+export const stage = (slug: string): string => STAGES[slug] ?? words(slug);

@@ -1,0 +1,163 @@
+"""Samples as the page shows and exports them: with texts, where the policy's tokenizer is in the run's store.
+
+The token texts come from the `tokenizer.json` that travels with each weight version, so no tokenizer library is needed.
+Called by `site`.
+"""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from astraflow.dataflow.v1 import sample_service_pb2 as pb
+from astraflow.errors import AstraflowError, InvalidArgumentError, PreconditionError
+from astraflow.sample_content import parquet_rows, sample_values
+from astraflow.token_texts import TokenTexts
+from astraflow_dataflow.dashboard.gateway import Gateway
+from astraflow_dataflow.episodes.archiving import Archives
+from astraflow_dataflow.runs.registry import RunContext, RunRegistry
+from astraflow_kit.log import get_logger
+from astraflow_weights.store import open_store
+from astraflow_weights.versions.log import VersionLog
+
+log = get_logger(__name__)
+
+_READ_AT_ONCE = 32
+MAX_SEARCHED, MAX_EXPORTED = 500, 5000
+"""Samples that one search reads, and that one export has."""
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass
+class Samples:
+    """Reads samples of this server's runs for the caller of the page."""
+
+    gateway: Gateway
+    registry: RunRegistry
+    archives: Archives
+    _texts: dict[tuple[str, str], TokenTexts] = field(default_factory=dict)
+
+    async def one(self, run_id: str, sample_id: str) -> dict[str, Any]:
+        """Return a sample with its tokens; `no_texts` says why they have no texts. Raises as GetSamples."""
+        (content,) = await self._contents(run_id, [sample_id])
+        texts, missing = await self._texts_of(run_id, content.sample.policy_id)
+        return sample_values(content, texts) | {"no_texts": missing}
+
+    async def search(self, request: pb.ListSamplesRequest, text: str) -> dict[str, Any]:
+        """Return the samples of a page whose text has `text`, whatever its case; `searched` says how many were read."""
+        found: list[dict[str, Any]] = []
+        searched = 0
+        while searched < MAX_SEARCHED and len(found) < (request.page_size or 50):
+            page = await self._page(request)
+            samples = await self._values(request.run_id, [sample.sample_id for sample in page.samples])
+            searched += len(samples)
+            found += [sample for sample in samples if text.casefold() in _text(sample).casefold()]
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                break
+        listed = [{**sample, "excerpt": _excerpt(_text(sample), text)} for sample in found]
+        for sample in listed:
+            for name in ("token_ids", "texts", "loss_mask", "logprobs", "trainer_logprobs"):
+                del sample[name]
+        return {"samples": listed, "next_page_token": request.page_token, "searched": searched}
+
+    async def exported(self, request: pb.ListSamplesRequest, kind: str) -> tuple[AsyncIterator[bytes], str]:
+        """Return a file of at most MAX_EXPORTED samples, and its media type. Raises InvalidArgumentError for another
+        kind than `jsonl` and `parquet`, and as ListSamples.
+        """
+        first = await self._page(request)  # what is refused is refused before the file begins
+        if kind == "jsonl":
+            return self._lines(request, first), "application/jsonl"
+        if kind == "parquet":
+            return self._table(request, first), "application/vnd.apache.parquet"
+        raise InvalidArgumentError(f"format {kind!r}: give jsonl or parquet")
+
+    async def _lines(
+        self, request: pb.ListSamplesRequest, first: pb.ListSamplesResponse
+    ) -> AsyncIterator[bytes]:
+        async for sample in self._all(request, first):
+            yield json.dumps(sample, ensure_ascii=False).encode() + b"\n"
+
+    async def _table(
+        self, request: pb.ListSamplesRequest, first: pb.ListSamplesResponse
+    ) -> AsyncIterator[bytes]:
+        rows = parquet_rows([sample async for sample in self._all(request, first)])
+        yield await asyncio.to_thread(_parquet, rows)
+
+    async def _all(
+        self, request: pb.ListSamplesRequest, page: pb.ListSamplesResponse
+    ) -> AsyncIterator[dict[str, Any]]:
+        left = MAX_EXPORTED
+        while True:
+            for sample in await self._values(
+                request.run_id, [sample.sample_id for sample in page.samples][:left]
+            ):
+                left -= 1
+                yield sample
+            if not page.next_page_token or left <= 0:
+                return
+            request.page_token = page.next_page_token
+            page = await self._page(request)
+
+    async def _page(self, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
+        return cast("pb.ListSamplesResponse", await self.gateway.ask("SampleService", "ListSamples", request))
+
+    async def _contents(self, run_id: str, sample_ids: Sequence[str]) -> list[pb.SampleContent]:
+        found: list[pb.SampleContent] = []
+        while left := sample_ids[len(found) : len(found) + _READ_AT_ONCE]:
+            request = pb.GetSamplesRequest(run_id=run_id, sample_ids=left)
+            answer = await self.gateway.ask("SampleService", "GetSamples", request)
+            found += cast("pb.GetSamplesResponse", answer).samples
+        return found
+
+    async def _values(self, run_id: str, sample_ids: Sequence[str]) -> list[dict[str, Any]]:
+        values = []
+        for content in await self._contents(run_id, sample_ids):
+            texts, _ = await self._texts_of(run_id, content.sample.policy_id)
+            values.append(sample_values(content, texts))
+        return values
+
+    async def _texts_of(self, run_id: str, policy_id: str) -> tuple[TokenTexts | None, str]:
+        """The policy's token texts, or why there are none."""
+        run = await self.registry.get(run_id)
+        key = (run.run_id, policy_id)
+        if key not in self._texts:
+            try:
+                self._texts[key] = await self.archives.in_thread(lambda: self._stored_texts(run, policy_id))
+            except (AstraflowError, OSError, ValueError) as error:
+                log.info("samples.no_texts", run_id=run.run_id, policy_id=policy_id, why=str(error))
+                return None, f"token ids are shown, for the tokenizer cannot be read: {error}"
+        return self._texts[key], ""
+
+    def _stored_texts(self, run: RunContext, policy_id: str) -> TokenTexts:
+        known = self.archives.work_dir / f"texts-{run.run_id}"
+        self.archives.work_dir.mkdir(parents=True, exist_ok=True)
+        store = open_store(run.run.store_uri, settings=self.archives.settings, known=known)
+        versions = VersionLog(store, run_id=run.run_id, policy_id=policy_id)
+        newest = versions.refresh()
+        if newest is None:
+            raise PreconditionError(f"policy {policy_id!r} has no version in the store")
+        for asset in versions.manifest(newest).assets:
+            if asset.file_name == _TOKENIZER:
+                return TokenTexts.parse(store.get(asset.blob.key))
+        raise PreconditionError(f"version {newest} of policy {policy_id!r} has no {_TOKENIZER}")
+
+
+def _text(sample: dict[str, Any]) -> str:
+    return "".join(sample["texts"] or ())
+
+
+def _excerpt(text: str, wanted: str) -> str:
+    place = max(0, text.casefold().find(wanted.casefold()) - 60)
+    return text[place : place + 160]
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    import pyarrow as pa  # an extra, which a run with an archive has
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
+    return file.getvalue()

@@ -1,0 +1,244 @@
+"""The dashboard as people see it: in a real Chromium, over a run of 100,000 steps and 64 nodes, and over a live one.
+
+`ASTRAFLOW_PICTURES=docs/img` keeps the pictures that the manual shows.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from support.chromium import look, require_browser
+from support.dataflow_fixtures import pytest_generate_tests, redis_binary, redis_url, valkey, world
+from support.dataflow_world import World, served
+from support.recorded_run import Turn, pages, record
+from support.tokens import keys_file, token
+
+__all__ = ["pytest_generate_tests", "redis_binary", "redis_url", "valkey", "world"]
+
+pytestmark = [pytest.mark.ci, pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MAX_BYTES = 300_000
+PICTURES = ("progress", "sample", "weights", "phone")
+"""What the manual shows."""
+DRAWN = ".plot:not([hidden]) canvas"
+CURVES = ("progress", "stability", "freshness", "shape", "trainer")
+TABLES = ("throughput", "weights", "data", "policies", "timeline")
+PHONE = {"width": 390, "height": 844}
+WIDE = {"width": 2560, "height": 1300}
+
+PAYLOADS = (
+    "<script>window.pwned=1</script>",
+    "<img src=x onerror=window.pwned=1>",
+    "<svg onload=window.pwned=1>",
+    "<svg/onload=window.pwned=1//",
+    '"><script>window.pwned=1</script>',
+    "'><script>window.pwned=1</script>",
+    "</script><script>window.pwned=1</script>",
+    "</title><script>window.pwned=1</script>",
+    "</textarea><script>window.pwned=1</script>",
+    "</style><script>window.pwned=1</script>",
+    "<iframe src=javascript:window.parent.pwned=1>",
+    '<iframe srcdoc="<script>parent.pwned=1</script>">',
+    "<body onload=window.pwned=1>",
+    "<details open ontoggle=window.pwned=1>",
+    "<input autofocus onfocus=window.pwned=1>",
+    "<video><source onerror=window.pwned=1></video>",
+    "<audio src=x onerror=window.pwned=1>",
+    "<object data=javascript:window.pwned=1>",
+    "<embed src=javascript:window.pwned=1>",
+    "<a href=javascript:window.pwned=1>click</a>",
+    "<math><mtext><style><img src=x onerror=window.pwned=1></style></mtext></math>",
+    "<base href=//evil.example/>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    "<meta http-equiv=refresh content='0;url=javascript:window.pwned=1'>",
+    "<style>*{display:none}</style>",
+    "<form action=javascript:window.pwned=1><button>go</button></form>",
+    "javascript:window.pwned=1",
+    "{{constructor.constructor('window.pwned=1')()}}",
+    "${window.pwned=1}",
+    '<noscript><p title="</noscript><img src=x onerror=window.pwned=1>">',
+)
+
+
+@pytest.fixture(autouse=True)
+def browser() -> None:
+    require_browser()
+
+
+@pytest.fixture
+async def recorded(world: World, tmp_path: Path) -> AsyncIterator[str]:
+    await record(world, (tmp_path / "objects").as_uri())
+    async with pages(world) as address:
+        yield address
+
+
+def picture(name: str) -> dict[str, Any]:
+    folder = os.environ.get("ASTRAFLOW_PICTURES") if name in PICTURES else None
+    return {"picture": str(Path(folder) / f"dashboard-{name}.png"), "settle": 400} if folder else {}
+
+
+def require_clean(report: dict[str, Any]) -> None:
+    """Nothing on the console, no violation of WCAG AA, nothing that acted, nothing wider than the screen."""
+    assert report["console"] == []
+    assert report["violations"] == []
+    assert (report["dialogs"], report["acted"]) == ([], [])
+    assert {name: seen["wide"] for name, seen in report["visits"].items() if seen["wide"] > 0} == {}
+
+
+async def test_every_page_of_a_long_run_is_small_and_drawn_without_errors_and_by_wcag_aa(
+    recorded: str,
+) -> None:
+    drawn = {tab: {"wait": DRAWN} for tab in CURVES} | {tab: {"wait": ".body .card"} for tab in TABLES}
+    visits = [
+        {"name": tab, "hash": f"#/run/recorded/{tab}", "settle": 200, **how, **picture(tab)}
+        for tab, how in drawn.items()
+    ]
+    first_sample = ".body table a"
+    visits += [
+        {"name": "runs", "hash": "#/", "wait": "table", **picture("runs")},
+        {"name": "samples", "hash": "#/run/recorded/samples", "wait": first_sample, **picture("samples")},
+        {
+            "name": "sample", "hash": "#/run/recorded/samples", "wait": first_sample, "click": [first_sample],
+            "then": ".turns .token", "full": True, **picture("sample"),
+        },
+        {"name": "compare", "hash": "#/compare/recorded", "wait": DRAWN, **picture("compare")},
+        {"name": "dark", "hash": "#/run/recorded/progress", "wait": DRAWN, "dark": True, **picture("dark")},
+        {"name": "dark-weights", "hash": "#/run/recorded/weights", "wait": "table", "dark": True},
+        {"name": "phone", "hash": "#/run/recorded/progress", "wait": DRAWN, **PHONE, **picture("phone")},
+        {"name": "phone-timeline", "hash": "#/run/recorded/timeline", "wait": "ol", **PHONE},
+        {"name": "wide", "hash": "#/run/recorded/stability", "wait": DRAWN, **WIDE},
+        {"name": "gone", "hash": "#/run/gone", "wait": ".empty"},
+    ]  # fmt: skip
+    report = await look(recorded, visits)
+    seen = report["visits"]
+    sizes = {name: visit["transferred"] for name, visit in seen.items()}
+    paints = {name: round(visit["paint_ms"]) for name, visit in seen.items()}
+    print(f"transferred bytes {sizes}\nfirst paint, ms {paints}")  # noqa: T201 - `pytest -s` shows it
+    assert max(sizes.values()) <= MAX_BYTES  # how soon it is painted is for a quiet machine
+    # The browser itself tells of an answer that is an error, which is what a run that is gone gets.
+    report["console"] = [line for line in report["console"] if "404" not in line]
+    require_clean(report)
+    assert "rollout-bound: the trainer waits" in seen["progress"]["text"]
+    assert "63 of 64" in seen["progress"]["text"]
+    assert "It was deleted, or is on another server" in seen["gone"]["text"]
+    assert "(2 behind)" in seen["weights"]["text"]
+    assert "Use the calculator for arithmetic." in seen["sample"]["text"]
+
+
+async def test_nothing_that_a_model_a_node_or_a_task_says_acts_on_the_page(
+    world: World, tmp_path: Path
+) -> None:
+    assert len(PAYLOADS) == 30
+    said = [
+        (Turn("user", payload), Turn("assistant", payload), Turn("tool", payload)) for payload in PAYLOADS
+    ]
+    await record(
+        world,
+        (tmp_path / "objects").as_uri(),
+        num_steps=5,
+        num_nodes=30,
+        samples=said,
+        hostile=PAYLOADS,
+    )
+    async with pages(world) as address:
+        visits = [
+            {
+                "name": tab,
+                "hash": f"#/run/recorded/{tab}",
+                "wait": ".body .card, .body .empty",
+                "axe": False,
+            }
+            for tab in (*TABLES, "samples")
+        ]
+        listed = await world.dataflow.archives.of(await world.dataflow.registry.get(world.run_id))
+        from astraflow.dataflow.v1.sample_service_pb2 import ListSamplesRequest
+
+        ids = [each.sample_id for each in listed.page(ListSamplesRequest(), size=100).samples]
+        visits += [
+            {
+                "name": f"sample-{number}",
+                "hash": f"#/run/recorded/sample/{sample_id.replace('/', '%2F')}",
+                "wait": ".turns .token",
+                "axe": False,
+            }
+            for number, sample_id in enumerate(ids)
+        ]
+        report = await look(address, visits)
+    require_clean({**report, "visits": {}})
+    assert len(ids) == len(PAYLOADS)
+    for number, payload in enumerate(PAYLOADS):
+        assert " ".join(payload.split()) in " ".join(report["visits"][f"sample-{number}"]["text"].split())
+
+
+async def test_a_page_follows_its_run_and_says_when_the_server_was_started_anew(
+    world: World, tmp_path: Path
+) -> None:
+    trainer, node = await world.started(dataset="Counting", archive="{}")
+    port = 0
+
+    async def told(what: str) -> None:
+        nonlocal serving, port
+        if what == "train":
+            await node.work(2, version=0)
+            batch = (await trainer.acquire(1)).batch
+            await trainer.ack(batch, TRAINED, metrics={"reward_mean": 0.5, "wait_s": 3.0, "train_s": 1.0})
+        if what == "stop":
+            await serving.__aexit__(None, None, None)
+        if what == "start":
+            serving = pages(world, port=port)
+            await serving.__aenter__()
+
+    serving = pages(world)
+    address = await serving.__aenter__()
+    port = int(address.rpartition(":")[2])
+    steps = [
+        {"say": "train", "until": "the trainer waits 75%"},
+        {"say": "stop", "until": "The server does not answer"},
+        {"say": "start", "until": "The server was started anew", "forgive": True},
+    ]
+    follow = {"hash": f"#/run/{world.run_id}/progress", "wait": ".nosteps", "steps": steps}
+    report = await look(address, follow=follow, told=told)
+    await serving.__aexit__(None, None, None)
+    assert report["steps"] == [step["until"] for step in steps]
+    require_clean(report)
+
+
+async def test_what_is_missing_is_said_with_its_remedy(redis_url: str, tmp_path: Path) -> None:
+    async with served(redis_url, tmp_path) as world, pages(world) as address:
+        empty = await look(address, [{"name": "none", "hash": "#/", "wait": ".empty .what"}])
+        await world.started(dataset="Counting")
+        visits = [
+            {"name": "progress", "hash": "#/run/run/progress", "wait": ".nosteps"},
+            {"name": "samples", "hash": "#/run/run/samples", "wait": ".body .empty .what"},
+            {"name": "data", "hash": "#/run/run/data", "wait": ".body .empty .what"},
+        ]
+        missing = await look(address, visits)
+    # What the browser says of an answer that is a refusal.
+    missing["console"] = [line for line in missing["console"] if "409" not in line]
+    for report in (empty, missing):
+        require_clean(report)
+    assert "astraflow dev" in empty["visits"]["none"]["text"]
+    assert "No step is finished yet" in missing["visits"]["progress"]["text"]
+    assert "dataflow: {archive: {}}" in missing["visits"]["samples"]["text"]
+    assert "keeps no archive" in missing["visits"]["data"]["text"]
+
+    async with (
+        served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
+        pages(world) as address,
+    ):
+        mine = token("ada", "viewer", runs=["other"])
+        report = await look(
+            address,
+            [
+                {"name": "runs", "hash": "#/", "wait": ".empty .what"},
+                {"name": "run", "hash": "#/run/run", "wait": ".empty .what"},
+            ],
+            token=mine,
+        )
+    assert "no run that you may see" in report["visits"]["runs"]["text"]
+    assert "Your token is not for this" in report["visits"]["run"]["text"]
+    assert report["violations"] == []
