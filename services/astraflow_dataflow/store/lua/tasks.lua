@@ -743,8 +743,9 @@ SIGNATURE.leave = { 'node', 'session', rest = true }
 function F.leave(keys, a)
   local P, node, now, given = keys[1], a.node, now_ms(), 0
   if call('HGET', K.node(P, node), 'session') == a.session then
+    -- Leases come back in several calls; it leaves once.
+    if tonumber(call('HGET', K.node(P, node), 'connected_until') or 0) > now then history.event(P, 'node_left', node) end
     call('HSET', K.node(P, node), 'connected_until', now)
-    history.event(P, 'node_left', node)
   end
   for _, id in ipairs(a.rest) do
     local task = holds(P, node, id)
