@@ -12,10 +12,10 @@ from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import Refused, StepFigures, StoredTrace, timestamp
 from astraflow_dataflow.rules.failures import TaskFailures
-from astraflow_dataflow.store.writing import Argument
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_mapping, as_text, as_texts
+from astraflow_dataflow.store.writing import Argument
 
 
 class AdminStore:
