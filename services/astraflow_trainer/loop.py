@@ -259,11 +259,7 @@ class TrainingLoop:
             trained_from = time.monotonic()
             with self._progress.computing():
                 metrics = self._learner.train(rows)
-            named = _named(metrics, batch, num_unread=self._source.num_left_out) | {
-                "damaged_checkpoints": float(self._num_damaged),
-                "batch_wait_s": trained_from - batch_from,
-                **self._source.measured(),
-            }
+            named = self._figures(metrics, batch, batch_wait_s=trained_from - batch_from)
             so_far = {"wait_s": trained_from - started, "train_s": time.monotonic() - trained_from}
             skipped = self._source.finish(
                 batch,
@@ -289,6 +285,14 @@ class TrainingLoop:
             train_s=time.monotonic() - trained_from,
             metrics={**named, **self._blocked.taken()},
         )
+
+    def _figures(self, metrics: StepMetrics, batch: StepBatch, *, batch_wait_s: float) -> dict[str, float]:
+        """What a step measured, by name."""
+        return _named(metrics, batch, num_unread=self._source.num_left_out) | {
+            "damaged_checkpoints": float(self._num_damaged),
+            "batch_wait_s": batch_wait_s,
+            **self._source.measured(),
+        }
 
     def _checkpoint(self, step: int, *, version: int) -> int:
         """Checkpoint, and return when the server may release what it covers."""

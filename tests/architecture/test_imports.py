@@ -22,7 +22,7 @@ ONLY_IMPORTERS = {
     "matplotlib": ["services/astraflow_launcher/*", "services/astraflow_bench/*"],
     "mlflow": ["services/astraflow_trainer/trackers/adapters.py"],
     "prometheus_client": ["services/astraflow_kit/metrics.py"],
-    "pyarrow": ["services/astraflow_archive/*"],
+    "pyarrow": ["clients/python/astraflow/samples/parquet.py", "services/astraflow_archive/*"],
     "redis": ["services/astraflow_dataflow/store/*"],
     "sglang": [],
     "structlog": ["services/astraflow_kit/log.py"],
@@ -35,7 +35,7 @@ ONLY_IMPORTERS = {
 
 # Root -> extras an installation that runs it has. The launcher runs everything.
 EXTRAS = {
-    "astraflow": [],
+    "astraflow": ["archive"],
     "astraflow_kit": ["dataflow"],
     "astraflow_weights": ["raas"],
     "astraflow_archive": ["archive", "raas"],

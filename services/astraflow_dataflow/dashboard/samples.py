@@ -5,7 +5,6 @@ Called by `site`.
 """
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from typing import Any, cast
 
 from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import AstraflowError, InvalidArgumentError, PreconditionError
-from astraflow.sample_content import parquet_rows, sample_values
-from astraflow.token_texts import TokenTexts
+from astraflow.samples.content import sample_values
+from astraflow.samples.parquet import parquet
+from astraflow.samples.token_texts import TokenTexts
 from astraflow_dataflow.dashboard.gateway import Gateway
 from astraflow_dataflow.episodes.archiving import Archives
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
@@ -83,8 +83,8 @@ class Samples:
     async def _table(
         self, request: pb.ListSamplesRequest, first: pb.ListSamplesResponse
     ) -> AsyncIterator[bytes]:
-        rows = parquet_rows([sample async for sample in self._all(request, first)])
-        yield await asyncio.to_thread(_parquet, rows)
+        samples = [sample async for sample in self._all(request, first)]
+        yield await asyncio.to_thread(parquet, samples)
 
     async def _all(
         self, request: pb.ListSamplesRequest, page: pb.ListSamplesResponse
@@ -152,12 +152,3 @@ def _text(sample: dict[str, Any]) -> str:
 def _excerpt(text: str, wanted: str) -> str:
     place = max(0, text.casefold().find(wanted.casefold()) - 60)
     return text[place : place + 160]
-
-
-def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow as pa  # an extra, which a run with an archive has
-    from pyarrow import parquet
-
-    file = io.BytesIO()
-    parquet.write_table(pa.Table.from_pylist(rows), file, compression="zstd")
-    return file.getvalue()

@@ -17,7 +17,6 @@ from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow.errors import NotFoundError
 from astraflow.recipe import ModelSettings
 from astraflow_dataflow.records import Audit, PolicyState, Recount, StoredEvaluation, timestamp
-from astraflow_dataflow.rules.balance import STEPS, balance, fleet
 from astraflow_dataflow.rules.conservation import corrected, drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
@@ -26,6 +25,7 @@ from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
+from astraflow_dataflow.status.balance import STEPS, balance, fleet
 from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch

@@ -157,7 +157,7 @@ class DevelopmentRun:
                 )
                 await self._start_workers()
                 # Children are stopped and curves drawn under it too: Ctrl-C then ends a run that ends already.
-                to_the_end.enter_context(self._signals())
+                to_the_end.enter_context(_signals(self._interrupted))
                 with MetricsFile(self._folder.metrics, run_id=self._run_id) as metrics:
                     observer.resume_after(metrics.earlier_steps())
                     await self._watch(metrics)
@@ -404,23 +404,24 @@ class DevelopmentRun:
             data_dir=str(self._folder.root),
         )
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the step in progress; the second one stops at once."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
-        def interrupt() -> None:
-            if self._interrupted.is_set() and task is not None:
-                task.cancel()
-            self._interrupted.set()
+@contextlib.contextmanager
+def _signals(interrupted: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C ends the run after the step in progress; the second one stops at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
+    def interrupt() -> None:
+        if interrupted.is_set() and task is not None:
+            task.cancel()
+        interrupted.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(number)
 
 
 def _daemon_environment(address_file: Path) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -20,8 +20,9 @@ from astraflow.commands.server import RunOptions
 from astraflow.commands.wording import as_json, console, print_json, table
 from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
-from astraflow.sample_content import parquet_rows, sample_values, trainer_logprobs
-from astraflow.token_texts import TokenTexts
+from astraflow.samples.content import sample_values, trainer_logprobs
+from astraflow.samples.parquet import parquet
+from astraflow.samples.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -166,7 +167,7 @@ def export(
     if to.suffix == ".jsonl":
         to.write_text("".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
     else:
-        _write_parquet(samples, to)
+        to.write_bytes(parquet(samples))
     typer.echo(f"{len(samples)} samples are in {to}")
 
 
@@ -177,17 +178,6 @@ def _contents(client: Client, run_id: str, sample_ids: Sequence[str]) -> Iterato
         found = client.call(client.samples.GetSamples, request, timeout_s=_TIMEOUT_S).samples
         yield from found
         left = left[len(found) :]
-
-
-def _write_parquet(samples: Sequence[dict[str, Any]], to: Path) -> None:
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise InvalidArgumentError(
-            f"--to {to}: Parquet is written with pyarrow; run: pip install pyarrow, or write .jsonl"
-        ) from error
-    parquet.write_table(pa.Table.from_pylist(parquet_rows(samples)), to, compression="zstd")
 
 
 def coloured(content: pb.SampleContent, texts: TokenTexts | None) -> Text:

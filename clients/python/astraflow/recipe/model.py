@@ -177,6 +177,14 @@ class ReferenceModel(Section):
             )
         return self
 
+    def require_buildable(self, model: ModelSettings) -> None:
+        """Raise ValueError where it is to be built with the tokenizer of a policy whose model is not built."""
+        if self.warm_start and model.architecture is None:
+            raise ValueError(
+                "kl.reference.warm_start builds a model with the tokenizer that this policy trains, and it trains "
+                "none; give `path`, or build the policy from `architecture`"
+            )
+
 
 class LoraSettings(Section):
     """A LoRA adapter of another policy's model, arXiv 2106.09685. It alone is trained and published, and served by the

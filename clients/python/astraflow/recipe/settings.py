@@ -516,7 +516,8 @@ class Recipe(Section):
             trainer.algorithm.require_consistent(
                 is_adapter=policy.model.lora is not None, of_roles=of_roles.values()
             )
-            _require_built(model, trainer.algorithm)
+            if trainer.algorithm.kl and isinstance(trainer.algorithm.kl.reference, ReferenceModel):
+                trainer.algorithm.kl.reference.require_buildable(model)
         except ValueError as error:
             raise ValueError(f"policies.{policy_id}: {error}") from error
         if trainer.router_replay and model.architecture:
@@ -557,16 +558,6 @@ class Recipe(Section):
                     "break it"
                 )
             path.append(following)
-
-
-def _require_built(model: ModelSettings, algorithm: AlgorithmSettings) -> None:
-    """Raise ValueError where a teacher is to be built with the tokenizer of a model that is not."""
-    reference = algorithm.kl and algorithm.kl.reference
-    if isinstance(reference, ReferenceModel) and reference.warm_start and model.architecture is None:
-        raise ValueError(
-            "kl.reference.warm_start builds a model with the tokenizer that this policy trains, and it trains none; "
-            "give `path`, or build the policy from `architecture`"
-        )
 
 
 def _source_key(model: ModelSettings) -> str:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from astraflow_dataflow.rules.balance import Fleet, balance
+from astraflow_dataflow.status.balance import Fleet, balance
 
 BUSY = Fleet(capacity=64, busy=60)
 IDLE = Fleet(capacity=64, busy=16)

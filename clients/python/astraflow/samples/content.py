@@ -14,14 +14,10 @@ from astraflow.columns import decode_columns
 from astraflow.commands.wording import as_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from astraflow.dataflow.v1 import sample_service_pb2 as pb
-    from astraflow.token_texts import TokenTexts
+    from astraflow.samples.token_texts import TokenTexts
 
 __all__ = ["sample_values", "trainer_logprobs"]
-
-_FLAT = ("trajectory_id", "task_id", "role", "source", "member", "turn", "reward", "group_id")
 
 
 def sample_values(content: pb.SampleContent, texts: TokenTexts | None) -> dict[str, Any]:
@@ -48,15 +44,3 @@ def trainer_logprobs(content: pb.SampleContent) -> list[float | None] | None:
         return None
     found = np.frombuffer(content.trainer_logprobs, dtype="<f4").tolist()
     return [None if math.isnan(value) else value for value in found]
-
-
-def parquet_rows(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return samples as rows of a table: the item's fields beside the sample's, the text as one string."""
-    rows = []
-    for sample in samples:
-        flat = {name: value for name, value in sample.items() if name != "item"}
-        flat |= {name: sample["item"][name] for name in _FLAT if name in sample["item"]}
-        flat["text"] = None if sample["texts"] is None else "".join(sample["texts"])
-        flat["version_spans"] = [list(span) for span in sample["version_spans"]]
-        rows.append(flat)
-    return rows

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from astraflow.errors import InvalidArgumentError
-from astraflow.token_texts import TokenTexts
+from astraflow.samples.token_texts import TokenTexts
 
 TEXT = "Zwölf Boxkämpfer – 12 + 7 = 19\n\tπ"
 

@@ -1,0 +1,1 @@
+"""Samples of an archive, as the command and the dashboard show and export them."""
