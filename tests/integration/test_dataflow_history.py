@@ -95,3 +95,4 @@ async def test_the_timeline_tells_joins_trainers_drains_and_the_life_of_the_run_
     first = await world.ask(admin.ListEventsResponse, page_size=1)
     rest = await world.ask(admin.ListEventsResponse, page_token=first.next_page_token)
     assert [*first.events, *rest.events] == list(found.events)
+    assert not (await world.ask(admin.ListEventsResponse, page_token="0-0")).events

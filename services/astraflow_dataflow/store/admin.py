@@ -66,10 +66,10 @@ class AdminStore:
 
     async def events(self, run_id: str, *, before: str, limit: int) -> list[pb.RunEvent]:
         """Return what happened to the run before an id (empty for now), newest first."""
-        key = Keys(run_id).of("history")
-        reply = await self._connection.raw(
-            "XREVRANGE", key, f"({before}" if before else "+", "-", "COUNT", limit
-        )
+        if before and not before.strip("0-"):  # nothing is before the first id, and Redis refuses to look
+            return []
+        key, end = Keys(run_id).of("history"), f"({before}" if before else "+"
+        reply = await self._connection.raw("XREVRANGE", key, end, "-", "COUNT", limit)
         return [_event(*as_list(entry)) for entry in as_list(reply)]
 
     async def steps(self, run_id: str, policy_id: str, *, after: int, limit: int) -> list[StepFigures]:
