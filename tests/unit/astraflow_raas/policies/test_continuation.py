@@ -72,7 +72,7 @@ def handle_of(tmp_path_factory: pytest.TempPathFactory) -> HandleOf:
     def make(template: str) -> PolicyHandle:
         folder = write_tokenizer(tmp_path_factory.mktemp("model"))
         (folder / "chat_template.jinja").write_text(template)
-        sampler: Any = SimpleNamespace(tokenizer=load_tokenizer(folder))
+        sampler: Any = SimpleNamespace(tokenizer=load_tokenizer(folder), experts=None)
         call = {"lease": leased(), "batch_key": lambda _: 0}
         return PolicyHandle(SOLVER, sampler=sampler, member=0, episode_id="e", **call)
 
