@@ -111,7 +111,7 @@ async def test_every_page_of_a_long_run_is_small_and_drawn_without_errors_and_by
         {"name": "phone", "hash": "#/run/recorded/progress", "wait": DRAWN, **PHONE, **picture("phone")},
         {"name": "phone-timeline", "hash": "#/run/recorded/timeline", "wait": "ol", **PHONE},
         {"name": "wide", "hash": "#/run/recorded/stability", "wait": DRAWN, **WIDE},
-        {"name": "gone", "hash": "#/run/gone", "wait": ".empty"},
+        {"name": "gone", "hash": "#/run/gone", "wait": "text=It was deleted"},
     ]  # fmt: skip
     report = await look(recorded, visits)
     seen = report["visits"]
