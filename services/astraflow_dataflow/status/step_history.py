@@ -99,7 +99,10 @@ class StepHistory:
             if len(held.steps) and held.steps[0] < first:
                 held = held.since(first)
             while held.last < last:
-                held.append(await self.store.steps(run_id, policy_id, after=held.last, limit=_CHUNK))
+                newer = await self.store.steps(run_id, policy_id, after=held.last, limit=_CHUNK)
+                if not newer:  # the run was deleted meanwhile, or Redis lost them
+                    break
+                held.append(newer)
             self._held[key] = held
             while len(self._held) > _MAX_HELD:
                 self._held.pop(next(iter(self._held)))

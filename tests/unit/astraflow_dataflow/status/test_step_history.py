@@ -1,13 +1,15 @@
 """Steps as aligned columns, thinned to what a chart shows."""
 
 import math
+from typing import cast
 
 import numpy as np
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow_dataflow.records import StepFigures
-from astraflow_dataflow.status.step_history import Columns, thinned
+from astraflow_dataflow.status.step_history import Columns, StepHistory, thinned
+from astraflow_dataflow.store.admin import AdminStore
 
 
 def step(number: int, counts: str = "", **figures: float) -> StepFigures:
@@ -83,3 +85,24 @@ def test_a_point_without_any_figure_is_no_number() -> None:
     (reward,) = thinned(columns, pb.ListStepsRequest(max_points=3)).series
     assert list(reward.mean) == pytest.approx([1.0, 2.0, math.nan], nan_ok=True)
     assert list(reward.max) == pytest.approx([1.0, 2.0, math.nan], nan_ok=True)
+
+
+class Deleted:
+    """A store whose steps go between being counted and being read."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    async def num_steps(self, run_id: str, policy_id: str) -> tuple[int, int]:
+        return 1, 2500
+
+    async def steps(self, run_id: str, policy_id: str, *, after: int, limit: int) -> list[StepFigures]:
+        self.num_reads += 1
+        assert self.num_reads <= 2, "it reads on and on"
+        return [step(number) for number in range(1, limit + 1)] if after == 0 else []
+
+
+async def test_reading_ends_when_the_run_is_deleted_meanwhile() -> None:
+    store = Deleted()
+    columns = await StepHistory(cast("AdminStore", store)).of("run", "solver")
+    assert (columns.last, store.num_reads) == (1000, 2)
