@@ -48,9 +48,11 @@ class _Call:
     @property
     def routed_SXK(self) -> NDArray[np.unsignedinteger]:
         """All rows."""
-        if self.before is None:
-            return self.later_SXK
-        return np.concatenate((self.before.routed_SXK, self.later_SXK))
+        parts, call = [self.later_SXK], self.before
+        while call is not None:
+            parts.append(call.later_SXK)
+            call = call.before
+        return np.concatenate(parts[::-1])
 
 
 class ExpertRecord:
@@ -97,7 +99,7 @@ class ExpertBlobs:
     def require_writable(self) -> None:
         """Raises StoreRefused where this node may not write into the run's store."""
         try:
-            self._put(_PROBE, below="experts/-/")  # no policy is called so
+            self._put(_PROBE, below="experts/-/", media_type="text/plain")  # no policy is called so
         except StoreRefused as error:
             raise StoreRefused(
                 f"{error.message}; trainer.router_replay of the recipe needs nodes that may create objects below "
@@ -119,28 +121,30 @@ class ExpertBlobs:
         if routed_TXK is None:
             log.warning("experts.not_recorded", policy_id=trajectory.policy, role=trajectory.role)
             return self._counted(None, outcome="not_recorded")
-        content = routed_TXK.astype(routed_TXK.dtype.newbyteorder("<")).tobytes()
         newest = max((span.version for span in trajectory.version_spans), default=0)
         try:
             below = expert_blobs(trajectory.policy, version=newest)
-            name = await asyncio.to_thread(self._put, content, below=below)
+            ref = await asyncio.to_thread(self._put_routing, routed_TXK, below=below)
         except (StoreRefused, Unavailable) as error:
-            log.warning("experts.not_stored", num_bytes=len(content), message=error.message)
+            log.warning("experts.not_stored", num_bytes=routed_TXK.nbytes, message=error.message)
             return self._counted(None, outcome="not_stored")
-        _, layers, each = routed_TXK.shape
-        media_type = f"application/x-astraflow-expert-routing; layers={layers}; k={each}; dtype={routed_TXK.dtype.name}"
-        ref = blob_ref(content, name=name, prefix=self._prefix, media_type=media_type)
         return self._counted(ref, outcome="stored")
 
     def _counted(self, ref: blob_pb2.BlobRef | None, *, outcome: str) -> blob_pb2.BlobRef | None:
         self._metrics.increment("astraflow_raas_expert_routings_total", outcome=outcome)
         return ref
 
-    def _put(self, content: bytes, *, below: str) -> str:
+    def _put_routing(self, routed_TXK: NDArray[np.unsignedinteger], *, below: str) -> blob_pb2.BlobRef:
+        content = routed_TXK.astype(routed_TXK.dtype.newbyteorder("<")).tobytes()
+        _, layers, each = routed_TXK.shape
+        media_type = f"application/x-astraflow-expert-routing; layers={layers}; k={each}; dtype={routed_TXK.dtype.name}"
+        return self._put(content, below=below, media_type=media_type)
+
+    def _put(self, content: bytes, *, below: str, media_type: str) -> blob_pb2.BlobRef:
         """Named by its digest, so that what is there already is the same."""
         name = f"{below}{hashlib.sha256(content).hexdigest()}"
         self._store.put_if_absent(f"{self._run_id}/blobs/{name}", content)
-        return name
+        return blob_ref(content, name=name, prefix=self._prefix, media_type=media_type)
 
 
 def _begins(tokens: NDArray[np.int64], start: NDArray[np.int64]) -> bool:

@@ -45,6 +45,13 @@ def test_a_token_has_the_experts_of_the_call_that_sampled_it() -> None:
     assert alone == [100, 101, 0], "a trajectory of a turn of its own"
 
 
+def test_an_episode_may_have_more_calls_than_python_has_frames() -> None:
+    record, last = ExpertRecord(), 1100
+    for end in range(2, last + 1):
+        record.add(range(end), routed(end - 1, first=end % 100))
+    assert len(first_ids(record.of(trajectory(range(last), trained=[last - 1])))) == last
+
+
 def test_branches_from_one_prompt_do_not_mix() -> None:
     record = ExpertRecord()
     record.add([1, 2, 3], routed(2, first=10))
