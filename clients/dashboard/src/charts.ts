@@ -68,7 +68,7 @@ const known = (values: Values): number[] => values.filter((value): value is numb
 export class Chart {
   readonly element: HTMLElement;
   private readonly legend = el("ul.legend");
-  private readonly plot = el("div.plot", { role: "img" });
+  private readonly plot = el("div.plot");
   private readonly note = el("p.empty");
   private chart: uPlot | null = null;
   private shape = "";
@@ -130,6 +130,7 @@ export class Chart {
       return `${line.label} from ${figure(values[0], unit)} to ${figure(values.at(-1), unit)}`;
     });
     const last = this.drawing.x.at(-1) ?? 0;
+    this.plot.setAttribute("role", "img"); // not before: an image without a name is told to nobody
     this.plot.setAttribute("aria-label", `${title}, up to ${xLabel} ${last}: ${said.join("; ")}`);
   }
 
