@@ -11,12 +11,15 @@ import torch.distributed as dist
 from astraflow.recipe import file
 from astraflow_kit.plugins import RecipeSource
 from astraflow_trainer.learner import PolicyLearner
-from astraflow_trainer.model.model import build_causal_lm, save_causal_lm
+from astraflow_trainer.model.model import build_causal_lm, local_part, save_causal_lm
 from astraflow_trainer.model.sharding import Placement
+from astraflow_trainer.publish.change_detection import changed
+from astraflow_trainer.publish.change_kernels import is_available
 from astraflow_trainer.ranks.device import DeviceChoice, training_device
 from astraflow_trainer.ranks.group import join_rank_group
 from astraflow_trainer.settings import RankSettings
 from astraflow_trainer.step.plugins import StepPlugins
+from astraflow_weights.codec.tiles.delta import scan
 from support import scripted_dataflow, tiny_training
 
 pytestmark = [
@@ -100,3 +103,35 @@ def test_attention_to_pieces_is_attention_under_a_mask(model_dir: Path, placemen
     assert pieced.loss is not None
     assert pieced.loss.loss == pytest.approx(masked.loss.loss, abs=1e-2)
     assert pieced.gradient_norm == pytest.approx(masked.gradient_norm, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("count", [4, 4096, 100_004])
+def test_the_kernels_find_the_changes_that_the_host_finds(count: int, share: float) -> None:
+    generator = np.random.default_rng(count)
+    old = generator.integers(0, 2**16, count, dtype=np.uint16)
+    new = np.where(generator.random(count) < share, generator.integers(0, 2**16, count, dtype=np.uint16), old)
+    places = [torch.from_numpy(bits.view(np.int16)).cuda() for bits in (new, old)]
+    assert is_available(places[0].device), "torch for CUDA brings triton"
+    positions, steps = changed(*places)
+    expected_positions, expected_steps = scan(old, new)
+    assert np.array_equal(positions.cpu().numpy().view(np.uint32), expected_positions)
+    assert np.array_equal(steps.cpu().numpy().view(np.uint16), expected_steps)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_what_changed_since_the_last_version_is_what_a_copy_says(model_dir: Path, compute: str) -> None:
+    learner = _learner(model_dir, f"trainer.compute={compute}")
+    before = {name: shard.elements.copy() for name, shard in learner.published_bytes().open().shards.items()}
+    learner.train(tiny_training.make_rows())
+    model = learner.published_bytes().open()
+    assert model.changes is not None
+    copied = {name: _host_bits(parameter) for name, parameter in learner._policy.hf_parameters()}
+    assert any(not np.array_equal(before[name], bits) for name, bits in copied.items())
+    for name, bits in copied.items():
+        assert np.array_equal(model.shards[name].elements, bits), name
+
+
+def _host_bits(parameter: torch.Tensor) -> np.ndarray:
+    flat = local_part(parameter).detach().to(torch.bfloat16).flatten().view(torch.int16)
+    return flat.cpu().numpy().view(np.uint16)

@@ -1,9 +1,9 @@
 """What finding and compacting changes costs where the weights live, beside reading both copies once.
 
 Invariant: the figure is a ratio inside one process: the least time of several tries over the time that the same
-device takes to read as many bytes, from its copies of the same tensors. What is found is compared with what was
-changed before it is reported. Tensors have the shapes of an 8B model (Qwen3-8B), as many as the elements asked
-for. `astraflow bench detect` prints it; imports torch.
+device takes to read as many bytes, from its copies of the same weights. What is found is compared with what was
+changed before it is reported. Weights lie side by side and are compared in groups, as a trainer does; as many as an
+8B model has (Qwen3-8B) unless others are asked for. `astraflow bench detect` prints it; imports torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from astraflow_trainer.publish.change_detection import changed
 __all__ = ["DEFAULT_ELEMENTS", "DetectionReport", "measure_detection"]
 
 DEFAULT_ELEMENTS = {"cpu": 2**24, "cuda": 8_190_735_360}
-_HIDDEN, _INNER, _KEYS, _VOCABULARY = 4096, 12_288, 1024, 151_936
-_LAYER = (
-    _HIDDEN * _HIDDEN, _KEYS * _HIDDEN, _KEYS * _HIDDEN, _HIDDEN * _HIDDEN,
-    _INNER * _HIDDEN, _INNER * _HIDDEN, _HIDDEN * _INNER, _HIDDEN, _HIDDEN,
-)  # fmt: skip
-_BUCKET = 2**27
-_WORD = 4
+_GROUP = 2**28
+_ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +55,13 @@ def measure_detection(
     old = [_weights(size, generator=generator) for size in _sizes(num_elements)]
     new = [_stepped(bits, density=density, generator=generator) for bits in old]
     num_changed = sum(int((after != before).sum()) for after, before in zip(new, old, strict=True))
-    found = [changes for pair in zip(new, old, strict=True) for changes in _buckets(*pair)]
+    found = [changed(*pair) for pair in zip(new, old, strict=True)]
     _check(found, new=new, old=old, num_changed=num_changed)
     size_bytes = sum(bits.nbytes for bits in old)
 
     def detect() -> None:
         for pair in zip(new, old, strict=True):
-            for _ in _buckets(*pair):
-                pass
+            changed(*pair)
 
     copy_s = _least_s(_copier(old), repeats=repeats, device=device)
     detect_s = _least_s(detect, repeats=repeats, device=device)
@@ -89,13 +83,11 @@ def measure_detection(
 
 
 def _sizes(num_elements: int) -> Iterator[int]:
-    """Elements of tensors until there are as many as asked for, each a whole number of words."""
-    left, number = max(_WORD, num_elements // _WORD * _WORD), 0
-    shapes = (*_LAYER * 36, _VOCABULARY * _HIDDEN, _VOCABULARY * _HIDDEN)
+    """Elements of groups until there are as many as asked for, each aligned."""
+    left = max(_ALIGNED, num_elements // _ALIGNED * _ALIGNED)
     while left:
-        size = min(left, shapes[number % len(shapes)])
-        yield size
-        left, number = left - size, number + 1
+        yield min(left, _GROUP)
+        left -= min(left, _GROUP)
 
 
 def _weights(size: int, *, generator: torch.Generator) -> torch.Tensor:
@@ -113,11 +105,6 @@ def _stepped(bits: torch.Tensor, *, density: float, generator: torch.Generator) 
     return after
 
 
-def _buckets(new: torch.Tensor, old: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, len(new), _BUCKET):
-        yield changed(new[start : start + _BUCKET], old[start : start + _BUCKET])
-
-
 def _check(
     found: list[tuple[torch.Tensor, torch.Tensor]],
     *,
@@ -126,14 +113,11 @@ def _check(
     num_changed: int,
 ) -> None:
     """The changes lead from old to new, and there are no more of them."""
-    following = iter(found)
-    for after, before in zip(new, old, strict=True):
-        for start in range(0, len(after), _BUCKET):
-            positions, steps = next(following)
-            rebuilt = before[start : start + _BUCKET].clone()
-            rebuilt[positions.long()] += steps
-            if not torch.equal(rebuilt, after[start : start + _BUCKET]):
-                raise AssertionError("the changes found do not lead from the old weights to the new")
+    for (positions, steps), after, before in zip(found, new, old, strict=True):
+        rebuilt = before.clone()
+        rebuilt[positions.long()] += steps
+        if not torch.equal(rebuilt, after):
+            raise AssertionError("the changes found do not lead from the old weights to the new")
     assert sum(len(positions) for positions, _ in found) == num_changed
 
 

@@ -2,9 +2,10 @@
 
 A GPU compares its weights with the bits that were published last and hands the host six bytes per change, not
 the model; the publishing thread brings a copy of its own up to date and encodes from the same changes. Invariant:
-what is published is what copying the whole model would have published, to the byte. Plain torch operations,
-on any device; scratch on the device is bounded by the bucket. The learner uses it where the parameters live on
-CUDA; on a CPU comparing beside training, as `published.WeightCopies` has it, costs the training thread less.
+what is published is what copying the whole model would have published, to the byte. Plain torch operations on any
+device, two kernels where a GPU has triton; scratch on the device is bounded by the group. The learner uses it where
+the parameters live on CUDA; on a CPU comparing beside training, as `published.WeightCopies` has it, costs the
+training thread less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 
 from astraflow_trainer.model.hf_layout import HeldTensor
 from astraflow_trainer.model.model import PolicyModel
+from astraflow_trainer.publish.change_kernels import changed_by_kernels, is_available
 from astraflow_trainer.publish.published import HeldPart, host_buffer
 from astraflow_trainer.publish.publishing import ModelBytes
 from astraflow_weights.codec.shards import FoundChanges, KnownChanges, ShardedModel
@@ -27,8 +30,9 @@ from astraflow_weights.codec.tensors import MAX_TILE_ELEMENTS
 from astraflow_weights.codec.tiles.grid import Steps
 
 Where = Literal["device", "host"]
-_BUCKET_TILES = 64  # 256 MiB of bf16
-_WORD = 4  # elements that are compared at once
+_BUCKET_TILES = 128  # 512 MiB of bf16
+_WORD = 4  # elements that torch operations compare at once
+_ALIGNED = 16  # elements whose places a group begins and ends at: kernels then load many at once
 # Changes take 6 bytes, elements 2: beyond this share copying everything is less.
 _MOST_CHANGED = 1 / 3
 
@@ -39,6 +43,8 @@ def changed(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.T
     Both are int16, one-dimensional, begin at a multiple of 8 bytes and have the same length, a multiple of 4. Four
     elements are compared at once, for most are equal: what is kept about each word is a byte.
     """
+    if is_available(new.device):
+        return changed_by_kernels(new, old)
     words = (new.view(torch.int64) != old.view(torch.int64)).nonzero().flatten()
     inside = (new.view(-1, _WORD)[words] != old.view(-1, _WORD)[words]).nonzero()
     positions = words[inside[:, 0]] * _WORD + inside[:, 1]
@@ -47,28 +53,70 @@ def changed(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """Elements of a held tensor that are compared together; it ends at a line of the tile grid, or of words."""
+    """Elements of a held tensor whose changes are told together; it ends at a line of the tile grid, or of words."""
 
     tensor: str
     start: int
-    """First element, counted in the shard; up to 3 before it, so that words begin where words do."""
+    """First element, counted in the shard; up to 15 before it, so that words begin where words do."""
     count: int
     place: int
     """Of the first element among all of this rank's, as `_Places` lays them out."""
+
+
+_Changes = tuple[_Bucket, FoundChanges]
+"""Of one bucket, on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Buckets that lie side by side and are compared in one go: the host waits for the device once."""
+
+    buckets: tuple[_Bucket, ...]
+
+    @property
+    def place(self) -> int:
+        """That of the first bucket."""
+        return self.buckets[0].place
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.buckets[-1].place + self.buckets[-1].count - self.place
+
+    def of_buckets(self, positions: torch.Tensor, steps: torch.Tensor) -> Iterator[_Changes]:
+        """Changes of the group, on the host, as those of its buckets; positions are rewritten in place."""
+        places, values = positions.numpy().view(np.uint32), steps.numpy().view(np.uint16)
+        starts = [bucket.place - self.place for bucket in self.buckets]
+        bounds = [*np.searchsorted(places, starts).tolist(), len(places)]
+        for bucket, start, (first, end) in zip(self.buckets, starts, pairwise(bounds), strict=True):
+            if first < end:
+                places[first:end] -= np.uint32(start)
+                yield (
+                    bucket,
+                    FoundChanges(start=bucket.start, positions=places[first:end], steps=values[first:end]),
+                )
 
 
 class _Places:
     """Where tensors lie in one flat array, each with room for whole words at both ends."""
 
     def __init__(self, held: HeldPart, *, bucket_elements: int) -> None:
-        self.buckets: list[_Bucket] = []
+        self.groups: list[_Group] = []
         self.size = 0
         for name, item in held.tensors.items():
-            self.buckets += self._cut(name, item, bucket_elements)
+            for bucket in self._cut(name, item, bucket_elements):
+                self._add(bucket, bucket_elements)
+
+    def _add(self, bucket: _Bucket, most: int) -> None:
+        """To the last group, or a new one where that has no room."""
+        if self.groups and self.groups[-1].count + bucket.count <= most:
+            self.groups[-1] = _Group(buckets=(*self.groups[-1].buckets, bucket))
+        else:
+            self.groups.append(_Group(buckets=(bucket,)))
 
     def _cut(self, name: str, held: HeldTensor, bucket_elements: int) -> Iterator[_Bucket]:
-        stop = -(-(held.start + held.count) // _WORD) * _WORD
-        at = held.start // _WORD * _WORD
+        stop = -(-(held.start + held.count) // _ALIGNED) * _ALIGNED
+        at = held.start // _ALIGNED * _ALIGNED
         while at < stop:
             end = min(stop, (at // bucket_elements + 1) * bucket_elements)
             yield _Bucket(tensor=name, start=at - held.start, count=end - at, place=self.size)
@@ -116,35 +164,37 @@ class DetectedChanges:
 
         return ModelBytes(open=partial(self._host.add, changes), published=published)
 
-    def _changes(self) -> list[tuple[_Bucket, torch.Tensor, torch.Tensor]] | None:
-        """The changes of each bucket, on the device; None as soon as they are too many."""
+    def _changes(self) -> list[tuple[_Group, torch.Tensor, torch.Tensor]] | None:
+        """The changes of each group, on the device; None as soon as they are too many."""
         found, most = [], int(self.held.num_elements * _MOST_CHANGED)
-        for bucket in self._places.buckets:
-            new, old = self._bits(bucket), self._snapshot.bits(bucket)
+        for group in self._places.groups:
+            new, old = self._bits(group), self._snapshot.bits(group)
             positions, steps = changed(new, old)
             self._snapshot.replace(old, new)
             most -= len(positions)
             if most < 0:
                 return None
             if len(positions):
-                found.append((bucket, positions, steps))
+                found.append((group, positions, steps))
         return found
 
-    def _bits(self, bucket: _Bucket) -> torch.Tensor:
-        """The weights of a bucket as they are now, in scratch that the next call overwrites."""
-        scratch = self._snapshot.scratch[: bucket.count]
-        held = self.held.tensors[bucket.tensor]
-        first, last = max(bucket.start, 0), min(bucket.start + bucket.count, held.count)
+    def _bits(self, group: _Group) -> torch.Tensor:
+        """The weights of a group as they are now, in scratch that the next call overwrites."""
+        scratch = self._snapshot.scratch[: group.count]
         scratch.zero_()
-        inside = scratch[first - bucket.start : last - bucket.start]
-        self.held.copy_range(bucket.tensor, first, inside.view(torch.bfloat16))
+        for bucket in group.buckets:
+            held = self.held.tensors[bucket.tensor]
+            first, last = max(bucket.start, 0), min(bucket.start + bucket.count, held.count)
+            at = bucket.place - group.place - bucket.start
+            inside = scratch[first + at : last + at]
+            self.held.copy_range(bucket.tensor, first, inside.view(torch.bfloat16))
         return scratch
 
     def _everything(self) -> ModelBytes:
         buffer = self._host.buffer()
         self.held.copy_to(buffer)
-        for bucket in self._places.buckets:
-            self._snapshot.overwrite(bucket, self._bits(bucket))
+        for group in self._places.groups:
+            self._snapshot.overwrite(group, self._bits(group))
         return ModelBytes(open=partial(self._host.replace, buffer), published=self._host.published)
 
 
@@ -152,7 +202,7 @@ class _Snapshot:
     """The bits at the last copy, and the scratch to compare with them."""
 
     def __init__(self, places: _Places, *, device: torch.device, on_host: bool) -> None:
-        largest = max((bucket.count for bucket in places.buckets), default=0)
+        largest = max((group.count for group in places.groups), default=0)
         self.scratch = torch.zeros(largest, dtype=torch.int16, device=device)
         self._on_host = on_host
         self._bits = torch.zeros(
@@ -163,12 +213,12 @@ class _Snapshot:
         )
         self._fetched = torch.zeros(largest if on_host else 0, dtype=torch.int16, device=device)
 
-    def bits(self, bucket: _Bucket) -> torch.Tensor:
-        """Those of a bucket, on the device."""
-        kept = self._of(bucket)
+    def bits(self, group: _Group) -> torch.Tensor:
+        """Those of a group, on the device."""
+        kept = self._of(group)
         if not self._on_host:
             return kept
-        fetched = self._fetched[: bucket.count]
+        fetched = self._fetched[: group.count]
         fetched.copy_(kept, non_blocking=True)
         return fetched
 
@@ -177,19 +227,19 @@ class _Snapshot:
         if not self._on_host:
             old.copy_(new)
 
-    def keep(self, changes: Sequence[tuple[_Bucket, FoundChanges]]) -> None:
+    def keep(self, changes: Sequence[_Changes]) -> None:
         """Bring the bits on the host up to date."""
         if self._on_host:
             for bucket, found in changes:
                 bits = self._of(bucket).numpy().view(np.uint16)
                 Steps(values=found.steps, positions=found.positions).apply_to(bits)
 
-    def overwrite(self, bucket: _Bucket, new: torch.Tensor) -> None:
-        """Keep all bits of a bucket."""
-        self._of(bucket).copy_(new)
+    def overwrite(self, group: _Group, new: torch.Tensor) -> None:
+        """Keep all bits of a group."""
+        self._of(group).copy_(new)
 
-    def _of(self, bucket: _Bucket) -> torch.Tensor:
-        return self._bits[bucket.place : bucket.place + bucket.count]
+    def _of(self, part: _Bucket | _Group) -> torch.Tensor:
+        return self._bits[part.place : part.place + part.count]
 
 
 class _Staging:
@@ -201,25 +251,20 @@ class _Staging:
         self._free: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy(
-        self, found: Sequence[tuple[_Bucket, torch.Tensor, torch.Tensor]]
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[tuple[_Bucket, FoundChanges]]]:
+        self, found: Sequence[tuple[_Group, torch.Tensor, torch.Tensor]]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], list[_Changes]]:
         """The memory that was taken, and the changes in it."""
         lent = self._taken(sum(len(positions) for _, positions, _ in found))
-        changes, at = [], 0
-        for bucket, positions, steps in found:
+        copied, at = [], 0
+        for group, positions, steps in found:
             end = at + len(positions)
+            copied.append((group, lent[0][at:end], lent[1][at:end]))
             lent[0][at:end].copy_(positions, non_blocking=True)
             lent[1][at:end].copy_(steps, non_blocking=True)
-            on_host = FoundChanges(
-                start=bucket.start,
-                positions=lent[0][at:end].numpy().view(np.uint32),
-                steps=lent[1][at:end].numpy().view(np.uint16),
-            )
-            changes.append((bucket, on_host))
             at = end
         if self._pinned:
             torch.cuda.synchronize()
-        return lent, changes
+        return lent, [one for group, *changes in copied for one in group.of_buckets(*changes)]
 
     def release(self, lent: tuple[torch.Tensor, torch.Tensor]) -> None:
         with self._lock:
@@ -260,7 +305,7 @@ class _HostCopy:
         self._current = buffer
         return self._held.shards(buffer)
 
-    def add(self, changes: Sequence[tuple[_Bucket, FoundChanges]]) -> ShardedModel:
+    def add(self, changes: Sequence[_Changes]) -> ShardedModel:
         """The model with these changes over the one before."""
         assert self._current is not None
         model = self._held.shards(self._current)
