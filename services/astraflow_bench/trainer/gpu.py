@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from astraflow_bench.figures import Figure
-from astraflow_bench.trainer.methods import METHODS, OURS, PLAIN, Task, lacking
+from astraflow_bench.trainer.methods import COMPILED, METHODS, OURS, PLAIN, Step, Task, lacking, ours
 from astraflow_bench.trainer.sizes import TrainerSizes
 from astraflow_bench.trainer.workload import geometric_lengths, model_shape, rows_of
 from astraflow_bench.weights.detection import DEFAULT_ELEMENTS, measure_detection
@@ -38,8 +39,10 @@ from astraflow_weights.codec.tiles.grid import PartKind
 _NO_GPU = "no GPU"
 _LEAST_MFU, _LEAST_OVER_PLAIN, _MOST_READS = 45.0, 1.3, 2.0
 _TARGET = ("Qwen3-8B", 8192)
-_ROWS, _ROWS_PER_MEDIAN = 24, 16
-"""Geometric lengths with a sixteenth of the budget in the middle: two passes when packed."""
+_ROWS, _MORE_ROWS, _MOST_ROWS, _ROWS_PER_MEDIAN = 24, 48, 96, 16
+"""Geometric lengths with a sixteenth of the budget in the middle: 24 rows are two passes when packed. More rows up to
+8,192 tokens a pass, most where there is a target: what a step costs once then counts as little as in real batches.
+"""
 _DENSITY = 0.01
 _STATE_BYTES = 20
 """Of a parameter: master, moments and gradient in fp32, and a bf16 copy with room to spare."""
@@ -115,6 +118,8 @@ def measure_gpu(sizes: TrainerSizes, _folder: Path) -> list[Figure]:
         # Other sections' group of one knows no GPU.
         dist.destroy_process_group()
     join_rank_group(RankSettings(), timeout_s=60.0, device=place.device)
+    # One of every shape and length: beyond its limit torch would go on uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     peak = _peak(place)
     assert peak.value is not None
     figures = [peak]
@@ -176,43 +181,60 @@ def _peak(place: _Device) -> Figure:
 def _steps(place: _Device, name: str, shape: ModelShape, *, budget: int, peak: float) -> Iterator[Figure]:
     whole = _SHAPES.get(name, shape).num_hidden_layers
     layers = "" if shape.num_hidden_layers == whole else f", {shape.num_hidden_layers} of {whole} layers"
-    rows = rows_of(geometric_lengths(_ROWS, median=budget // _ROWS_PER_MEDIAN))
+    rows = rows_of(geometric_lengths(_num_rows(place, name, budget), median=budget // _ROWS_PER_MEDIAN))
     task = Task(shape=shape, rows=rows, budget=budget, device=place.device, compute="bf16")
-    what, seconds = f"{name}{layers}, {budget} tokens a pass", {}
+    what, seconds = f"{name}{layers}, {budget} tokens a pass, {len(rows)} rows", {}
     aim = place.device.type == "cuda" and (name, budget) == _TARGET
-    for method in METHODS:
+    for method, made in _methods(place).items():
         row = partial(Figure, subject=method)
         try:
             reason = f"{lacking(method)} is not installed" if lacking(method) else ""
-            seconds[method], memory = (0.0, 0) if reason else _timed(place, method, task)
+            seconds[method], memory = (0.0, 0) if reason else _timed(place, made, task)
         except torch.OutOfMemoryError:
             reason = "the device's memory is too small"
         if reason:
             yield row(what=f"{what}: rate", value=None, unit=reason)
             continue
         share = 100 * model_flops(shape, rows) / seconds[method] / (1e12 * peak)
-        least = _LEAST_MFU if aim and method == OURS else None
+        least = _LEAST_MFU if aim and method == COMPILED else None
         yield row(
             what=f"{what}: rate", value=sum(r.num_tokens for r in rows) / seconds[method], unit="tokens/s"
         )
         yield row(what=f"{what}: MFU", value=share, unit="%", least=least)
         if memory:
             yield row(what=f"{what}: peak memory", value=memory / 1e9, unit="GB")
-    if OURS in seconds and PLAIN in seconds:
-        least, over = _LEAST_OVER_PLAIN if aim else None, seconds[PLAIN] / seconds[OURS]
+    for method in (OURS, COMPILED):
+        if PLAIN not in seconds or method not in seconds:
+            continue
+        least, over = _LEAST_OVER_PLAIN if aim else None, seconds[PLAIN] / seconds[method]
         yield Figure(
-            what=f"{what}: rate over the plain loop", subject=OURS, value=over, unit="×", least=least
+            what=f"{what}: rate over the plain loop", subject=method, value=over, unit="×", least=least
         )
 
 
-def _timed(place: _Device, method: str, task: Task) -> tuple[float, int]:
+def _methods(place: _Device) -> dict[str, Callable[[Task], Step]]:
+    """Those of every device, and ours compiled on a GPU."""
+    return {
+        OURS: ours,
+        **({COMPILED: partial(ours, compiled=True)} if place.device.type == "cuda" else {}),
+        **METHODS,
+    }
+
+
+def _num_rows(place: _Device, name: str, budget: int) -> int:
+    if place.device.type == "cpu" or budget > _TARGET[1]:
+        return _ROWS
+    return _MOST_ROWS if (name, budget) == _TARGET else _MORE_ROWS
+
+
+def _timed(place: _Device, made: Callable[[Task], Step], task: Task) -> tuple[float, int]:
     """Seconds of a step, and bytes of the device at its peak; 0 on a CPU. Nothing of it stays."""
     on_gpu = place.device.type == "cuda"
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = place.seconds(METHODS[method](task))
+    seconds = place.seconds(made(task))
     return seconds, torch.cuda.max_memory_allocated() if on_gpu else 0
 
 

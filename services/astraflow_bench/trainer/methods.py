@@ -39,12 +39,13 @@ from astraflow_trainer.step.step import Outcome, StepSettings, train_step
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["METHODS", "OURS", "PLAIN", "TRL", "Step", "Task", "lacking"]
+__all__ = ["COMPILED", "METHODS", "OURS", "PLAIN", "TRL", "Step", "Task", "lacking", "ours"]
 
 Step = Callable[[], float]
 """Takes one step and says how large the gradient was before it was clipped, as a norm."""
-OURS, PLAIN, TRL = (
+OURS, COMPILED, PLAIN, TRL = (
     "ours: packed, logits in chunks",
+    "ours, compiled",
     "plain loop: padded, whole logits",
     "TRL: padded, fused head",
 )
@@ -106,10 +107,11 @@ def lacking(method: str) -> str:
     return "trl" if method == TRL and find_spec("trl") is None else ""
 
 
-def _ours(task: Task) -> Step:
+def ours(task: Task, *, compiled: bool = False) -> Step:
+    """Our trainer's step; `compiled` as `ASTRAFLOW_COMPILE` has it."""
     policy = PolicyModel(task.model())
     mesh = init_device_mesh(task.device.type, (1,))
-    shard(policy, mesh=mesh, placement=Placement(compute=task.compute))
+    shard(policy, mesh=mesh, placement=Placement(compute=task.compute, compiled=compiled))
     optimizer = MasterOptimizer(policy, settings=_OPTIMIZER)
     settings = StepSettings(algorithm=_ALGORITHM, tokens_per_microbatch=task.budget)
 
@@ -231,4 +233,4 @@ def _prompt(row: TrainingRow) -> int:
     return int(row.loss_mask.argmax())
 
 
-METHODS: Mapping[str, Callable[[Task], Step]] = {OURS: _ours, PLAIN: _plain, TRL: _trl}
+METHODS: Mapping[str, Callable[[Task], Step]] = {OURS: ours, PLAIN: _plain, TRL: _trl}

@@ -79,6 +79,8 @@ class PackedModel(nn.Module):
         """Where the forward pass runs; sharded parameters may be kept elsewhere."""
         self.holds_masters = False
         """Whether the parameters are the fp32 masters, which are rounded when they are gathered."""
+        self.compiler: str | None = None
+        """The backend of torch that compiles what is done with logits; None where nothing is compiled."""
         self._attends_to_pieces = False
 
     def attend_by(self, name: str, kernel: Kernel) -> None:
@@ -122,8 +124,9 @@ class PackedModel(nn.Module):
         }
 
     def moved(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` on the device; from pinned memory the copy is not waited for."""
-        pinned = values.pin_memory() if self.device.type == "cuda" else values
+        """`values` on the device; from pinned memory the copy is not waited for. FSDP may have moved them already."""
+        crosses = self.device.type == "cuda" and values.device.type == "cpu"
+        pinned = values.pin_memory() if crosses else values
         return pinned.to(self.device, non_blocking=True)
 
     @property
@@ -175,7 +178,13 @@ class PolicyModel(PackedModel):
         """
         hidden_ND = self.hidden(**asked)
         head_VD = self.causal_lm.get_output_embeddings().weight
-        return token_scores(hidden_ND, head_VD=head_VD, target_N=target_N, temperature_N=temperature_N)
+        return token_scores(
+            hidden_ND,
+            head_VD=head_VD,
+            target_N=target_N,
+            temperature_N=temperature_N,
+            compiler=self.compiler,
+        )
 
     def score(self, batch: MicroBatch) -> TokenScores:
         """Score a micro-batch; a collective when the model is sharded over several ranks. Moves the scores back."""

@@ -116,7 +116,7 @@ def shard(policy: PackedModel, *, mesh: DeviceMesh, placement: Placement | None 
     for module in [*groups, policy]:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if placement.compiled:
-        _compile(decoder.layers, device_type=mesh.device_type)
+        policy.compiler = _compile(decoder.layers, device_type=mesh.device_type)
     if isinstance(policy, PolicyModel):
         register_fsdp_forward_method(policy, "next_token_logprobs")
     policy.holds_masters = placement.compute == "bf16" or isinstance(policy, CriticModel)
@@ -139,16 +139,17 @@ def _narrow_frozen(policy: PackedModel) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _compile(layers: torch.nn.ModuleList, *, device_type: str) -> None:
+def _compile(layers: torch.nn.ModuleList, *, device_type: str) -> str | None:
     """Compile the forward pass of each layer with its recomputing, inside FSDP's hooks: one graph for all layers of a
-    kind and all sizes of micro-batches.
+    kind and all sizes of micro-batches. The backend that does it; None where this machine has none.
     """
     lacks = _lacks_to_compile(device_type)
     if lacks:
         log.warning("model.not_compiled", lacks=lacks, remedy="install it, or set ASTRAFLOW_COMPILE to false")
-        return
+        return None
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=_BACKEND)
+    return _BACKEND
 
 
 def _lacks_to_compile(device_type: str) -> str:

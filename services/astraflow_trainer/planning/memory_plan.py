@@ -277,7 +277,7 @@ class _Planner:
     def _logits(self, tokens: int) -> Item:
         """Of a chunk, its probabilities, and the gradient of the head, which is added up in fp32."""
         words, width = self.sizes.vocabulary, self.sizes.width
-        chunk, each = min(tokens, chunk_tokens_of(words)), 8
+        chunk, each = min(tokens, chunk_tokens_of(words, on_gpu=self.ranks.on_gpu)), 8
         of_head = 6 if self.width_bytes == 2 else 4
         return self._item(
             "logits of a chunk",

@@ -201,8 +201,8 @@ def test_a_compiled_layer_computes_the_same(
     compiled = make_policy(placement=Placement(compiled=True, recompute=recompute)).train()
     assert same_bits(_gradient(make_policy()), _gradient(compiled))
     counted = torch._dynamo.utils.counters
-    assert counted["stats"]["unique_graphs"] <= 2, (
-        "one graph under a mask, one without, for all layers and sizes"
+    assert counted["stats"]["unique_graphs"] <= 4, (
+        "one graph under a mask, one without, for all layers and sizes; two for the logits of a chunk"
     )
     assert not counted["graph_break"]
     if recompute == "full":
