@@ -7,6 +7,7 @@ run two over one Redis. Called by `__main__`, and by tests that want a server in
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import time
@@ -379,6 +380,8 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
             scaler=scaler.address if scaler else "",
         )
         lifecycle.write_address_file(settings.address_file, addresses)
+        # What starting has loaded stays: to look through it for garbage holds all calls up.
+        gc.freeze()
         log.info("dataflow.ready", grpc=addresses.grpc, http=addresses.http)
 
     services: list[lifecycle.Service] = [keeper, pages, grpc_server, *([scaler] if scaler else [])]

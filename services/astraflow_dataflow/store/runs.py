@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from google.protobuf.json_format import ParseDict
 
@@ -481,11 +481,12 @@ _NODE_FIELDS: Mapping[bytes, _Field] = {
     b"task_ms": ("task_duration", lambda value: timedelta(milliseconds=int(float(value)))),
 }
 """What is kept of a node: the field of its status, and how its bytes are read."""
+_NODE_LISTS = tuple((name.encode(), name) for name in ("weight_faults", "engine_loads", "engine_faults"))
 
 
 def _node(node_id: str, flat: Sequence[Reply], *, leases: int, now_ms: int) -> NodeStatus:
     """A node's status. `flat` has names and values in turn; what was never said is left out."""
-    stored = {as_bytes(name): as_bytes(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    stored = cast("dict[bytes, bytes]", dict(zip(flat[::2], flat[1::2], strict=True)))
     read = {
         known[0]: known[1](value)
         for name, value in stored.items()
@@ -494,11 +495,11 @@ def _node(node_id: str, flat: Sequence[Reply], *, leases: int, now_ms: int) -> N
     node = NodeStatus(
         node_id=node_id, leases=leases, connected=as_int(stored.get(b"connected_until")) > now_ms, **read
     )
-    for name in ("weight_faults", "engine_loads", "engine_faults"):
-        told = stored.get(name.encode(), _NOTHING)
-        for item in json.loads(told) if told != _NOTHING else ():
-            ParseDict(item, getattr(node, name).add())
-    if node.connected:
+    told = [(field, text) for name, field in _NODE_LISTS if (text := stored.get(name)) and text != _NOTHING]
+    for field, text in told:
+        for item in json.loads(text):
+            ParseDict(item, getattr(node, field).add())
+    if told and node.connected:
         node.tokens_per_s = sum(load.tokens_per_s for load in node.engine_loads)
     return node
 
