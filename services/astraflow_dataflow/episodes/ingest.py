@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 EPISODES_PER_COMMIT = 64
 """When this many are there, no more are waited for; a commit holds Redis for a millisecond or two."""
-TASKS_PER_COMMIT = 32
+TASKS_PER_COMMIT = 16
 """What is read and written of a task costs a commit as much as several of its episodes."""
 _CHECKED_AT_ONCE = 16
 """Trajectories that are checked before others have their turn."""

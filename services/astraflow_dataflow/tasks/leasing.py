@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 UNBOUNDED = 1_000_000
 LEASES_PER_CALL = 256
-_LEASES_AT_ONCE = 32
+_LEASES_AT_ONCE = 20
 FREE_REASONS = frozenset(
     {"missing_capability", "drain", "version_unavailable", "engine_down", "environment_unavailable"}
 )
