@@ -198,7 +198,7 @@ def check_body(body: bytes, described: Described) -> tuple[trajectory_pb2.Trajec
             f"{described.min_version}–{described.max_version}",
         )
     check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
-    return trajectory, zlib.crc32(token_ids[loss_mask].tobytes()) or 1
+    return trajectory, zlib.crc32(token_ids[loss_mask].data) or 1
 
 
 def batch_digest(trajectory_ids: Iterable[str]) -> bytes:
@@ -352,7 +352,7 @@ def _check_logprobs(name: str, logprobs: NDArray[np.float32], loss_mask: NDArray
         raise BadTrajectory(
             "positive_logprob", f"{name}: log-prob {largest} of token {int(logprobs.argmax())} is above 0"
         )
-    if np.count_nonzero(logprobs) != np.count_nonzero(logprobs[loss_mask]):
+    if np.count_nonzero(logprobs[~loss_mask]):
         raise BadTrajectory(
             "logprob_outside_mask", f"{name}: a token outside the loss mask has a log-prob; write 0 there"
         )

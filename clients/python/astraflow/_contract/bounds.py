@@ -49,7 +49,7 @@ _Fit: TypeAlias = "Callable[[Collection[Any]], bool]"
 """Whether all of some values are surely within their bounds; where it says no, each is looked at."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object each: checks are found by it for every message
 class _Purpose:
     cuts: bool = False
     """Values outside bounds that are `clamped` are brought to them; otherwise they pass."""
