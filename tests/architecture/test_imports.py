@@ -54,6 +54,7 @@ COMPANIONS = {
     "cryptography": "pyjwt",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
+    "triton": "torch",  # with torch for CUDA; asked for before it is imported
     "urllib3": "boto3",
     "typing_extensions": "pydantic",
 }

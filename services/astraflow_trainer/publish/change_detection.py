@@ -53,7 +53,7 @@ def changed(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """Elements of a held tensor whose changes are told together; it ends at a line of the tile grid, or of words."""
+    """Elements of a held tensor whose changes come together; it ends at a line of the tile grid, or of words."""
 
     tensor: str
     start: int
