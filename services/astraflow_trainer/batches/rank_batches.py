@@ -63,6 +63,7 @@ class _Received:
     num_trajectories: int
     num_tokens: int
     num_spans_max: int
+    num_turns: int
     are_bf16: bool
     num_stale_tokens: int
     was_read_ahead: bool
@@ -81,6 +82,7 @@ class RankBatches:
         self._ranks = ranks
         self._is_first = ranks.index == 0
         self._received: list[_Received] = []
+        self._num_episodes = 0
         self._precision = LogprobPrecision()
         self.num_left_out = 0
         """Trajectories of the latest `fetch` that are left out, over all ranks."""
@@ -138,6 +140,7 @@ class RankBatches:
             num_trajectories=len(rows),
             num_tokens=sum(row.num_tokens for row in rows),
             num_spans_max=max((len(row.version_spans) for row in rows), default=0),
+            num_turns=sum(row.num_turns for row in rows),
             are_bf16=self._precision.look(rows),
             num_stale_tokens=fetched.num_stale_tokens,
             was_read_ahead=read is not None,
@@ -145,6 +148,8 @@ class RankBatches:
         )
         everybody = self._ranks.all_gather(json.dumps(asdict(mine)).encode())
         self._received = [_Received(**json.loads(message)) for message in everybody]
+        kept = (item for item in batch.bound.items if group_of(item) not in left_out)
+        self._num_episodes = len({(item.task_id, item.member) for item in kept})
         return rows
 
     def read_ahead(self, step: int, *, base_version: int) -> None:
@@ -168,6 +173,7 @@ class RankBatches:
             "fetched_bytes": float(total),
             "num_stale_tokens": float(sum(rank.num_stale_tokens for rank in self._received)),
             "num_version_spans_max": float(max((rank.num_spans_max for rank in self._received), default=0)),
+            "turns_mean": sum(rank.num_turns for rank in self._received) / max(1, self._num_episodes),
             "bf16_logprobs": float(any(rank.are_bf16 for rank in self._received)),
             "num_quarantined_batches": float(self._source.num_quarantined),
             "read_ahead": float(all(rank.was_read_ahead for rank in self._received)),

@@ -90,6 +90,11 @@ class TrainingRow:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
+    def num_turns(self) -> int:
+        """Answers of the policy that the loss covers: runs of trained tokens. At least 1."""
+        return int(np.count_nonzero(self.loss_mask[1:] & ~self.loss_mask[:-1]))
+
+    @property
     def in_place(self) -> NDArray[np.bool_]:
         """bool[T]: tokens of calls that went on over a swap of weights with the keys and values of the old ones."""
         result = np.zeros(self.num_tokens, dtype=np.bool_)

@@ -249,4 +249,4 @@ def _statistics(
         "negative_ratio": (-ratio).max(),
         "abs_log_ratio": (logprob_N - inputs.behavior_N).abs().max(),
     }
-    return LossStatistics.of(sums=sums, maxima=maxima)
+    return LossStatistics.of(sums=sums, maxima=maxima, log_ratio_N=log_ratio)

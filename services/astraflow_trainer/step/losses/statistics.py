@@ -12,12 +12,14 @@ import torch
 
 from astraflow_trainer.ranks.reductions import Ranks
 
-_SUMS = (
+SUMS = (
     "num_tokens", "loss", "ratio", "squared_ratio", "squared_log_ratio", "mismatch_kl",
     "in_place", "mismatch_kl_in_place", "entropy", "kl",
     "clipped_up", "clipped_down", "masked", "rejected", "num_away", "squared_log_ratio_away",
 )  # fmt: skip
 _MAXIMA = ("ratio", "negative_ratio", "abs_log_ratio")
+_BIN_NATS, _BINS_EACH_WAY = 0.01, 512
+"""Log-ratios are counted in bins of this width around 0; the outermost have all beyond 5.12."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class LossMetrics:
     ratio_mean: float
     ratio_max: float
     """The ratio to the anchor; that of the row for GSPO and GMPO."""
+    ratio_p99: float
+    """Its 99th percentile over tokens, to half a percent."""
     clip_fraction_up: float
     """Share of tokens whose ratio is cut from above."""
     clip_fraction_down: float
@@ -67,37 +71,45 @@ class LossMetrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossStatistics:
-    """float64 sums and maxima over tokens."""
+    """float64 sums and maxima over tokens, and in `counts` how many have a log-ratio in which bin."""
 
     sums: torch.Tensor
     maxima: torch.Tensor
+    counts: torch.Tensor
 
     @classmethod
     def empty(cls) -> Self:
         """Statistics of no token."""
         return cls(
-            torch.zeros(len(_SUMS), dtype=torch.float64),
+            torch.zeros(len(SUMS), dtype=torch.float64),
             torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64),
+            torch.zeros(2 * _BINS_EACH_WAY + 1, dtype=torch.float64),
         )
 
     @classmethod
-    def of(cls, *, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor]) -> Self:
-        """Statistics of some tokens; `sums` and `maxima` name every entry."""
+    def of(
+        cls, *, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], log_ratio_N: torch.Tensor
+    ) -> Self:
+        """Statistics of some tokens; `sums` and `maxima` name every entry, `log_ratio_N` is to the anchor."""
         return cls(
-            torch.stack([sums[name].double() for name in _SUMS]),
+            torch.stack([sums[name].double() for name in SUMS]),
             torch.stack([maxima[name].double() for name in _MAXIMA]),
+            _ratio_counts(log_ratio_N),
         )
 
     def __add__(self, other: "LossStatistics") -> "LossStatistics":
-        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+        return LossStatistics(
+            self.sums + other.sums, torch.maximum(self.maxima, other.maxima), self.counts + other.counts
+        )
 
     def over_ranks(self, ranks: Ranks) -> "LossStatistics":
         """Statistics of the tokens of all ranks. A collective: every rank calls it."""
-        return LossStatistics(ranks.sum(self.sums), ranks.max(self.maxima))
+        added = ranks.sum(torch.cat([self.sums, self.counts]))
+        return LossStatistics(added[: len(SUMS)], ranks.max(self.maxima), added[len(SUMS) :])
 
     def metrics(self) -> LossMetrics:
         """Means, extremes and shares. Raises ValueError when there was no token."""
-        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         num_tokens = sums["num_tokens"]
         if num_tokens == 0:
@@ -108,6 +120,7 @@ class LossStatistics:
             ratio_min=-maxima["negative_ratio"],
             ratio_mean=sums["ratio"] / num_tokens,
             ratio_max=maxima["ratio"],
+            ratio_p99=min(maxima["ratio"], _percentile(self.counts, 0.99)),
             clip_fraction_up=sums["clipped_up"] / num_tokens,
             clip_fraction_down=sums["clipped_down"] / num_tokens,
             masked_fraction=sums["masked"] / num_tokens,
@@ -125,6 +138,20 @@ class LossStatistics:
             second_moment_away=_ratio(sums["squared_log_ratio_away"], sums["num_away"]),
             kl=sums["kl"] / num_tokens,
         )
+
+
+def _ratio_counts(log_ratio_N: torch.Tensor) -> torch.Tensor:
+    """float64[bins]: how many tokens are in each bin; one that is no number counts as 0."""
+    bins = (log_ratio_N.detach().double().nan_to_num() / _BIN_NATS).round()
+    places = bins.clamp(-_BINS_EACH_WAY, _BINS_EACH_WAY).long() + _BINS_EACH_WAY
+    return torch.bincount(places, minlength=2 * _BINS_EACH_WAY + 1).double()
+
+
+def _percentile(counts: torch.Tensor, share: float) -> float:
+    """The ratio at the middle of the first bin up to which there is at least this share of the tokens."""
+    up_to = counts.cumsum(0)
+    place = int(torch.searchsorted(up_to, share * up_to[-1]))
+    return math.exp(_BIN_NATS * (place - _BINS_EACH_WAY))
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -83,6 +83,7 @@ def test_each_rank_fetches_only_its_share(bench: Bench) -> None:
     assert sorted(map(tuple, bench.script.fetched)) == [("t1-0",), ("t1-1",)]
     assert measured["fetched_bytes"] == 2 * measured["fetched_bytes_rank_0"] > 0
     assert measured["fetched_share_max"] == 0.5
+    assert measured["turns_mean"] == 2.0  # both answers are of one episode
 
 
 def test_a_rank_without_a_share_fetches_nothing(bench: Bench) -> None:

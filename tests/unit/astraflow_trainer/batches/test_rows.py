@@ -40,6 +40,7 @@ def test_tokens_that_went_on_over_a_swap_are_known_by_their_spans(name: str) -> 
         )
     row = replace(row, version_spans=tuple(plugins.VersionSpan(*span) for span in spans))
     assert np.flatnonzero(row.in_place).tolist() == expected
+    assert row.num_turns == 1 + ("another" in name)
 
 
 FROM_THE_FIRST = {"loss_mask": np.array([True] * 4), "version_spans": (plugins.VersionSpan(0, 4, 4),)}

@@ -8,6 +8,7 @@ import torch
 from astraflow.recipe.algorithm import AlgorithmSettings, PpoClip
 from astraflow_trainer.ranks.reductions import OneRank
 from astraflow_trainer.step.losses import LossInputs, LossStatistics, policy_loss
+from astraflow_trainer.step.losses.statistics import SUMS
 
 
 def _statistics(chosen: slice) -> LossStatistics:
@@ -33,6 +34,23 @@ def test_adding_parts_gives_the_whole() -> None:
         assert getattr(parts.over_ranks(OneRank()).metrics(), name) == pytest.approx(
             getattr(whole, name), rel=1e-5
         ), name
+
+
+def test_the_percentile_of_the_ratio_is_within_half_a_percent_and_never_above_the_largest() -> None:
+    drawn = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 0.3
+    for log_ratio in (drawn, drawn * 40, torch.zeros(7), torch.tensor([0.0, math.inf])):
+        ends = {
+            "ratio": log_ratio.exp().max(),
+            "negative_ratio": torch.zeros(()),
+            "abs_log_ratio": torch.ones(()),
+        }
+        sums = dict.fromkeys(SUMS, torch.tensor(1.0))
+        found = LossStatistics.of(sums=sums, maxima=ends, log_ratio_N=log_ratio).metrics().ratio_p99
+        ordered = log_ratio.nan_to_num().clamp(max=5.12).sort().values
+        exact = float(ordered[math.ceil(0.99 * len(ordered)) - 1].exp())
+        assert found == pytest.approx(exact, rel=0.0051)
+    # A step with such a token is skipped, not ended by an error.
+    LossStatistics.of(sums=sums, maxima=ends, log_ratio_N=torch.tensor([math.nan]))
 
 
 def test_no_token_has_no_metrics() -> None:
