@@ -98,6 +98,11 @@ LEARNING: list[Panel] = [
         },
     ),
     (
+        "Who waits for whom",
+        "none",
+        {"{{run}} {{policy}}: {{verdict}}": "max by (run, policy, verdict) (astraflow_dataflow_balance)"},
+    ),
+    (
         "What waits, and how long",
         "s",
         {

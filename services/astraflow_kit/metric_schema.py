@@ -86,6 +86,11 @@ _ENTRIES = (
     _gauge(
         "astraflow_dataflow_wait_seconds", "What waits now, since when.", "run", "policy", "stage", "reason"
     ),
+    _gauge(
+        "astraflow_dataflow_balance",
+        "1 for who waits for whom now: rollout_bound, trainer_bound, publish_bound or balanced.",
+        *("run", "policy", "verdict"),
+    ),
     _gauge("astraflow_dataflow_redis_wait_seconds", "What Redis lacks now, since when.", "reason"),
     _gauge("astraflow_dataflow_staleness_versions", "Of groups: p50, p99, max.", "run", "policy", "stat"),
     _gauge("astraflow_dataflow_version_bytes", "Size of the newest version.", "run", "policy", "kind"),

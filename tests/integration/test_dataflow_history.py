@@ -37,6 +37,25 @@ async def test_the_figures_of_each_step_are_kept_in_order_with_what_the_server_c
     assert await steps(world, min_step=2, names=["reward_mean"]) == {"steps": [2], "reward_mean": [0.5]}
 
 
+async def test_calls_of_tools_and_those_that_failed_are_counted_once_an_accepted_episode(
+    world: World,
+) -> None:
+    trainer, node = await world.started(dataset="Counting")
+    used = {"environment.tool_calls": 3.0, "environment.tool_errors": 1.0}
+    (first, second) = await node.lease(2)
+    episode = node.episode(first, 0, reward=0.0, metrics=used)
+    assert [await node.outcome(episode) for _ in range(2)] == ["ACCEPTED", "DUPLICATE"]
+    assert await node.outcome(node.episode(first, 0, episode_id="other", metrics=used)) == "SUPERSEDED"
+    assert await node.outcome(node.episode(first, 1, reward=1.0)) == "ACCEPTED"
+    absurd = {"environment.tool_calls": 1e300, "environment.tool_errors": -5.0}
+    await node.complete(second, metrics=absurd)  # at most a million an episode
+    batch = (await trainer.acquire(1)).batch
+    await trainer.ack(batch, TRAINED, metrics={"reward_mean": 0.5})
+    found = await steps(world)
+    assert found["data.tool_calls"] == [3 + len(second.members) * 1_000_000]
+    assert found["data.tool_errors"] == [1]
+
+
 async def test_a_step_that_is_acked_again_is_kept_once_as_it_was_first(world: World) -> None:
     trainer, _, batch = await world.bound()
     for reward in (0.25, 0.75):

@@ -549,6 +549,7 @@ def make_episode(
     failed: bool = False,
     hedge: bool = False,
     num_response: int = 4,
+    metrics: Mapping[str, float] | None = None,
 ) -> trajectory_pb2.Episode:
     """A good episode with one trajectory per policy."""
     episode_id = episode_id or f"{task_id}.{member}.{attempt}.{node_id}"
@@ -573,6 +574,7 @@ def make_episode(
         status=trajectory_pb2.EPISODE_STATUS_FAILED if failed else trajectory_pb2.EPISODE_STATUS_FINISHED,
         trajectories=[] if failed else items,
         hedge=hedge,
+        metrics=metrics,
     )
 
 

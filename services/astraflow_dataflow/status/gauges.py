@@ -54,6 +54,10 @@ class RunGauges:
             {(wait.policy_id, wait.stage, wait.reason): waited_ms / 1000 for wait, waited_ms in waited},
         )
 
+    def balances(self, verdicts: Iterable[admin_service_pb2.Balance]) -> None:
+        """Who waits for whom, of each policy that has a verdict."""
+        self._replace("balance", {(each.policy_id, each.verdict): 1.0 for each in verdicts})
+
     def fleet(
         self, connected: Sequence[admin_service_pb2.NodeStatus], versions: Iterable[version_pb2.Version]
     ) -> None:

@@ -110,7 +110,9 @@ class Reporting:
                 for index in range(len(columns.steps))
             ]
             found.append(balance(policy_id, rows, fleet(nodes)))
-        return [verdict for verdict in found if verdict is not None]
+        verdicts = [verdict for verdict in found if verdict is not None]
+        self._gauges(context.run_id).balances(verdicts)
+        return verdicts
 
     async def _archive(self, context: RunContext) -> admin_service_pb2.ArchiveStatus | None:
         if context.recipe.dataflow.archive is None:

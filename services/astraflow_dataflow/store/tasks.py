@@ -60,6 +60,7 @@ MAX_PACK_ENTRIES = 256
 ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 Pushed: TypeAlias = PushResult | AstraflowError
 """What became of an episode, or why it must be pushed again."""
+_MOST_COUNTED = 1_000_000
 _Headers: TypeAlias = Sequence[trajectory_pb2.TrajectoryHeader]
 DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
 
@@ -364,6 +365,8 @@ def _commit_arguments(episode: trajectory_pb2.Episode, headers: _Headers) -> lis
     how = f"{len(episode.trajectories)}{'h' if episode.hedge else ''}"
     if episode.status == trajectory_pb2.EPISODE_STATUS_FAILED:
         how += "f"
+    if calls := _counted(episode, "environment.tool_calls"):
+        how += f"t{calls},{_counted(episode, 'environment.tool_errors')}"
     who = f"{episode.member}\t{episode.attempt}\t{episode.node_id}\t{episode.episode_id}"
     arguments: list[Argument] = [episode.task_id, who, how + "e" if is_evaluation else how]
     if is_evaluation:
@@ -371,6 +374,11 @@ def _commit_arguments(episode: trajectory_pb2.Episode, headers: _Headers) -> lis
     for header in headers:
         arguments += [header.SerializeToString(), _traced(header)]
     return arguments
+
+
+def _counted(episode: trajectory_pb2.Episode, name: str) -> int:
+    """A metric that counts: whatever number a client wrote, within bounds."""
+    return int(min(max(episode.metrics.get(name, 0.0), 0.0), _MOST_COUNTED))
 
 
 def _quarantine_arguments(episode: trajectory_pb2.Episode, problem: BadTrajectory) -> tuple[Argument, ...]:

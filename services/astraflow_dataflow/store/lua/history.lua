@@ -5,6 +5,9 @@ do
   -- Steps with other names than these many sets before are kept without figures.
   local MAX_NAME_SETS = 256
 
+  -- Counters that go with each step, beside those of what was dropped.
+  local COUNTED = { ingested = true, trained = true, tool_calls = true, tool_errors = true }
+
   -- Number of a set of names (lines): steps share it, so that names are kept once.
   local function number_of_names(P, policy, names)
     local N = K.series_names(P, policy)
@@ -26,7 +29,7 @@ do
     local counters = call('HGETALL', K.counters(P))
     for i = 1, #counters, 2 do
       local name = counters[i]
-      if string.sub(name, 1, 8) == 'dropped:' or name == 'ingested' or name == 'trained' then
+      if string.sub(name, 1, 8) == 'dropped:' or COUNTED[name] then
         counts[#counts + 1] = string.gsub(name, ':', '.') .. ' ' .. counters[i + 1]
       end
     end

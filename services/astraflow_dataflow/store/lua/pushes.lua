@@ -122,6 +122,10 @@ end
 
 local function accept_training(P, t, e)
   local owned, headers = t.owned, t.headers
+  if e.tool_calls then
+    add(K.counters(P), 'tool_calls', e.tool_calls)
+    add(K.counters(P), 'tool_errors', e.tool_errors)
+  end
   for _, item in ipairs(e.each) do
     PACKS.keep(P, item.place, item.id)
     CALL.owners[item.id] = e.episode
@@ -270,7 +274,7 @@ end
 
 -- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per episode: task; member,
 -- attempt, node and episode, tab separated; the number n of its trajectories, with 'h' for a hedge, 'f' for one that failed, 'e' for one of an
--- evaluation; of that one metrics as lines of value and name, and lines for its journal; header and trace of each of the n. Returns the position,
+-- evaluation, 't' and two numbers for its calls of tools and those that failed; of one of an evaluation metrics as lines of value and name, and lines for its journal; header and trace of each of the n. Returns the position,
 -- outcome and detail of each episode with a space between, and the tasks that it completed and that wait to be settled.
 SIGNATURE.commit = {}
 function SIGNATURE.commit.read(values)
@@ -285,6 +289,8 @@ function SIGNATURE.commit.read(values)
       n = tonumber(string.match(how, '^%d+'))
       if string.find(how, 'h') then e.hedge = '1' end
       if string.find(how, 'f') then e.failed = '1' end
+      local calls, errors = string.match(how, 't(%d+),(%d+)')
+      e.tool_calls, e.tool_errors = tonumber(calls), tonumber(errors)
       if string.find(how, 'e') then e.metrics, e.journal, at = values[at], values[at + 1], at + 2 end
     end
     for i = 1, n do

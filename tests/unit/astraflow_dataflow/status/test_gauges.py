@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from astraflow.dataflow.v1 import version_pb2
+from astraflow.dataflow.v1 import admin_service_pb2, version_pb2
 from astraflow.dataflow.v1.account_pb2 import TrajectoryAccount
 from astraflow_dataflow.rules.waits import Wait
 from astraflow_dataflow.status.gauges import RunGauges
@@ -46,6 +46,14 @@ def test_a_wait_is_shown_in_seconds_and_leaves_with_its_end() -> None:
     assert shown(gauges.metrics, "wait_seconds") == {"p/batch/ready_groups": 1.5}
     gauges.waits([])
     assert shown(gauges.metrics, "wait_seconds") == {}
+
+
+def test_the_verdict_of_a_policy_is_one_and_leaves_with_the_next() -> None:
+    gauges = RunGauges(Metrics(), "r")
+    gauges.balances([admin_service_pb2.Balance(policy_id="p", verdict="rollout_bound")])
+    assert shown(gauges.metrics, "balance") == {"p/rollout_bound": 1}
+    gauges.balances([admin_service_pb2.Balance(policy_id="p", verdict="balanced")])
+    assert shown(gauges.metrics, "balance") == {"p/balanced": 1}
 
 
 def test_the_lag_is_that_of_the_last_connected_node() -> None:
