@@ -30,11 +30,15 @@ async def look(
     visits: Sequence[Mapping[str, Any]] = (),
     *,
     token: str = "",
+    entry: str = "",
     follow: Mapping[str, Any] | None = None,
     told: Callable[[str], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
-    """Visit pages, or follow one while `told` changes what is behind it; what the browser found."""
-    asked = {"address": address, "visits": visits, "token": token, "follow": follow, "chromium": _CHROMIUM}
+    """Visit pages, or follow one while `told` changes what is behind it; what the browser found. It signs in by
+    `token`, or by the page `entry`.
+    """
+    asked = {"address": address, "visits": visits, "token": token, "entry": entry, "follow": follow}
+    asked["chromium"] = _CHROMIUM
     process = await asyncio.create_subprocess_exec(
         "node", str(DASHBOARD / "test" / "browser.mjs"), json.dumps(asked),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24,

@@ -140,6 +140,7 @@ async def _write_steps(world: World, policy: str, num_steps: int, *, seed: int) 
 
 def _counts(step: int) -> str:
     told = {"ready": step % 24, "outstanding": 90 + step % 31, "leases": 96, "ingested": step * 128}
+    told |= {"tool_calls": step * 300, "tool_errors": step * 18}
     told |= {"dropped.stale": step // 3, "dropped.filtered": step * 5, "dropped.superseded": step // 200}
     return "\n".join(f"{name} {number}" for name, number in told.items())
 
@@ -165,6 +166,8 @@ def figures(num_steps: int, *, seed: int) -> dict[str, Floats]:
         "mismatch_kl": np.abs(0.0009 + noise(0.0002)),
         "ratio_max": 1.3 + np.abs(noise(0.3)),
         "ratio_mean": 1 + noise(0.002),
+        "ratio_p99": 1.12 + np.abs(noise(0.02)),
+        "turns_mean": 3 + 0.5 * at + np.abs(noise(0.2)),
         "clip_fraction_up": np.abs(0.012 + noise(0.003)),
         "clip_fraction_down": np.abs(0.007 + noise(0.002)),
         "entropy": 0.62 - 0.35 * at + noise(0.01),

@@ -209,9 +209,10 @@ export async function get<T>(path: string, query: Record<string, string> = {}): 
   const search = new URLSearchParams(query).toString();
   let answer: Response;
   try {
-    answer = await fetch(search ? `${path}?${search}` : path, { headers: { accept: "application/json" } });
-  } catch {
-    throw new Refusal("UNAVAILABLE", "the server does not answer", 0);
+    answer = await fetch(search ? `${path}?${search}` : path, { headers: { accept: "application/json" }, signal: AbortSignal.timeout(PATIENCE_MS) });
+  } catch (error) {
+    const is_late = error instanceof DOMException && error.name === "TimeoutError";
+    throw new Refusal("UNAVAILABLE", is_late ? `the server has answered nothing for ${PATIENCE_MS / 1000} s` : "the server does not answer", 0);
   }
   if (!answer.ok) throw await refusalOf(answer);
   return (await answer.json()) as T;
@@ -265,12 +266,17 @@ export interface Listener {
   trouble: (text: string) => void;
 }
 
-/** Follows the status of a run until `close`. It reconnects for ever, and says when the server was started anew. */
+/** Longer than a server with nothing to say says so. */
+const SILENCE_MS = 12_000;
+const PATIENCE_MS = 30_000;
+
+/** Follows the status of a run until `close`. It reconnects for ever, and says when the server is silent or was started anew. */
 export class Watch {
   private source: EventSource | null = null;
   private process = "";
   private lost = 0;
   private timer = 0;
+  private silence = 0;
   private closed = false;
 
   constructor(
@@ -284,12 +290,28 @@ export class Watch {
     this.closed = true;
     this.source?.close();
     window.clearTimeout(this.timer);
+    window.clearTimeout(this.silence);
+  }
+
+  private heard(): void {
+    window.clearTimeout(this.silence);
+    this.silence = window.setTimeout(() => {
+      this.lose(`The server has answered nothing for ${SILENCE_MS / 1000} s: it hangs, or the network does; what is shown is what it said last. Trying again …`);
+    }, SILENCE_MS);
+  }
+
+  private lose(text: string): void {
+    this.lost ||= Date.now();
+    this.listener.trouble(text);
+    this.again(2000);
   }
 
   private open(): void {
     const query = new URLSearchParams({ request: JSON.stringify({ run_id: this.run_id, interval_duration: "2s" }) });
     const source = new EventSource(`/api/rpc/AdminService/Watch?${query}`);
     this.source = source;
+    this.heard();
+    for (const kind of ["hello", "message", "refused", "beat"]) source.addEventListener(kind, () => this.heard());
     source.addEventListener("hello", (event) => this.greeted((JSON.parse(event.data) as Session).process));
     source.addEventListener("message", (event) => {
       this.listener.status((JSON.parse(event.data) as { status: Status }).status);
@@ -299,9 +321,7 @@ export class Watch {
     });
     source.addEventListener("bye", () => this.again(0));
     source.onerror = () => {
-      this.lost ||= Date.now();
-      this.listener.trouble("The server does not answer; what is shown is what it said last. Trying again …");
-      this.again(2000);
+      this.lose("The server does not answer; what is shown is what it said last. Trying again …");
     };
   }
 

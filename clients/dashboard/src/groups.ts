@@ -38,13 +38,13 @@ export interface Group {
   curves: Curve[];
 }
 
-const ratio = (top: string, bottom: string) => (read: Read): Values => {
-  const below = read(bottom).mean;
-  return read(top).mean.map((value, index) => {
+/** Where there is something to divide by. */
+const over = (above: Values, below: Values): Values =>
+  above.map((value, index) => {
     const by = below[index];
     return value === null || value === undefined || !by ? null : value / by;
   });
-};
+const ratio = (top: string, bottom: string) => (read: Read): Values => over(read(top).mean, read(bottom).mean);
 
 /** How much a counter grew a step. */
 const growth = (name: string) => (read: Read, steps: number[]): Values => {
@@ -108,7 +108,7 @@ export const GROUPS: Group[] = [
       {
         title: "Ratio to the anchor",
         unit: "",
-        help: "Mean and largest over the tokens of a step.",
+        help: "Mean, 99th percentile and largest over the tokens of a step.",
         lines: [
           { label: "largest", of: "ratio_max" },
           { label: "mean", of: "ratio_mean" },
@@ -190,6 +190,20 @@ export const GROUPS: Group[] = [
         help: "Longest trajectory over the median: what a step that waits for all would wait for.",
         needs: ["completion_tokens_max", "completion_tokens_p50"],
         lines: [{ label: "longest / median", of: ratio("completion_tokens_max", "completion_tokens_p50") }],
+      },
+      {
+        title: "Turns an episode",
+        unit: "",
+        help: "Answers of the policy that were trained on, an episode.",
+        lines: [{ label: "turns", of: "turns_mean" }],
+      },
+      {
+        title: "Tool calls that failed",
+        unit: "%",
+        help: "Of the calls that episodes accepted since the step before made.",
+        missing: "No tool was called while these steps were taken, or no environment counts calls.",
+        needs: ["data.tool_errors", "data.tool_calls"],
+        lines: [{ label: "failed", of: (read) => over(grown("data.tool_errors")(read), grown("data.tool_calls")(read)) }],
       },
       { title: "Trajectories a step", unit: "", help: "Those that were trained on.", lines: [{ label: "trajectories", of: "num_trained_trajectories" }] },
       {

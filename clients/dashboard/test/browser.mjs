@@ -1,6 +1,7 @@
 // Looks at the page in a real Chromium, as told by one JSON argument, and prints one JSON line of what it found:
-//   {address, visits: [{name, hash, wait, width?, height?, dark?, picture?, click?}], live?, restart?}
-// `live` and `restart` follow one page while the caller changes what is behind it, each announced by a line on stdout.
+//   {address, entry?, visits: [{name, hash, wait, width?, height?, dark?, picture?, click?}], follow?}
+// `entry` is a page that signs in. `follow` stays on one page while the caller changes what is behind it, each step
+// announced by a line on stdout; a step waits for a text (`until`), or until the number in an element has grown (`grows`).
 import { chromium } from "playwright-core";
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -28,6 +29,10 @@ async function opened({ width = 1440, height = 900, dark = false }) {
   page.on("console", (message) => { if (["error", "warning"].includes(message.type())) report.console.push(message.text()); });
   page.on("pageerror", (error) => report.console.push(String(error)));
   page.on("dialog", (dialog) => { report.dialogs.push(dialog.message()); void dialog.dismiss(); });
+  if (asked.entry) {
+    await page.goto(asked.entry);
+    await page.waitForURL(`http://${asked.address}/**`);
+  }
   if (asked.token) {
     await page.goto(`http://${asked.address}/`);
     await page.fill("#token", asked.token);
@@ -46,8 +51,16 @@ async function awaited(page, one, selector) {
   }
 }
 
+// Visits that are only read share a page, each from an empty one on; to open a browser's context takes a second.
+let reading = null;
+
 async function visit(one) {
-  const { context, page } = await opened(one);
+  const is_read = one.axe === false;
+  const { context, page } = (is_read && reading) || (await opened(one));
+  if (is_read) {
+    reading = { context, page };
+    await page.goto("about:blank");
+  }
   const cdp = await context.newCDPSession(page);
   let transferred = 0;
   await cdp.send("Network.enable");
@@ -74,7 +87,7 @@ async function visit(one) {
     for (const violation of found.violations) report.violations.push({ visit: one.name, id: violation.id, help: violation.help, nodes: violation.nodes.slice(0, 3).map((node) => node.html.slice(0, 200) + " | " + (node.any[0]?.message ?? "")) });
   }
   if (one.picture) await page.screenshot({ path: one.picture, fullPage: one.full ?? false, animations: "disabled" });
-  await context.close();
+  if (!is_read) await context.close();
 }
 
 for (const one of asked.visits ?? []) await visit(one);
@@ -84,9 +97,11 @@ if (asked.follow) {
   await page.goto(`http://${asked.address}/${asked.follow.hash}`);
   await page.waitForSelector(asked.follow.wait);
   for (const step of asked.follow.steps) {
+    const shown = step.grows ? Number(await page.innerText(step.grows)) : 0;
     await say(step.say);
-    await page.waitForFunction((text) => document.querySelector("#content")?.innerText.includes(text), step.until, { timeout: 30000 });
-    report.steps.push(step.until);
+    if (step.grows) await page.waitForFunction(([of, before]) => Number(document.querySelector(of)?.innerText) > before, [step.grows, shown], { timeout: 60000 });
+    else await page.waitForFunction((text) => document.querySelector("#content")?.innerText.includes(text), step.until, { timeout: 30000 });
+    report.steps.push(step.until ?? Number(await page.innerText(step.grows)));
     // What fails while a server is away is said on the console by the browser itself.
     if (step.forgive) report.console.length = 0;
   }

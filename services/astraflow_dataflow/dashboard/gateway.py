@@ -30,7 +30,7 @@ _NO_CONTEXT = cast("Context", None)
 """Reading servicers do not look at it."""
 STREAM_S = 60.0
 """After this a stream ends and the browser asks again, with the token that it has then."""
-_BEAT_S = 10.0
+_BEAT_S = 5.0
 """A comment is sent this often, so that both sides see a connection that is dead."""
 
 
@@ -98,12 +98,14 @@ class Gateway:
     async def events(
         self, rpc: ReadingRpc, request: Message, *, hello: str, ending: asyncio.Event
     ) -> AsyncIterator[str]:
-        """Call a streaming rpc; server-sent events: `hello`, each message, `refused` for an error, `bye`."""
+        """Call a streaming rpc; server-sent events: `hello`, each message, `refused` for an error, `bye`; `beat` in
+        between, so that a page tells a quiet run from a server that hangs.
+        """
         yield _event("hello", hello)
         try:
             async with aclosing(_until(rpc.call(request, _NO_CONTEXT), ending=ending)) as messages:
                 async for message in messages:
-                    yield ": beat\n\n" if message is None else _event("message", json.dumps(as_json(message)))
+                    yield _event("beat", "{}") if message is None else _message(message)
         except AstraflowError as error:
             yield _event("refused", json.dumps(refusal(error)))
         yield _event("bye", "{}")
@@ -112,6 +114,10 @@ class Gateway:
 def refusal(error: AstraflowError) -> dict[str, Any]:
     """Return an error as JSON: slug, text, and what programs go by."""
     return {"error": error.reason, "message": error.message, "metadata": error.metadata}
+
+
+def _message(message: Message) -> str:
+    return _event("message", json.dumps(as_json(message)))
 
 
 def _event(kind: str, data: str) -> str:
