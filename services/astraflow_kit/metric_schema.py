@@ -74,9 +74,7 @@ _ENTRIES = (
     _gauge("astraflow_dataflow_credit_groups", "Groups that may be leased now.", "run", "policy"),
     _gauge("astraflow_dataflow_acceptance", "Share of groups that survive filters.", "run", "policy"),
     _gauge("astraflow_dataflow_trajectories", "Trajectories of a run by place.", "run", "place"),
-    _gauge(
-        "astraflow_dataflow_conservation_error", "Trajectories unaccounted for; not 0 is a defect.", "run"
-    ),
+    _gauge("astraflow_dataflow_conservation_error", "Trajectories unaccounted for: a defect.", "run"),
     _gauge("astraflow_dataflow_weight_faults", "Faulty weight versions that nodes report.", "run"),
     _gauge("astraflow_dataflow_plugin_faults", "Faults of a plug-in so far.", "run", "kind", "plugin"),
     _gauge(
@@ -86,11 +84,7 @@ _ENTRIES = (
     _gauge(
         "astraflow_dataflow_wait_seconds", "What waits now, since when.", "run", "policy", "stage", "reason"
     ),
-    _gauge(
-        "astraflow_dataflow_balance",
-        "1 for who waits for whom now: rollout_bound, trainer_bound, publish_bound or balanced.",
-        *("run", "policy", "verdict"),
-    ),
+    _gauge("astraflow_dataflow_balance", "1 for who waits for whom.", "run", "policy", "verdict"),
     _gauge("astraflow_dataflow_redis_wait_seconds", "What Redis lacks now, since when.", "reason"),
     _gauge("astraflow_dataflow_staleness_versions", "Of groups: p50, p99, max.", "run", "policy", "stat"),
     _gauge("astraflow_dataflow_version_bytes", "Size of the newest version.", "run", "policy", "kind"),
