@@ -99,21 +99,24 @@ async def test_one_batch_at_a_time_is_read_ahead_and_only_beside_one_in_hand(wor
     [
         {"barrier": "batch", "max_staleness": 3},
         {"barrier": "phase"},
-        {
-            "policies": ["solver", "critic"],
-            "roles": {"a": "solver", "b": "critic"},
-            "alternate_every_steps": 2,
-        },
     ],
-    ids=["batch", "phase", "turns"],
+    ids=["batch", "phase"],
 )
 async def test_synchronous_runs_read_nothing_ahead(world: World, recipe: dict[str, object]) -> None:
     trainer, node = await world.started("a", "b", "c", "d", "e", "f", **recipe)
-    for lease in await node.lease(2):
-        roles = {"policies": ["solver", "critic"]} if "policies" in recipe else {}
-        await node.complete(lease, **roles)
-    (await trainer.acquire(1)).batch.SerializeToString()
+    await node.complete_all(await node.lease(2))
+    assert (await trainer.acquire(1)).HasField("batch")
     assert (await trainer.read_ahead(2)).waiting_for == "not_ahead"
+
+
+async def test_policies_that_take_turns_read_nothing_ahead(world: World) -> None:
+    _, node = await world.started(
+        *("a", "b", "c", "d", "e", "f"), policies=["solver", "critic"], alternate_every_steps=2
+    )
+    critic = await world.trainer("critic")  # whose turn is the first, by name
+    await node.complete_all(await node.lease(2), policies=["critic"])
+    assert (await critic.acquire(1)).HasField("batch")
+    assert (await critic.read_ahead(2)).waiting_for == "not_ahead"
 
 
 @pytest.mark.parametrize("how", ["skipped", "nacked", "quarantined", "returned", "discarded"])
