@@ -13,6 +13,7 @@ from typing import Any
 
 import redis
 
+from astraflow.rollout.v1.trajectory_pb2 import TrajectoryHeader
 from astraflow_dataflow.store.keys import Keys
 from support.valkey import ValkeyServer
 
@@ -130,7 +131,8 @@ class _Counter:
         for index in ("open", "settling"):
             tasks: Any = self._client.zrange(self._keys.of(index), 0, -1)
             for task in tasks:
-                found |= {_text(item) for item in self._hash("members", _text(task))}
+                held: Any = self._client.lrange(self._keys.of("members", _text(task)), 0, -1)
+                found |= {TrajectoryHeader.FromString(header).trajectory_id for header in held}
         return found
 
     def _ready(self) -> set[str]:

@@ -7,7 +7,7 @@ functions can never disagree about a name. Read by the store modules.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 
 # No run is named `.`, so the registry's tag is no run's.

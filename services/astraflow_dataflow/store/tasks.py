@@ -438,8 +438,8 @@ def _completed(
 
 
 def _stored_headers(held: Reply) -> list[trajectory_pb2.TrajectoryHeader]:
-    """The headers of a task's trajectories, of which `held` has id and header in turn."""
-    return [trajectory_pb2.TrajectoryHeader.FromString(as_bytes(part)) for part in as_list(held)[1::2]]
+    """The headers of a task's trajectories."""
+    return [trajectory_pb2.TrajectoryHeader.FromString(as_bytes(part)) for part in as_list(held)]
 
 
 def _complete_task(fields: list[Reply], headers: _Headers) -> CompleteTask:

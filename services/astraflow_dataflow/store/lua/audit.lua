@@ -2,7 +2,7 @@
 -- ones in slices, which say so when something moved between them.
 
 local function count_task(P, task, policy_of, out)
-  out.assembling = out.assembling + call('HLEN', K.members(P, task))
+  out.assembling = out.assembling + call('LLEN', K.members(P, task))
   for _, role in ipairs(split(call('HGET', K.task(P, task), 'credited'))) do
     out.charged[policy_of[role]] = (out.charged[policy_of[role]] or 0) + 1
   end

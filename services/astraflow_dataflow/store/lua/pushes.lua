@@ -27,7 +27,7 @@ end
 local function write_task(P, t, horizon)
   if t.first_accepted then set(t, 'left', t.fields.left) end
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
-  call_many({ 'HSET', K.members(P, t.id) }, t.headers)
+  call_many({ 'RPUSH', K.members(P, t.id) }, t.headers)
   if #t.owned > 0 then
     gather_all({ 'HSET', K.owners(P) }, t.owned)
     count(P, 'ingested', #t.owned / 2)
@@ -130,7 +130,7 @@ local function accept_training(P, t, e)
     PACKS.keep(P, item.place, item.id)
     CALL.owners[item.id] = e.episode
     owned[#owned + 1], owned[#owned + 2] = item.id, item.place
-    headers[#headers + 1], headers[#headers + 2] = item.id, item.header
+    headers[#headers + 1] = item.header
   end
 end
 

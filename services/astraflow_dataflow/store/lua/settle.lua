@@ -1,7 +1,7 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
--- A complete task as { task, why, credited, size, finished, { id, header, id, header... }, spec }; `f` is all of its fields, `held` its trajectories.
+-- A complete task as { task, why, credited, size, finished, { header... }, spec }; `f` is all of its fields, `held` its trajectories.
 local function complete_task(task, f, held)
   local finished = 0
   for i = 0, tonumber(f.size) - 1 do
@@ -17,7 +17,7 @@ local function complete_task_of(P, task, size)
   size = size or call('HGET', T, 'size') or 0
   for i = 0, tonumber(size) - 1 do names[#names + 1] = 'm' .. i end
   for i, value in ipairs(call('HMGET', T, unpack(names))) do f[names[i]] = value or nil end
-  return f.state == 'complete' and complete_task(task, f, call('HGETALL', K.members(P, task))) or {}
+  return f.state == 'complete' and complete_task(task, f, call('LRANGE', K.members(P, task), 0, -1)) or {}
 end
 
 -- members: tasks. Returns those of them that are complete.
@@ -78,7 +78,7 @@ end
 local function settle_task(P, task, groups, tombstone_ms, f)
   local total, judged, is_used, verdicts = 0, false, false, {}
   for _, item in ipairs(groups) do total = total + tonumber(item.n) end
-  if total ~= call('HLEN', K.members(P, task)) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
+  if total ~= call('LLEN', K.members(P, task)) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
   for _, item in ipairs(groups) do
     local policy, verdict, n = item.policy, item.verdict, tonumber(item.n)
     verdicts[#verdicts + 1] = trace_entry('G', item.gid, verdict)
