@@ -22,7 +22,7 @@ from support.failure_bundles import (
 
 __all__ = ["pytest_runtest_makereport", "pytest_runtest_setup", "pytest_terminal_summary"]
 
-# Before anything imports torch or tokenizers: two cores are shared by two xdist workers and their daemons.
+# Before anything imports torch or tokenizers: two cores are shared by xdist's workers and their daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test downloads a model.
@@ -37,8 +37,8 @@ hypothesis.settings.load_profile("test")
 class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
     """Hands whole files to xdist's workers, and whatever runs the whole loop to one: two runs at once would starve.
 
-    All tests in containers are among those, so that there is one Docker daemon and one build of the images. The rpcs
-    of the fuzzer go to whoever is free: in soak each takes minutes.
+    All tests in containers are among those, so that there is one Docker daemon and one build of the images; both
+    files over a radosgw share one. The rpcs of the fuzzer go to whoever is free: in soak each takes minutes.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -48,8 +48,11 @@ class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdis
             "tests/deploy/test_compose",
             "tests/deploy/test_play_kube",
         )
+        over_radosgw = ("tests/integration/test_object_store_contract", "tests/integration/test_store_grants")
         if nodeid.startswith("tests/integration/test_hostile_requests"):
             return nodeid
+        if nodeid.startswith(over_radosgw):
+            return "radosgw"
         return "tests/e2e" if nodeid.startswith(whole_loops) else nodeid.partition("::")[0]
 
 

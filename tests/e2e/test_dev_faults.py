@@ -28,7 +28,10 @@ def test_weights_swapped_in_the_middle_of_a_generation_leave_two_spans_in_a_trai
     assert max(line["num_version_spans_max"] for line in steps if not line["skipped"]) >= 2
 
 
-@pytest.mark.parametrize("module", ["astraflow_dataflow", "astraflow_trainer"])
+# In ci tests/chaos/test_kills.py kills the server, too.
+@pytest.mark.parametrize(
+    "module", [pytest.param("astraflow_dataflow", marks=pytest.mark.soak), "astraflow_trainer"]
+)
 def test_a_killed_daemon_is_restarted_and_the_run_goes_on(tmp_path: Path, module: str) -> None:
     files = RunFiles(tmp_path)
     with dev(tmp_path, "--steps", "8") as launcher:

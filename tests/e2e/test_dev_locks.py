@@ -40,6 +40,7 @@ def test_a_second_launch_over_one_data_dir_is_refused_and_the_first_goes_on(tmp_
     assert audit(tmp_path).violations == []
 
 
+@pytest.mark.soak  # in ci tests/chaos/test_kills.py starts again over the folder of a launcher that it killed
 def test_the_data_dir_of_a_killed_launch_is_free_at_once(tmp_path: Path) -> None:
     with dev(tmp_path, "--steps", "1000") as first:
         wait_for(lambda: RunFiles(tmp_path).steps_done() >= 2)

@@ -8,7 +8,8 @@ import pytest
 from support.audit import audit
 from support.development import RunFiles, dev, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+# In ci test_dev_rollback.py goes on with a finished run, too.
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(240)]
 
 
 def test_a_finished_run_trains_on_when_more_steps_are_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.development import POLICY, RUN_ID, RunFiles, dev, finish
 pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_run_goes_back_and_trains_on_with_every_trajectory_accounted_for(
     tmp_path: Path, ranks: int
 ) -> None:
@@ -37,3 +37,4 @@ def test_a_run_goes_back_and_trains_on_with_every_trajectory_accounted_for(
     files = RunFiles(tmp_path)
     assert [line["step"] for line in files.read_metrics("step")] == [1, 2, 3, 4, 5]
     assert [line["version"] for line in files.read_metrics("version")] == list(range(7))
+    assert [line["version"] for line in files.read_metrics("evaluation") if line["final"]] == [3, 6]

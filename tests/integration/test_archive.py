@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from redis import Redis
 
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_service_pb2 as runs
@@ -17,6 +18,7 @@ from astraflow.recipe.dataflow import ArchiveSettings
 from astraflow.rollout.v1.trajectory_pb2 import Trajectory
 from astraflow_dataflow.runs import registry
 from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_dataflow.store.keys import Keys
 from astraflow_kit.failpoints import read_hits
 from support.cli import Ended, run
 from support.dataflow_process import DataflowProcess
@@ -201,13 +203,15 @@ async def test_two_servers_write_one_archive(redis_url: str, tmp_path: Path, sto
 
 @pytest.mark.parametrize("failpoint", ["dataflow.archive_sealed", "dataflow.archive_stored"])
 async def test_a_server_that_is_killed_while_it_writes_leaves_each_row_once(
-    process: DataflowProcess, store_uri: str, failpoint: str
+    process: DataflowProcess, redis_url: str, store_uri: str, failpoint: str
 ) -> None:
     process.start(failpoints=f"{failpoint}=kill")
     async with process.world() as world:
         trainer, node = await begun(world, store_uri, "{write_every_s: 2}")
         ids = await trained(trainer, node, 1)
         process.wait_until_ended()
+        with Redis.from_url(redis_url) as client:  # its lease on the archive runs out
+            client.hset(Keys(world.run_id).of("archive"), "writer_until", 0)
         process.start()
         await written(world, 4)
         assert [hit.name for hit in read_hits(process.failpoints_log)] == [failpoint]

@@ -14,12 +14,12 @@ BOUND = (64 + 16) * MIB
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("path", "density", "num_elements"),
-    [("kernel", 0.05, 2**27), ("numpy", 0.05, 2**27), ("kernel", 1.0, 2**26)],
+    [("kernel", 0.05, 2**26), ("numpy", 0.05, 2**26), ("kernel", 1.0, 2**26)],
 )
 def test_scratch_of_every_operation_stays_below_its_bound(
     path: str, density: float, num_elements: int
 ) -> None:
-    """The models are 256 and 128 MiB: what grew with one would be seen."""
+    """The models are 128 MiB: what held one would be seen."""
     if path == "kernel" and kernel.active() is None:
         pytest.skip(kernel.describe())
     scratch = measured("support.codec_memory", path, str(density), str(num_elements))

@@ -155,6 +155,7 @@ SHARES = (0.0, 0.0002, 0.002, 0.02)
 """Of the elements, that change; 0 for a whole load."""
 
 
+@pytest.mark.soak
 async def test_pause_per_gb_of_both(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "qwen3",

@@ -27,6 +27,14 @@ OF_WHAT_IS_KEPT = (
     "test_task_priorities",
 )
 """How the names of the modules begin whose tests run on both."""
+OF_PROCESSES = "test_dataflow_process"
+"""How the names of those begin that are about the server's processes: they run on Valkey."""
+LONG = (
+    "test_a_server_that_is_killed_while_it_writes_leaves_each_row_once",
+    "test_servers_answer_as_the_model_does",
+    "test_so_they_do_with_payloads_outside",
+)
+"""Tests that run on the old Redis in `make soak` only: long, and shorter ones beside them show the same."""
 ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs")
 """Modules whose tests run on a cluster as well: steps over several slots, and transactions of payloads and commits."""
 
@@ -34,8 +42,11 @@ ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Both servers for the tests of what is kept in Redis."""
     name = metafunc.module.__name__.rpartition(".")[2]
+    if name.startswith(OF_PROCESSES):
+        return
     if "redis_binary" in metafunc.fixturenames and name.startswith(OF_WHAT_IS_KEPT):
-        both = ["valkey", pytest.param("redis7", marks=pytest.mark.ci)]
+        mark = pytest.mark.soak if metafunc.function.__name__ in LONG else pytest.mark.ci
+        both = ["valkey", pytest.param("redis7", marks=mark)]
         if name in ON_A_CLUSTER:
             both.append(pytest.param("cluster", marks=pytest.mark.ci))
         metafunc.parametrize("redis_binary", both, indirect=True, scope="session")

@@ -190,7 +190,9 @@ def test_offload_without_a_gpu_is_refused(make_policy: MakePolicy) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", [*(pytest.param(how, marks=pytest.mark.soak) for how in ("none", "selective")), "full"]
+)
 def test_a_compiled_layer_computes_the_same(
     make_policy: MakePolicy, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
