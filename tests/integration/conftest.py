@@ -13,7 +13,7 @@ from support.dataflow_fixtures import (
 )
 from support.node_fixtures import checkpoint, shared_engine
 from support.sglang_server import on_cpu
-from support.weight_fixtures import ask, bucket, net, proxy, quiet, s3_server, weight_store
+from support.weight_fixtures import ask, bucket, net, proxy, quiet, radosgw, s3_server, weight_store
 
 __all__ = [
     "cluster",
@@ -27,4 +27,4 @@ __all__ = [
 ]
 __all__ += ["shared_cluster"]
 __all__ += ["checkpoint", "on_cpu", "shared_engine"]
-__all__ += ["ask", "bucket", "net", "proxy", "quiet", "s3_server", "weight_store"]
+__all__ += ["ask", "bucket", "net", "proxy", "quiet", "radosgw", "s3_server", "weight_store"]

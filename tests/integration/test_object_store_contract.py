@@ -3,13 +3,13 @@
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from astraflow_bench.wan.radosgw import RadosGateway, missing_programs
+from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_weights.codec.digest import sha256
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable, VerificationFailed
 from astraflow_weights.mirror.mirror import Mirror
@@ -23,16 +23,6 @@ from support.weight_fixtures import BadNetwork
 from support.weight_models import same_model
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
-    """A real Ceph radosgw with one bucket."""
-    if missing := missing_programs():
-        pytest.skip(missing)
-    with RadosGateway(tmp_path_factory.mktemp("radosgw")) as gateway:
-        gateway.create_bucket("bucket-rados")
-        yield gateway
 
 
 MIB = 2**20

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow.errors import AstraflowError, InvalidArgumentError, PreconditionError, UnavailableError
-from astraflow_bench.wan.radosgw import RadosGateway, missing_programs
+from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_raas.policies.granted_store import granted_store
 from astraflow_weights.errors import ObjectNotFound, StoreRefused, Unavailable
 from astraflow_weights.settings import StoreSettings
@@ -53,22 +52,12 @@ class Place:
         return open_signed_store(self.uri, sign=self.sign, settings=fast)
 
 
-@pytest.fixture(scope="module")
-def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
-    """A real Ceph radosgw, which checks signatures."""
-    if missing := missing_programs():
-        pytest.skip(missing)
-    with RadosGateway(tmp_path_factory.mktemp("radosgw")) as gateway:
-        gateway.create_bucket("bucket-grants")
-        yield gateway
-
-
 @pytest.fixture(params=["s3", pytest.param("radosgw", marks=[pytest.mark.ci, pytest.mark.timeout(300)])])
 def place(request: pytest.FixtureRequest) -> Place:
     """An empty store of each kind."""
     if request.param == "radosgw":
-        gateway: RadosGateway = request.getfixturevalue("radosgw")
-        return Place(f"s3://bucket-grants/{secrets.token_hex(8)}", gateway.settings())
+        gateway: RadosGateway = request.getfixturevalue("radosgw")  # which checks signatures
+        return Place(f"s3://bucket-rados/{secrets.token_hex(8)}", gateway.settings())
     server: S3Server = request.getfixturevalue("s3_server")
     return Place(f"s3://{request.getfixturevalue('bucket')}/some/prefix", server.settings())
 

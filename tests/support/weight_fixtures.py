@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from astraflow_bench.wan.radosgw import RadosGateway, missing_programs
 from astraflow_kit import log
 from astraflow_weights.store import ObjectStore
 from astraflow_weights.store.file import FileStore
@@ -60,6 +61,16 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """moto, in a process of its own."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RadosGateway]:
+    """A real Ceph radosgw with the bucket `bucket-rados`; to start it takes 20 s."""
+    if missing := missing_programs():
+        pytest.skip(missing)
+    with RadosGateway(tmp_path_factory.mktemp("radosgw")) as gateway:
+        gateway.create_bucket("bucket-rados")
+        yield gateway
 
 
 @pytest.fixture
