@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 import torch
 from transformers import DynamicCache
 
@@ -35,7 +36,7 @@ from astraflow_trainer.publish.probing import Prober
 from astraflow_trainer.ranks.reductions import OneRank
 from support.raas_parts import generate_call
 from support.scripted_dataflow import eventually
-from support.sglang_server import PLACES, START_DEADLINE_S, needs_sglang, report, started_sglang
+from support.sglang_server import PLACES, START_DEADLINE_S, needs_sglang, on_a_cpu, report, started_sglang
 from support.tiny_models import TinyShape, load_reference, save_tiny_model
 
 pytestmark = [
@@ -51,21 +52,30 @@ LENGTH = 400
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> list[Path]:
-    shape = TinyShape(max_positions=1024)
-    return [save_tiny_model(tmp_path / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
+in_the_engines_loop = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
-def running() -> PauseMode:
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, shape = tmp_path_factory.mktemp("models"), TinyShape(max_positions=1024)
+    return [save_tiny_model(folder / f"model{seed}", seed=seed, shape=shape) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module", params=[PauseMode.IN_PLACE, PauseMode.RETRACT])
+def running(request: pytest.FixtureRequest) -> PauseMode:
     """What becomes of running calls at a swap."""
-    return PauseMode.IN_PLACE
+    mode: PauseMode = request.param
+    return mode
 
 
-@pytest.fixture
-async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> AsyncIterator[EngineProcess]:
-    process = await started_sglang(tmp_path, models[0], recomputes=running is PauseMode.RETRACT)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    tmp_path_factory: pytest.TempPathFactory, models: list[Path], running: PauseMode
+) -> AsyncIterator[EngineProcess]:
+    """One of each kind for all tests: to start it takes 20 s. The last of them kills it."""
+    with on_a_cpu():
+        folder = tmp_path_factory.mktemp("engine")
+        process = await started_sglang(folder, models[0], recomputes=running is PauseMode.RETRACT)
     try:
         await process.wait_healthy(timeout_s=START_DEADLINE_S)
         await process.engine.introduce()
@@ -75,6 +85,7 @@ async def engine(tmp_path: Path, models: list[Path], running: PauseMode) -> Asyn
         await process.end()
 
 
+@in_the_engines_loop
 async def test_only_the_node_may_ask_its_engine_and_no_command_line_says_how(engine: EngineProcess) -> None:
     key = engine.engine.headers["Authorization"].removeprefix("Bearer ")
     async with httpx.AsyncClient(base_url=engine.engine.base_url, trust_env=False) as stranger:
@@ -142,7 +153,7 @@ def expected_logprobs(models: Sequence[Path], call: GenerateCall, answer: Genera
     return logprobs
 
 
-@pytest.mark.parametrize("running", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+@in_the_engines_loop
 async def test_swaps_under_load_lose_no_token_and_label_every_one(
     engine: EngineProcess, models: list[Path], running: PauseMode
 ) -> None:
@@ -204,7 +215,8 @@ def log_prob_errors(
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# test_sglang_changes.py proves weights in float32, too.
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
     shape = TinyShape(max_positions=1024, num_layers=4)
     right, wrong = (save_tiny_model(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
@@ -234,10 +246,11 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
+@in_the_engines_loop
 async def test_a_dead_part_of_sglang_is_noticed_and_nothing_is_left(
-    engine: EngineProcess, victim: str
+    engine: EngineProcess, running: PauseMode
 ) -> None:
+    victim = "scheduler" if running is PauseMode.IN_PLACE else "detokenizer"
     members = family(engine)
     (doomed,) = [member for member in members if victim in " ".join(member.cmdline())]
     began_s = time.monotonic()

@@ -49,11 +49,20 @@ needs_sglang = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def on_a_cpu() -> Iterator[None]:
     """What the node's own environment must say."""
-    for name, value in CPU_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in CPU_ENVIRONMENT.items():
+            patched.setenv(name, value)
+        yield
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The same for a test."""
+    with on_a_cpu():
+        yield
 
 
 @contextmanager
