@@ -20,11 +20,10 @@ RUN_STAMP  := $(VENV)/.installed-dev-$(WANTED)
 TEST_STAMP := $(VENV)/.installed-test-$(WANTED)
 
 # Real SGLang, for the tests that compare with it: an environment of its own, for it pins other versions than we do.
-# Bytecode is made of what they import.
 SGLANG_VENV   := .venv-sglang
 SGLANG_PARTS  := tests/support/sglang_cpu
 SGLANG_LOG    := $(SGLANG_VENV)/install.log
-SGLANG_PIP    := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+SGLANG_PIP    := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SGLANG_STAMP  := $(SGLANG_VENV)/.installed-$(shell cksum < $(SGLANG_PARTS)/requirements.txt | cut -d' ' -f1)
 
 # The TypeScript client; what npm installs for it is redone when its lock changes.
