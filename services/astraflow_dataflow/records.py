@@ -16,6 +16,9 @@ from astraflow.dataflow.v1.batch_pb2 import Batch, BatchItem
 from astraflow.plugins import Group
 from astraflow.rollout.v1.task_pb2 import Lease
 
+_FOR_GROUPS = frozenset({"ready_groups", "batch_needs", "selector"})
+"""Waits of a trainer that nodes could end; `store/lua/batches.lua` has the same."""
+
 
 class Life(Enum):
     """Life of a run, as stored."""
@@ -258,6 +261,14 @@ class PolicyState:
     """What the barrier of the run holds its groups back for: `batch`, `training POLICY STEP`, `ended`; else empty."""
     lack: str = ""
     """What the batch needs that the ready groups do not have."""
+    waited_ms: int = 0
+    """For groups, in all waits of its trainers that are over."""
+
+    def waited_until_ms(self, now_ms: int) -> int:
+        """For groups so far: the wait that goes on counts as long as the trainer asks."""
+        if self.wait not in _FOR_GROUPS:
+            return self.waited_ms
+        return self.waited_ms + max(0, min(now_ms, self.wait_until_ms) - self.wait_since_ms)
 
     @property
     def waits_for_turn_of(self) -> str:

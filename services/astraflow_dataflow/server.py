@@ -47,6 +47,7 @@ from astraflow_dataflow.servicers.task_servicer import TaskServicer
 from astraflow_dataflow.servicers.trajectory_servicer import TrajectoryServicer
 from astraflow_dataflow.servicers.version_servicer import VersionServicer
 from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_dataflow.status.autoscaling import Autoscaler
 from astraflow_dataflow.status.last_known import LastKnown
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.reporting import Reporting
@@ -146,6 +147,9 @@ class Dataflow:
         context.tasks.append(background.start(run_loop.run, name="run_loop", run_id=context.run_id))
         observing = Observing(context, self.store)
         context.tasks.append(background.start(observing.run, name="observing", run_id=context.run_id))
+        if (settings := context.recipe.raas.autoscaling) is not None:
+            autoscaler = Autoscaler(context, self.store, settings)
+            context.tasks.append(background.start(autoscaler.run, name="autoscaling", run_id=context.run_id))
         if context.recipe.dataflow.archive is not None:
             archiving = Archiving(context, self.store.archive, self.archives, self.metrics)
             context.tasks.append(background.start(archiving.run, name="archiving", run_id=context.run_id))

@@ -91,6 +91,9 @@ _ENTRIES = (
     _gauge("astraflow_dataflow_version_density", "Share of weights it changed.", "run", "policy"),
     _gauge("astraflow_dataflow_version_lag", "Versions that the last node is behind.", "run", "policy"),
     _gauge("astraflow_dataflow_nodes_connected", "Nodes with an open working session.", "run"),
+    _gauge("astraflow_dataflow_pool_target_nodes", "Nodes that a pool should have.", "run", "pool"),
+    _gauge("astraflow_dataflow_autoscaling_share", "wait, busy, staleness of a window.", "run", "share"),
+    _gauge("astraflow_dataflow_autoscaling_turns", "Changes of direction of the target.", "run"),
     # raas
     _counter("astraflow_raas_leases_total", "Leases taken, by task's purpose.", "purpose"),
     _counter("astraflow_raas_leases_ended_total", "Leases ended, by outcome.", "outcome"),

@@ -65,6 +65,9 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow.commands.evaluations", "Ask for an evaluation, or see one.", "", _OPERATE
     ),
     "runs": Subcommand("astraflow.commands.runs", "Create, follow and end runs.", "", _OPERATE),
+    "autoscale": Subcommand(
+        "astraflow_launcher.commands.autoscale", "Let a command resize a pool of nodes.", "tools", _OPERATE
+    ),
     "ca": Subcommand("astraflow_launcher.commands.ca", "Issue certificates of your own.", "tools", _OPERATE),
     "token": Subcommand("astraflow_launcher.commands.token", "Issue and read tokens.", "tools", _OPERATE),
     "join-token": Subcommand(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from astraflow_bench.studies.data_algorithms import data_study
 from astraflow_bench.studies.disciplines import async_study
+from astraflow_bench.studies.pools.autoscaling import autoscaling_study
+from astraflow_bench.studies.pools.heterogeneous import heterogeneous_study
 from astraflow_bench.studies.quickstart import quickstart_study
 from astraflow_bench.studies.recipes import recipes_study
 from astraflow_bench.studies.staleness import staleness_study
@@ -22,6 +24,8 @@ def studies(lengths: Sequence[float] = ()) -> dict[str, Study]:
         staleness_study(),
         data_study(),
         two_policies_study(),
+        autoscaling_study(),
+        heterogeneous_study(),
         weights_study(),
         recipes_study(),
     ]

@@ -35,6 +35,11 @@ class Lognormal:
             raise ValueError(f"tail is {tail}, the 99th percentile over the median; give 1 or more")
         self._sigma, self._seed = math.log(tail) / _Z99, seed
 
+    @staticmethod
+    def mean(tail: float) -> float:
+        """Mean of the draws without the cap, in medians: e^(σ²/2)."""
+        return math.exp((math.log(tail) / _Z99) ** 2 / 2)
+
     def of(self, key: str) -> float:
         drawn = random.Random(f"lognormal/{self._seed}/{key}").gauss(0.0, self._sigma)
         return min(math.exp(drawn), LONGEST)

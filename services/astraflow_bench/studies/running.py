@@ -113,7 +113,7 @@ def _finish(study: Study, cell: Cell, *, folder: Path, keep_runs: bool, stopped:
     recipe = cell.resolved()
     measured, failed = Measured(figures={}), ""
     try:
-        summary, root = run_recipe(cell.path, overrides=cell.overrides, folder=folder, stopped=stopped)
+        summary, root = (study.perform or _perform)(cell, folder, stopped)
     except InternalError as error:
         failed = error.message
     else:
@@ -136,12 +136,17 @@ def _finish(study: Study, cell: Cell, *, folder: Path, keep_runs: bool, stopped:
     )
 
 
+def _perform(cell: Cell, folder: Path, stopped: Event) -> tuple[dict[str, Any], Path]:
+    return run_recipe(cell.path, overrides=cell.overrides, folder=folder, stopped=stopped)
+
+
 def _events(logs: Path) -> Iterator[dict[str, Any]]:
-    """What the nodes logged, oldest first; a line that is cut short is left out."""
-    for path in sorted(logs.glob("node-*.log"), key=lambda found: found.stat().st_mtime):
+    """What the launcher and the nodes logged, oldest first; a line that is cut short is left out."""
+    found = [*logs.glob("node-*.log"), *logs.glob("launcher.log")]
+    for path in sorted(found, key=lambda found: found.stat().st_mtime):
         for line in path.read_text(errors="replace").splitlines():
             if line.startswith("{") and line.endswith("}"):
-                yield json.loads(line)
+                yield {"log": path.stem, **json.loads(line)}
 
 
 def _shown(result: Result) -> str:

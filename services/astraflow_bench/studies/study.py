@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import fmean, stdev
+from threading import Event
 from typing import Any, TypeAlias
 
 from astraflow.recipe.file import load_recipe
@@ -140,6 +141,10 @@ class Study:
     """Heading of each figure that the table has."""
     plot: Plot
     conclude: Callable[[Sequence[Result]], list[Figure]] = lambda results: []
+    perform: Callable[[Cell, Path, Event], tuple[dict[str, Any], Path]] | None = None
+    """Runs a cell from a folder, until the event is set, and returns its summary and the run's folder; without it
+    `running` does.
+    """
     page: str = ""
     """Name of its files; the study's where it is empty."""
     lists_seeds: bool = False

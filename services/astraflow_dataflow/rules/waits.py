@@ -333,13 +333,13 @@ def _task_waits(audit: Audit, faults: Sequence[PluginFault], skipped: int) -> li
     return []
 
 
-_STARTS = {"engine_start": "starts its engine", "weights": "fetches its first weights"}
+STARTS = {"engine_start": "starts its engine", "weights": "fetches its first weights"}
 
 
 def _starting_nodes(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
     """Nodes that are not ready for their first task, by what they say."""
     starting = [
-        f"{node.node_id} {_STARTS[node.waiting_for]}" for node in connected if node.waiting_for in _STARTS
+        f"{node.node_id} {STARTS[node.waiting_for]}" for node in connected if node.waiting_for in STARTS
     ]
     if starting:
         more = f" (and {len(starting) - 5} more)" if len(starting) > 5 else ""

@@ -72,6 +72,13 @@ class RunGauges:
             self._set("version_bytes", version.delta_bytes, policy=policy, kind="delta")
             self._set("version_bytes", version.snapshot_bytes, policy=policy, kind="snapshot")
 
+    def autoscaling(self, state: admin_service_pb2.Autoscaling) -> None:
+        """How many nodes there should be, and what that was decided by."""
+        self._replace("pool_target_nodes", {(pool,): nodes for pool, nodes in state.pools.items()})
+        for name in ("wait", "busy", "staleness"):
+            self._set("autoscaling_share", getattr(state, f"{name}_share"), share=name)
+        self._set("autoscaling_turns", state.turns)
+
     def archive(self, state: ArchiveState) -> None:
         """What never got into the archive."""
         self._set("archive_given_up", state.given_up)

@@ -12,17 +12,26 @@ from astraflow_dataflow.records import Audit, Life
 
 
 def pool_report(
-    audit: Audit, nodes: Sequence[admin_service_pb2.NodeStatus]
+    audit: Audit,
+    nodes: Sequence[admin_service_pb2.NodeStatus],
+    autoscaling: admin_service_pb2.Autoscaling | None = None,
 ) -> admin_service_pb2.PoolReportResponse:
-    """Return the load of each pool's connected nodes, and the tasks that more of them could take."""
-    pools: dict[str, admin_service_pb2.PoolLoad] = {}
-    for node in sorted(nodes, key=lambda node: node.pool):
+    """Return the load of each pool's connected nodes, the tasks that more of them could take, and the targets."""
+    targets = autoscaling.pools if autoscaling is not None else {}
+    pools = {
+        name: admin_service_pb2.PoolLoad(pool=name, target_nodes=wanted) for name, wanted in targets.items()
+    }
+    for node in nodes:
         pool = pools.setdefault(node.pool, admin_service_pb2.PoolLoad(pool=node.pool))
         pool.leases += node.leases
         if node.connected:
             pool.nodes += 1
             pool.capacity += 0 if node.drain_reason else node.max_concurrent_tasks
-    return admin_service_pb2.PoolReportResponse(pools=pools.values(), leasable_tasks=leasable_tasks(audit))
+    return admin_service_pb2.PoolReportResponse(
+        pools=sorted(pools.values(), key=lambda pool: pool.pool),
+        leasable_tasks=leasable_tasks(audit),
+        autoscaling=autoscaling,
+    )
 
 
 def leasable_tasks(audit: Audit) -> int:
@@ -40,10 +49,12 @@ def nodes_wanted(
     tasks_per_node: float,
     share: float = 1.0,
 ) -> float:
-    """Return how many nodes of `tasks_per_node` tasks each a pool could keep busy with the tasks that it holds and its
-    `share` of those that could be leased now.
+    """Return the pool's target; without one how many nodes of `tasks_per_node` tasks each it could keep busy with the
+    tasks that it holds and its `share` of those that could be leased now.
     """
     load = load_of(report, pool)
+    if load.HasField("target_nodes"):
+        return float(load.target_nodes)
     return (load.leases + share * report.leasable_tasks) / tasks_per_node
 
 

@@ -25,6 +25,7 @@ from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, WaitBook, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
+from astraflow_dataflow.status.autoscaling import autoscaling_message, stored
 from astraflow_dataflow.status.balance import STEPS, balance, fleet
 from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
@@ -96,6 +97,7 @@ class Reporting:
             shadows=self._shadows(context),
             routes=await self._routes(context.run_id),
             balances=await self._balances(context, nodes),
+            autoscaling=await self._autoscaling(context, audit, nodes),
         )
 
     async def _balances(
@@ -155,9 +157,21 @@ class Reporting:
         return nodes
 
     async def pools(self, context: RunContext) -> admin_service_pb2.PoolReportResponse:
-        """Return load and capacity of each pool of nodes, and the tasks that more of them could take."""
+        """Return load, capacity and target of each pool of nodes, and the tasks that more of them could take."""
         audit = await self.store.audits.audit(context.run_id)
-        return pool_report(audit, await self.store.nodes.all(context.run_id, now_ms=audit.now_ms))
+        nodes = await self.store.nodes.all(context.run_id, now_ms=audit.now_ms)
+        return pool_report(audit, nodes, await self._autoscaling(context, audit, nodes))
+
+    async def _autoscaling(
+        self, context: RunContext, audit: Audit, nodes: Sequence[admin_service_pb2.NodeStatus]
+    ) -> admin_service_pb2.Autoscaling | None:
+        settings = context.recipe.raas.autoscaling
+        if settings is None:
+            return None
+        state = await stored(self.store.plugin_states, context.run_id)
+        message = autoscaling_message(state, settings=settings, life=audit.life, nodes=nodes)
+        self._gauges(context.run_id).autoscaling(message)
+        return message
 
     def forget(self, run_id: str) -> None:
         """The run was deleted."""
@@ -190,6 +204,7 @@ class Reporting:
             shadows=self._shadows(context),
             routes=await self._routes(context.run_id),
             balances=await self._balances(context, nodes),
+            autoscaling=await self._autoscaling(context, audit, nodes),
         )
 
     async def trace(self, context: RunContext, task_id: str) -> trace_pb2.TaskTrace:

@@ -161,6 +161,7 @@ def _policy_state(reply: Reply) -> PolicyState:
         wait=as_text(stored.get("wait")),
         wait_since_ms=as_int(stored.get("wait_since")),
         wait_until_ms=as_int(stored.get("wait_until")),
+        waited_ms=as_int(stored.get("waited")),
         lack=as_text(stored.get("lack")),
         staleness={int(age): int(count) for age, count in as_mapping(fields[6]).items()},
         recent=tuple(_recent(as_text(item)) for item in as_list(fields[7])),

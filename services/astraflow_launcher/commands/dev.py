@@ -148,6 +148,11 @@ def dev(
     loaded = _load(recipe, overrides or [], steps=steps, seed=seed)
     if nodes == 0 and Part.RAAS not in (without or []):
         raise InvalidArgumentError("--nodes 0 leaves no node to run tasks; give more, or --without raas")
+    if nodes != 1 and loaded.recipe.raas.autoscaling is not None:
+        raise InvalidArgumentError(
+            f"--nodes {nodes}: this recipe has raas.autoscaling, which says how many nodes there are; give --set "
+            f"raas.autoscaling.start_nodes={nodes}, or --set raas.autoscaling=null"
+        )
     of_nodes, engines = node_options(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )

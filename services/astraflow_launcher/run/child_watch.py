@@ -41,16 +41,21 @@ class ChildWatch:
         self._graces_s: dict[str, float] = {}
         self._look_s = look_s
         self._asked: list[tuple[Child, Ask]] = []
+        self._group: asyncio.TaskGroup | None = None
 
     def add(self, child: Child, ask: Ask) -> None:
         """Watch a child: `ask` says whether it does what it is for, None when nobody listens; it raises nothing."""
-        self._asked.append((child, ask))
+        if self._group is None:
+            self._asked.append((child, ask))
+        else:
+            self._group.create_task(self._watch(child, ask), name=f"watch-{child.spec.name}")
 
     async def run(self) -> None:
-        """Watch all that were added, until cancelled."""
-        async with asyncio.TaskGroup() as group:
+        """Watch all that were added, and those that will be, until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
             for child, ask in self._asked:
-                group.create_task(self._watch(child, ask), name=f"watch-{child.spec.name}")
+                self.add(child, ask)
+            await asyncio.Event().wait()
 
     async def _watch(self, child: Child, ask: Ask) -> None:
         silence, pid, num_answers = Silence(period_s=self._look_s + _ANSWER_S), 0, 0

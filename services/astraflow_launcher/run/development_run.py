@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -33,10 +34,12 @@ from astraflow_launcher.run.child_watch import ChildWatch, serves
 from astraflow_launcher.run.dashboard_page import open_page, write_page
 from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
+from astraflow_launcher.run.node_pool import NodePool, first_nodes
 from astraflow_launcher.run.observer import Observer
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor, python
 from astraflow_launcher.run.registration import register_run
 from astraflow_launcher.run.run_tokens import RunTokens
+from astraflow_launcher.scaling.following import PoolFollower
 from astraflow_launcher.view.curves import draw_curves
 from astraflow_launcher.view.live import View
 from astraflow_launcher.view.metrics_file import MetricsFile
@@ -126,7 +129,7 @@ class DevelopmentRun:
         self._folder = folder
         self._run_id = folder.record.run_id
         self._memory = PeakMemory()
-        self._interrupted = asyncio.Event()
+        self._interrupted, self._trained = asyncio.Event(), asyncio.Event()
         self._started = time.monotonic()
         self._goal_met = False
         self._trains = options.loaded.recipe.trains  # else it is one evaluation, which ends by itself
@@ -137,6 +140,7 @@ class DevelopmentRun:
         self._client = AsyncClient(Connection(self._address, token=operator))
         self._observer = Observer(self._client, self._run_id)
         self._child_watch = self._observer.child_watch = ChildWatch(grace_s=options.max_silence_s)
+        self._pools: dict[str, NodePool] = {}
         self._trainers: dict[str, Child] = {}
         self._trainer_ranks: list[Child] = []
         self._frozen: dict[str, Child] = {}
@@ -145,6 +149,7 @@ class DevelopmentRun:
     async def run(self) -> Summary:
         """Run to the end and return the summary. Raises the failure of a child that cannot be restarted."""
         options, observer = self._options, self._observer
+        log.info("run.started", run_id=self._run_id)
         with contextlib.ExitStack() as to_the_end:
             async with self._supervisor, self._client as client:
                 await self._start_servers()
@@ -213,10 +218,16 @@ class DevelopmentRun:
             for policy in self._options.loaded.recipe.policies:
                 await self._start_trainer(policy)
         if Part.RAAS not in self._options.without:
-            for number in range(1, self._options.num_nodes + 1):
-                child = await self._start(self._node_spec(f"node-{number}"))
-                self._observer.watch_node(child.spec.name, child)
-                self._child_watch.add(child, serves)
+            options = self._options
+            for pool, nodes in first_nodes(options.loaded.recipe, num_nodes=options.num_nodes).items():
+                self._pools[pool] = NodePool(pool, partial(self._start_node, pool))
+                await self._pools[pool].resize(nodes)
+
+    async def _start_node(self, pool: str, name: str) -> Child:
+        child = await self._start(self._node_spec(name, pool))
+        self._observer.watch_node(child.spec.name, child)
+        self._child_watch.add(child, serves)
+        return child
 
     async def _start_trainer(self, policy: str) -> None:
         """Start all ranks; the first one answers for them. One that takes no step publishes its weights and ends."""
@@ -261,11 +272,12 @@ class DevelopmentRun:
             return spec
         return replace(spec, group=name, env={**spec.env, **_rank_environment(rank, size, meeting_port)})
 
-    def _node_spec(self, name: str) -> ChildSpec:
+    def _node_spec(self, name: str, pool: str) -> ChildSpec:
         return self._daemon(
             name,
             "astraflow_raas",
             *("--join", self._address, "--run-id", self._run_id, "--node-id", name),
+            *(("--pool", pool) if pool else ()),
             *("--work-dir", str(self._folder.work(name))),
             # A development run keeps all it has in its folder.
             *("--mirror-dir", str(self._folder.work(name) / "mirror")),
@@ -293,9 +305,15 @@ class DevelopmentRun:
 
     async def _watch(self, metrics: MetricsFile) -> None:
         observer = self._observer
-        polling = asyncio.gather(observer.run(), self._child_watch.run())
+        followers = [
+            PoolFollower(self._client, nodes, run_id=self._run_id, pool=pool).run(self._trained)
+            for pool, nodes in self._pools.items()
+            if pool  # one without a name has as many as were asked for
+        ]
+        polling = asyncio.gather(observer.run(), self._child_watch.run(), *followers)
         try:
             await self._until(self._training_over, metrics, doing="running")
+            self._trained.set()
             await self._stop_trainers()
             await self._until(
                 self._trainers_ended, metrics, doing="finishing the step" if self._trains else "ending"

@@ -90,7 +90,8 @@ class Observer:
         self._trainers[policy] = child
 
     def watch_node(self, name: str, child: Child) -> None:
-        """Add a node."""
+        """Add a node, in place of one that had its name."""
+        self._watched = [watched for watched in self._watched if watched.name != name]
         self._watched.append(_Watched(name, child, lambda address: self._ask_node(name, address)))
 
     def watch_restarts(self, child: Child) -> None:

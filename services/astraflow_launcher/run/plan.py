@@ -15,6 +15,7 @@ from astraflow.recipe import Recipe, ResolvedPolicy
 from astraflow_kit.log import without_secrets
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.development_run import Options, Part
+from astraflow_launcher.run.node_pool import first_nodes, node_name
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,10 @@ def _daemons(options: Options, node_does: str, *, root: Path) -> list[PlannedPro
                 folder = str(root / "work" / f"trainer-{name}")
                 found.append(PlannedProcess(f"trainer-{name}", _port(None), folder, does))
     if Part.RAAS not in options.without:
-        for number in range(1, options.num_nodes + 1):
-            folder = str(root / "work" / f"node-{number}")
-            found.append(PlannedProcess(f"node-{number}", _port(None), folder, node_does))
+        for pool, nodes in first_nodes(recipe, num_nodes=options.num_nodes).items():
+            for name in (node_name(pool, number) for number in range(1, nodes + 1)):
+                folder = str(root / "work" / name)
+                found.append(PlannedProcess(name, _port(None), folder, node_does))
     return found
 
 

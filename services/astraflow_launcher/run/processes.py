@@ -97,7 +97,7 @@ class Child:
         breaks, InvalidArgumentError when it says that it is used wrongly.
         """
         try:
-            while True:
+            while not self._stopping.is_set():
                 started_s = time.monotonic()
                 self.exit_code = await self._run_once()
                 if self._stopping.is_set() or self.exit_code == ExitCode.OK:
@@ -125,11 +125,14 @@ class Child:
                 start_new_session=True,
             )
         log.info("child.started", child=self.spec.name, pid=self.process.pid)
+        if self._stopping.is_set():  # asked for while it was being started
+            self.process.send_signal(signal.SIGTERM)
         try:
             return await ended_with_bounded_log(
                 self.process, self.spec.log_path, max_bytes=self.spec.max_log_bytes
             )
         finally:
+            log.info("child.ended", child=self.spec.name, pid=self.process.pid)
             if self.process.returncode is None:
                 _signal_group(self.process, signal.SIGKILL)
 
@@ -182,6 +185,12 @@ class Child:
         if self.addresses is not None:  # a daemon of ours, which knows the signal by now
             self.process.send_signal(STACK_SIGNAL)
         asyncio.get_running_loop().call_later(_STACK_S, _kill, self.process)
+
+    def retire(self) -> None:
+        """Ask the process to drain, and wait for nothing: it ends in its own time and is not started again."""
+        self._stopping.set()
+        if self.process is not None and self.running:
+            self.process.send_signal(signal.SIGTERM)
 
     def log_tail(self) -> str:
         """The last lines of the child's log."""

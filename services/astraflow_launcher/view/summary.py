@@ -104,6 +104,8 @@ class Summary:
     """Why the server stopped the run, and what to do."""
     tracker_faults: list[dict[str, Any]]
     """Experiment trackers that lack steps: the contract's TrackerFaults."""
+    autoscaling: dict[str, Any] | None
+    """The contract's Autoscaling; null where the number of nodes was not the run's own affair."""
     nodes: tuple[NodeSummary, ...]
     restarts: dict[str, int]
     peak_pss_bytes: int
@@ -152,6 +154,7 @@ def summarize(
         dead_letters=status.dead_letters,
         stopped_for=status.stopped_for or None,
         tracker_faults=[wording.as_json(fault) for _, fault in observation.tracker_faults],
+        autoscaling=wording.as_json(status.autoscaling) if status.HasField("autoscaling") else None,
         nodes=tuple(_node(observation, node) for node in status.nodes),
         restarts=dict(observation.restarts),
         peak_pss_bytes=peak_pss_bytes,

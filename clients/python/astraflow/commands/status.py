@@ -286,14 +286,27 @@ def wait_parts(status: pb.StatusResponse) -> list[RenderableType]:
 
 
 def data_parts(answer: pb.StatusResponse | pb.WhyResponse) -> list[RenderableType]:
-    """Return where routes took groups, and what shadow plug-ins would have decided; nothing where there are none."""
+    """Return where routes took groups, what shadow plug-ins would have decided, and how many nodes there should be;
+    nothing where there are none.
+    """
     routed = [
         f"{count.verdict}: {count_text(count.groups)} groups of {count.policy_id}, mean reward "
         f"{number_text(count.mean_reward)}"
         for count in answer.routes
     ]
     lines = [*routed, *map(_shadow_text, answer.shadows)]
-    return [heading("routes and shadow plug-ins"), *(Text(f"  {line}") for line in lines)] if lines else []
+    shown: list[RenderableType] = []
+    if lines:
+        shown += [heading("routes and shadow plug-ins"), *(Text(f"  {line}") for line in lines)]
+    if answer.HasField("autoscaling"):
+        shown += [heading("autoscaling"), Text(f"  {_autoscaling_text(answer.autoscaling)}")]
+    return shown
+
+
+def _autoscaling_text(state: pb.Autoscaling) -> str:
+    pools = ", ".join(f"{nodes} in {pool}" for pool, nodes in sorted(state.pools.items()))
+    changes = f"grew {state.grown} times, shrank {state.shrunk} times, turned {state.turns} times"
+    return f"{state.nodes} of {state.target_nodes} nodes ({pools}); {state.reason}; {changes}"
 
 
 def _shadow_text(shadow: pb.ShadowPlugin) -> str:

@@ -1,4 +1,5 @@
-"""How tasks become batches, are evaluated and are kept: the section `dataflow` of a recipe.
+"""What the dataflow server does by a recipe: how tasks become batches, are evaluated and are kept, which is its section
+`dataflow`, and how many nodes there should be, `raas.autoscaling`.
 
 What a policy may set for itself is in `BatchSettings`. Invariant: whether a task belongs to the share that the archive
 keeps follows from its id alone, so its groups are kept whole.
@@ -7,7 +8,7 @@ keeps follows from its id alone, so its groups are kept whole.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -227,5 +228,82 @@ class DataflowSettings(BatchSettings):
             raise ValueError(
                 f"min_members {self.min_members} exceeds group_size {self.group_size}; "
                 f"lower it or raise group_size"
+            )
+        return self
+
+
+PoolName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+
+
+class PoolBounds(Section):
+    """How small and how large a pool may be."""
+
+    min_nodes: int = Field(default=1, ge=0, le=10_000)
+    max_nodes: int = Field(ge=1, le=10_000)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PoolBounds:
+        if self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}, max_nodes {self.max_nodes}; swap them")
+        return self
+
+
+class AutoscalingSettings(Section):
+    """Nodes follow what the trainer waits and how stale its batches are; between the bounds nothing changes."""
+
+    pools: dict[PoolName, PoolBounds] = Field(min_length=1, max_length=64)
+    """Filled in this order, the first up to its `max_nodes` before the second gets more than its `min_nodes`."""
+    start_nodes: int | None = Field(default=None, ge=0, le=640_000)
+    """Of all pools, before anything is measured; the sum of `min_nodes` where it is not given."""
+    grow_above_wait: float = Field(default=0.1, gt=0, lt=1)
+    """Share of its time that a trainer waits for groups, beyond which nodes are added."""
+    shrink_below_wait: float = Field(default=0.03, ge=0, lt=1)
+    """Nodes are taken away while every trainer waits less."""
+    shrink_above_staleness: float = Field(default=0.5, ge=0, le=1)
+    """And while batches are staler than this share of `max_staleness`, which says that groups pile up."""
+    fill: float = Field(default=0.9, gt=0, le=1)
+    """Share of the places of the nodes that are left which their tasks may take."""
+    window_s: float = Field(default=60.0, ge=0.1, le=86_400)
+    """Shortest time that is measured before a decision."""
+    window_steps: int = Field(default=3, ge=1, le=1000)
+    """Fewest steps of each policy in it, unless its trainer does nothing but wait."""
+    start_s: float = Field(default=180.0, ge=0, le=86_400)
+    """Longest time that nodes are given to come or go before it is measured again."""
+    shrink_after_s: float = Field(default=300.0, ge=0, le=86_400)
+    """Time after nodes were added in which none is taken away: bounds how often the direction changes."""
+
+    @property
+    def min_nodes(self) -> int:
+        """Of all pools together."""
+        return sum(pool.min_nodes for pool in self.pools.values())
+
+    @property
+    def max_nodes(self) -> int:
+        """Of all pools together."""
+        return sum(pool.max_nodes for pool in self.pools.values())
+
+    @property
+    def first_nodes(self) -> int:
+        """Of all pools together, to begin with."""
+        return self.min_nodes if self.start_nodes is None else self.start_nodes
+
+    def split(self, nodes: int) -> dict[str, int]:
+        """How many of `nodes` each pool has: its least, and what is left in the order of the pools."""
+        left, found = nodes - self.min_nodes, {}
+        for name, pool in self.pools.items():
+            more = max(0, min(left, pool.max_nodes - pool.min_nodes))
+            found[name], left = pool.min_nodes + more, left - more
+        return found
+
+    @model_validator(mode="after")
+    def _has_a_dead_band(self) -> AutoscalingSettings:
+        if self.shrink_below_wait >= self.grow_above_wait:
+            raise ValueError(
+                f"shrink_below_wait is {self.shrink_below_wait}, grow_above_wait {self.grow_above_wait}; leave room "
+                "between them, or nodes come and go for ever"
+            )
+        if not self.min_nodes <= self.first_nodes <= self.max_nodes:
+            raise ValueError(
+                f"start_nodes is {self.start_nodes}; the pools have {self.min_nodes} to {self.max_nodes} nodes"
             )
         return self

@@ -17,7 +17,7 @@ from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
-from astraflow.recipe.dataflow import BatchSettings, DataflowSettings
+from astraflow.recipe.dataflow import AutoscalingSettings, BatchSettings, DataflowSettings
 from astraflow.recipe.groups import require_routes
 from astraflow.recipe.model import (
     LoraSettings,
@@ -115,6 +115,8 @@ class RaasSettings(Section):
     """What becomes of running calls when a newer version is loaded: they go on with the keys and values that they have,
     or these are computed anew with the new weights, which costs a prefill of each.
     """
+    autoscaling: AutoscalingSettings | None = None
+    """How many nodes there should be; they are as many as somebody starts where it is not given."""
     swap_seats: tuple[RoleName, RoleName] | None = None
     """Two roles that change places in every other episode of a task."""
 

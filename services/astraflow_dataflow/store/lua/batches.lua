@@ -209,10 +209,24 @@ local function drop_stale(P, policy, base, limit)
   return #old == limit
 end
 
-local function note_wait(P, policy, reason, wait_ms)
+-- Waits of trainers; `for_groups` are those that nodes could end. A table, for a library may have 200 locals.
+local trainer_wait = { for_groups = { ready_groups = true, batch_needs = true, selector = true } }
+
+-- It is over: `waited` are the ms that a policy's trainers waited for groups.
+function trainer_wait.ended(P, policy, now)
+  local Q = K.policy(P, policy)
+  local f = call('HMGET', Q, 'wait', 'wait_since', 'wait_until')
+  if trainer_wait.for_groups[f[1]] then call('HINCRBY', Q, 'waited', math.max(0, math.min(now, tonumber(f[3])) - tonumber(f[2]))) end
+  call('HDEL', Q, 'wait', 'wait_since', 'wait_until')
+end
+
+function trainer_wait.note(P, policy, reason, wait_ms)
   local Q, now = K.policy(P, policy), now_ms()
   local f = call('HMGET', Q, 'wait', 'wait_until')
-  if f[1] ~= reason or tonumber(f[2] or 0) < now then call('HSET', Q, 'wait', reason, 'wait_since', now) end
+  if f[1] ~= reason or tonumber(f[2] or 0) < now then
+    trainer_wait.ended(P, policy, now)
+    call('HSET', Q, 'wait', reason, 'wait_since', now)
+  end
   -- A trainer that polls again within the grace is still the same wait.
   call('HSET', Q, 'wait_until', now + wait_ms + 2000)
 end
@@ -242,7 +256,8 @@ local function bind(P, policy, step, base, gids, lease_ms)
   call('HSET', K.steps(P, policy), step, id)
   call('HSET', K.unpublished(P, policy), step, #gids)
   call('ZADD', K.batch_leases(P), now_ms() + lease_ms, id)
-  call('HDEL', K.policy(P, policy), 'wait', 'wait_since', 'wait_until', 'lack', 'lack_since', 'voided_step', 'voided', 'voided_batch')
+  trainer_wait.ended(P, policy, now_ms())
+  call('HDEL', K.policy(P, policy), 'lack', 'lack_since', 'voided_step', 'voided', 'voided_batch')
   count(P, 'ready', -n)
   count(P, 'in_batch', n)
   emit(P, 'due')
@@ -280,7 +295,7 @@ end
 
 -- A step waits for this; one that is read ahead holds nobody up.
 local function waits(P, a, reason, text)
-  if a.ahead ~= '1' then note_wait(P, a.policy, reason, tonumber(a.wait_ms)) end
+  if a.ahead ~= '1' then trainer_wait.note(P, a.policy, reason, tonumber(a.wait_ms)) end
   return { 'wait', reason, text }
 end
 
@@ -355,7 +370,8 @@ local function take_up_ahead(P, a, base, id)
     give_back_ahead(P, a.policy)
     return nil
   end
-  call('HDEL', K.policy(P, a.policy), 'ahead', 'wait', 'wait_since', 'wait_until')
+  trainer_wait.ended(P, a.policy, now_ms())
+  call('HDEL', K.policy(P, a.policy), 'ahead')
   call('ZADD', K.batch_leases(P), 'XX', now_ms() + tonumber(a.lease_ms), id)
   return { 'bound', id, '' }
 end

@@ -50,7 +50,7 @@ type AdminServiceClient interface {
 	// Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
 	// of its state. Read only. About the newest 2,000 events are kept.
 	ListEvents(ctx context.Context, in *ListEventsRequest, opts ...grpc.CallOption) (*ListEventsResponse, error)
-	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
+	// Returns load, capacity and target of each pool of nodes, for autoscalers. Read only.
 	PoolReport(ctx context.Context, in *PoolReportRequest, opts ...grpc.CallOption) (*PoolReportResponse, error)
 	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
 	// included. Needs a token for all runs. Atomic, idempotent.
@@ -262,7 +262,7 @@ type AdminServiceServer interface {
 	// Lists what happened to a run, newest first: nodes that join, leave and fail, trainers, switches of plug-ins, changes
 	// of its state. Read only. About the newest 2,000 events are kept.
 	ListEvents(context.Context, *ListEventsRequest) (*ListEventsResponse, error)
-	// Returns load and capacity of each pool of nodes, for autoscalers. Read only.
+	// Returns load, capacity and target of each pool of nodes, for autoscalers. Read only.
 	PoolReport(context.Context, *PoolReportRequest) (*PoolReportResponse, error)
 	// Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
 	// included. Needs a token for all runs. Atomic, idempotent.

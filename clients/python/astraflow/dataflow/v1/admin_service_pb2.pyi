@@ -727,6 +727,7 @@ class StatusResponse(_message.Message):
     ARCHIVE_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     BALANCES_FIELD_NUMBER: _builtins.int
+    AUTOSCALING_FIELD_NUMBER: _builtins.int
     state: _run_pb2.RunState.ValueType
     """Life of the run."""
     run_id: _builtins.str
@@ -781,6 +782,10 @@ class StatusResponse(_message.Message):
     def balances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Balance]:
         """Who waits for whom, by policy; none of a policy before its first finished step."""
 
+    @_builtins.property
+    def autoscaling(self) -> Global___Autoscaling:
+        """How many nodes it should have; unset where the recipe has no `raas.autoscaling`."""
+
     def __init__(
         self,
         *,
@@ -799,10 +804,11 @@ class StatusResponse(_message.Message):
         archive: Global___ArchiveStatus | None = ...,
         routes: _abc.Iterable[Global___RouteCount] | None = ...,
         balances: _abc.Iterable[Global___Balance] | None = ...,
+        autoscaling: Global___Autoscaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "autoscaling", b"autoscaling", "read_time", b"read_time", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "balances", b"balances", "dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "autoscaling", b"autoscaling", "balances", b"balances", "dead_letters", b"dead_letters", "evaluations", b"evaluations", "failures", b"failures", "nodes", b"nodes", "policies", b"policies", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "trajectories", b"trajectories", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1083,6 +1089,7 @@ class WhyResponse(_message.Message):
     SHADOWS_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     BALANCES_FIELD_NUMBER: _builtins.int
+    AUTOSCALING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run id."""
     state: _run_pb2.RunState.ValueType
@@ -1119,6 +1126,10 @@ class WhyResponse(_message.Message):
     def balances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Balance]:
         """Who waits for whom, as in StatusResponse."""
 
+    @_builtins.property
+    def autoscaling(self) -> Global___Autoscaling:
+        """How many nodes it should have, as in StatusResponse."""
+
     def __init__(
         self,
         *,
@@ -1133,10 +1144,11 @@ class WhyResponse(_message.Message):
         shadows: _abc.Iterable[Global___ShadowPlugin] | None = ...,
         routes: _abc.Iterable[Global___RouteCount] | None = ...,
         balances: _abc.Iterable[Global___Balance] | None = ...,
+        autoscaling: Global___Autoscaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["read_time", b"read_time", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling", "read_time", b"read_time", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balances", b"balances", "dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling", "balances", b"balances", "dead_letters", b"dead_letters", "failures", b"failures", "read_time", b"read_time", "routes", b"routes", "run_id", b"run_id", "shadows", b"shadows", "state", b"state", "stopped_for", b"stopped_for", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1844,6 +1856,7 @@ class PoolLoad(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    TARGET_NODES_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Name of the pool; empty for nodes that named none."""
     nodes: _builtins.int
@@ -1852,6 +1865,10 @@ class PoolLoad(_message.Message):
     """Tasks these can run at once."""
     leases: _builtins.int
     """Tasks they hold now."""
+    target_nodes: _builtins.int
+    """Nodes that it should have, 0 once the run has finished; unset where the recipe's `raas.autoscaling` does not name the
+    pool.
+    """
     def __init__(
         self,
         *,
@@ -1859,14 +1876,103 @@ class PoolLoad(_message.Message):
         nodes: _builtins.int = ...,
         capacity: _builtins.int = ...,
         leases: _builtins.int = ...,
+        target_nodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_target_nodes", b"_target_nodes", "target_nodes", b"target_nodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "leases", b"leases", "nodes", b"nodes", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_target_nodes", b"_target_nodes", "capacity", b"capacity", "leases", b"leases", "nodes", b"nodes", "pool", b"pool", "target_nodes", b"target_nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__target_nodes: _TypeAlias = _typing.Literal["target_nodes"]  # noqa: Y015
+    _WhichOneofArgType__target_nodes: _TypeAlias = _typing.Literal["_target_nodes", b"_target_nodes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_nodes) -> _WhichOneofReturnType__target_nodes | None: ...
+
+Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+
+@_typing.final
+class Autoscaling(_message.Message):
+    """How many nodes the run should have, and why: the state of the recipe's `raas.autoscaling`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PoolsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TARGET_NODES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CHANGE_TIME_FIELD_NUMBER: _builtins.int
+    GROWN_FIELD_NUMBER: _builtins.int
+    SHRUNK_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    WAIT_SHARE_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    STALENESS_SHARE_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    target_nodes: _builtins.int
+    """Nodes that it should have, of all pools that `raas.autoscaling` names."""
+    nodes: _builtins.int
+    """Nodes of these pools with an open working session."""
+    reason: _builtins.str
+    """Why the target is what it is, as of the last decision."""
+    grown: _builtins.int
+    """How often it grew."""
+    shrunk: _builtins.int
+    """How often it shrank."""
+    turns: _builtins.int
+    """How often it grew after it had shrunk, or shrank after it had grown."""
+    wait_share: _builtins.float
+    """Of the window that was decided on last: share of its time that the trainer which waits most waited for groups."""
+    busy_share: _builtins.float
+    """Share of the nodes' places that were taken."""
+    staleness_share: _builtins.float
+    """Mean staleness of the trajectories that were bound, over `max_staleness`; of the freshest policy."""
+    @_builtins.property
+    def change_time(self) -> _timestamp_pb2.Timestamp:
+        """When the target changed last; unset before it did."""
+
+    @_builtins.property
+    def pools(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Pools with their part of the target."""
+
+    def __init__(
+        self,
+        *,
+        target_nodes: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        change_time: _timestamp_pb2.Timestamp | None = ...,
+        grown: _builtins.int = ...,
+        shrunk: _builtins.int = ...,
+        turns: _builtins.int = ...,
+        wait_share: _builtins.float = ...,
+        busy_share: _builtins.float = ...,
+        staleness_share: _builtins.float = ...,
+        pools: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change_time", b"change_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "change_time", b"change_time", "grown", b"grown", "nodes", b"nodes", "pools", b"pools", "reason", b"reason", "shrunk", b"shrunk", "staleness_share", b"staleness_share", "target_nodes", b"target_nodes", "turns", b"turns", "wait_share", b"wait_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+Global___Autoscaling: _TypeAlias = Autoscaling  # noqa: Y015
 
 @_typing.final
 class PoolReportResponse(_message.Message):
@@ -1876,6 +1982,7 @@ class PoolReportResponse(_message.Message):
 
     POOLS_FIELD_NUMBER: _builtins.int
     LEASABLE_TASKS_FIELD_NUMBER: _builtins.int
+    AUTOSCALING_FIELD_NUMBER: _builtins.int
     leasable_tasks: _builtins.int
     """Tasks that could be leased at this moment if a node asked: queued or waiting to be tried again, within every
     window.
@@ -1884,15 +1991,20 @@ class PoolReportResponse(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolLoad]:
         """Pools, by name."""
 
+    @_builtins.property
+    def autoscaling(self) -> Global___Autoscaling:
+        """Unset where the recipe has no `raas.autoscaling`."""
+
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___PoolLoad] | None = ...,
         leasable_tasks: _builtins.int = ...,
+        autoscaling: Global___Autoscaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leasable_tasks", b"leasable_tasks", "pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaling", b"autoscaling", "leasable_tasks", b"leasable_tasks", "pools", b"pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

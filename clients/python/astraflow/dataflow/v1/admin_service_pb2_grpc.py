@@ -210,7 +210,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PoolReport(self, request, context):
-        """Returns load and capacity of each pool of nodes, for autoscalers. Read only.
+        """Returns load, capacity and target of each pool of nodes, for autoscalers. Read only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

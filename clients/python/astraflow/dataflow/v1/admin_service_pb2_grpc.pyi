@@ -75,7 +75,7 @@ class AdminServiceStub:
     of its state. Read only. About the newest 2,000 events are kept.
     """
     PoolReport: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]
-    """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+    """Returns load, capacity and target of each pool of nodes, for autoscalers. Read only."""
     RevokeToken: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]
     """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
     included. Needs a token for all runs. Atomic, idempotent.
@@ -130,7 +130,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     of its state. Read only. About the newest 2,000 events are kept.
     """
     PoolReport: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PoolReportRequest, _admin_service_pb2.PoolReportResponse]  # type: ignore[assignment]
-    """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+    """Returns load, capacity and target of each pool of nodes, for autoscalers. Read only."""
     RevokeToken: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RevokeTokenRequest, _admin_service_pb2.RevokeTokenResponse]  # type: ignore[assignment]
     """Refuses a token from now on, by its id: every server over the same Redis within 2 s, streams that it opened
     included. Needs a token for all runs. Atomic, idempotent.
@@ -247,7 +247,7 @@ class AdminServiceServicer:
         request: _admin_service_pb2.PoolReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PoolReportResponse, _abc.Awaitable[_admin_service_pb2.PoolReportResponse]]:
-        """Returns load and capacity of each pool of nodes, for autoscalers. Read only."""
+        """Returns load, capacity and target of each pool of nodes, for autoscalers. Read only."""
 
     def RevokeToken(
         self,
