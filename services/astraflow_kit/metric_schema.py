@@ -111,11 +111,7 @@ _ENTRIES = (
     _histogram("astraflow_raas_apply_seconds", "Time to apply a version.", "policy"),
     _histogram("astraflow_raas_swap_seconds", "Time to load, swap and prove a version.", "policy"),
     _counter("astraflow_raas_version_failures_total", "Failed activations.", "policy", "reason"),
-    _counter(
-        "astraflow_raas_weight_mismatches_total",
-        "Engines that answered otherwise than their weights do.",
-        "policy",
-    ),
+    _counter("astraflow_raas_weight_mismatches_total", "Engines that answer unlike their weights.", "policy"),
     _counter(
         "astraflow_raas_external_calls_total", "Attempts of calls to external endpoints.", "policy", "outcome"
     ),

@@ -16,7 +16,7 @@ from astraflow_dataflow.servicers.scaler_servicer import ScalerServicer
 from astraflow_dataflow.status.autoscaling import Autoscaler, stored
 from astraflow_dataflow.status.pool_target import PoolTarget
 from astraflow_dataflow.store.plugin_states import PluginStateStore
-from support.dataflow_world import World
+from support.dataflow_world import World, until
 
 pytestmark = pytest.mark.integration
 
@@ -36,11 +36,14 @@ def autoscaler(world: World, **changes: float) -> Autoscaler:
 
 
 async def decided(world: World, scaler: Autoscaler) -> PoolTarget:
-    """The target after two looks with time between them."""
-    for _ in range(2):
+    """The target once a window was decided on: the server looks too, and of two looks at once one is lost."""
+
+    async def is_decided() -> bool:
         await scaler.look()
-        await asyncio.sleep(0.1)
-    await scaler.look()
+        state = await stored(world.dataflow.store.plugin_states, world.run_id)
+        return state is not None and state.decided is not None
+
+    await until(is_decided)
     state = await stored(world.dataflow.store.plugin_states, world.run_id)
     assert state is not None
     return state.target
@@ -53,7 +56,7 @@ async def test_a_starving_trainer_grows_the_pools_and_everyone_says_so(world: Wo
     await world.join("n2", incarnation=1, max_concurrent_tasks=1, pool="eu")
     await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
     assert (await trainer.acquire(1, wait_s=0.0)).waiting_for == "ready_groups"
-    waiting = asyncio.create_task(trainer.acquire(1, wait_s=5.0))
+    waiting = asyncio.create_task(trainer.acquire(1, wait_s=60.0))
     target = await decided(world, autoscaler(world))
     assert (target.nodes, target.grown) == (2, 1), target.reason
     report = await world.ask(admin.PoolReportResponse)

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from astraflow.errors import InternalError
+from astraflow.errors import AstraflowError, InternalError, PreconditionError
 from astraflow_bench.machine import Origin
 from astraflow_bench.studies.ledger import Ledger
 from astraflow_bench.studies.study import Cell, Measured, Result, Run, Study
@@ -114,12 +114,13 @@ def _finish(study: Study, cell: Cell, *, folder: Path, keep_runs: bool, stopped:
     measured, failed = Measured(figures={}), ""
     try:
         summary, root = (study.perform or _perform)(cell, folder, stopped)
-    except InternalError as error:
+    except PreconditionError:
+        raise  # of the machine: no other run would fare better
+    except AstraflowError as error:
         failed = error.message
     else:
-        metrics = list(read_lines(root / "metrics.jsonl"))
-        measured = study.measure(Run(summary=summary, metrics=metrics, events=list(_events(root / "logs"))))
-        if not keep_runs:
+        measured, failed = _measured(study, summary, root)
+        if not (keep_runs or failed):
             shutil.rmtree(root)
     origin = Origin.here()
     return Result(
@@ -134,6 +135,16 @@ def _finish(study: Study, cell: Cell, *, folder: Path, keep_runs: bool, stopped:
         seconds=time.monotonic() - started,
         failed=failed,
     )
+
+
+def _measured(study: Study, summary: dict[str, Any], root: Path) -> tuple[Measured, str]:
+    """What a run yielded, or why it yielded nothing: one that ended early lacks steps or evaluations."""
+    metrics, events = list(read_lines(root / "metrics.jsonl")), list(_events(root / "logs"))
+    try:
+        return study.measure(Run(summary=summary, metrics=metrics, events=events)), ""
+    except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
+        why = f"the run ended, and lacks what is measured: {error!r}; what it left is in {root}"
+        return Measured(figures={}), why
 
 
 def _perform(cell: Cell, folder: Path, stopped: Event) -> tuple[dict[str, Any], Path]:

@@ -126,8 +126,7 @@ class DevelopmentRun:
     def __init__(self, options: Options, folder: RunFolder, view: View) -> None:
         self._options = options
         self._view = view
-        self._folder = folder
-        self._run_id = folder.record.run_id
+        self._folder, self._run_id = folder, folder.record.run_id
         self._memory = PeakMemory()
         self._interrupted, self._trained = asyncio.Event(), asyncio.Event()
         self._started = time.monotonic()

@@ -40,7 +40,6 @@ from astraflow.recipe.trackers import AnyTracker
 
 SCHEMA_VERSION = 1
 
-
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")]
 
 

@@ -27,9 +27,9 @@ from astraflow_bench.studies.study import (
 )
 from astraflow_bench.studies.timed_team import sleeping_steps
 
-_LENGTHS = ((0, 1.0), (30, 2.0), (60, 0.5), (90, 1.0))
+_LENGTHS = ((0, 1.0), (20, 2.0), (40, 0.5), (60, 1.0))
 """Of answers, from a version on."""
-_STEPS = 120
+_STEPS = 80
 _ANSWER_S, _STEP_S = 1.7, 4.0
 _GROUPS, _GROUP_SIZE, _TASKS = 8, 4, 2
 """Groups of a step, answers of a group, and groups that a node samples at once."""
@@ -55,7 +55,7 @@ def autoscaling_study() -> Study:
         title="A pool that follows its target, beside fixed pools",
         intro=(
             f"The quickstart, whose answers take {_ANSWER_S:g} s at version 0 and twice, half and once that from "
-            f"versions 30, 60 and 90 on, with steps of {_STEP_S:g} s: {nodes_needed(1.0):g}, {nodes_needed(2.0):g}, "
+            f"versions 20, 40 and 60 on, with steps of {_STEP_S:g} s: {nodes_needed(1.0):g}, {nodes_needed(2.0):g}, "
             f"{nodes_needed(0.5):g} and {nodes_needed(1.0):g} nodes keep the trainer busy. `{AUTO}` has "
             "`raas.autoscaling`, `fixed-N` N nodes. [What is compared](../studies.md#autoscaling)."
         ),

@@ -140,7 +140,7 @@ def _workflow(arm: str) -> dict[str, Any]:
 def _perform(cell: Cell, folder: Path, stopped: Event) -> tuple[dict[str, Any], Path]:
     recipe = load_recipe(cell.path, overrides=cell.overrides).recipe
     planned = cast("list[list[Any]]", recipe.raas.workflow.settings["moves"])
-    return run_in_regions(cell, folder, moves(planned, recipe.run.steps), stopped)
+    return run_in_regions(cell, folder, moves(planned, recipe.policy("solver").steps), stopped)
 
 
 def measure(run: Run) -> Measured:

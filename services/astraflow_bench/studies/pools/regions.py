@@ -29,10 +29,12 @@ from astraflow_bench.wan import radosgw
 from astraflow_bench.wan.links import LinkPlan, Place, link_to
 from astraflow_bench.wan.network import Network, missing_tools
 from astraflow_bench.wan.role_processes import RoleProcesses
+from astraflow_kit.log_files import end_of
 from astraflow_launcher.view.metrics_file import read_lines
 
 PLAN = LinkPlan(rate_bits_per_s=4e9, rtt_s=0.3)
-_LIFE_S = 3600.0
+_LIFE_S = 1800.0
+"""Of a run, whatever happens in it."""
 _PORT, _FORWARDED = 7070, 7071
 _BUCKET = "weights"
 _POLL_S = 0.5
@@ -77,8 +79,23 @@ class _Region:
             self.nodes[name].send_signal(signal.SIGTERM)
             return
         if (left := self.nodes.get(name)) is not None:
-            left.wait(timeout=_END_S)
+            try:
+                left.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired as error:
+                raise InternalError(f"{name} had not left {_END_S:.0f} s after it was asked to") from error
         self.nodes[name] = self._start(move.pool)
+
+    def require_nodes(self) -> None:
+        """Raise InternalError with the last words of a node that failed."""
+        for name, node in self.nodes.items():
+            if node.poll():
+                raise InternalError(
+                    f"{name} ended with status {node.returncode}: {self.end_of_log(f'node-{name}')}"
+                )
+
+    def end_of_log(self, name: str) -> str:
+        """The last words of a process."""
+        return end_of(self.root / "logs" / f"{name}.log", num_bytes=_TAIL).strip()
 
     def _start(self, pool: PoolPlace) -> subprocess.Popen[bytes]:
         central, work = link_to(self.network.plan, pool.place).store_address, self.root / "work" / pool.name
@@ -127,19 +144,13 @@ def run_in_regions(
         roles = stack.enter_context(RoleProcesses(network, folder=root / "logs", deadline_s=deadline_s))
         roles.start("store", Place.STORE, "store_role", folder=str(scratch / "store"), bucket=_BUCKET)
         region = _Region(network, root, roles.wait("store", "ready"))
-        run = stack.enter_context(_process(region, *_dev(cell, root)))
+        run = stack.enter_context(_process(region, "run", *_dev(cell, root)))
+        forward = "astraflow_bench.studies.pools.forward"
         stack.enter_context(
-            _process(
-                region,
-                sys.executable,
-                "-m",
-                "astraflow_bench.studies.pools.forward",
-                str(_FORWARDED),
-                str(_PORT),
-            )
+            _process(region, "forward", sys.executable, "-m", forward, str(_FORWARDED), str(_PORT))
         )
         stack.callback(_end, region.nodes)
-        return _followed(run, region, moves, stopped), root
+        return _followed(run, region, moves, stopped, deadline_s=deadline_s), root
 
 
 def _dev(cell: Cell, root: Path) -> list[str]:
@@ -150,11 +161,10 @@ def _dev(cell: Cell, root: Path) -> list[str]:
 
 
 @contextmanager
-def _process(region: _Region, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def _process(region: _Region, name: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process in the central region, which ends with the block."""
-    process = region.network.start(
-        Place.STORE, *command, stderr=subprocess.PIPE, env=region.environment("127.0.0.1")
-    )
+    with (region.root / "logs" / f"{name}.log").open("wb") as log:
+        process = region.network.start(Place.STORE, *command, stderr=log, env=region.environment("127.0.0.1"))
     try:
         yield process
     finally:
@@ -163,18 +173,21 @@ def _process(region: _Region, *command: str) -> Iterator[subprocess.Popen[bytes]
 
 
 def _followed(
-    run: subprocess.Popen[bytes], region: _Region, moves: Sequence[Move], stopped: Event
+    run: subprocess.Popen[bytes], region: _Region, moves: Sequence[Move], stopped: Event, *, deadline_s: float
 ) -> dict[str, Any]:
     """Move the pools as steps are finished, until the run has ended."""
     left = sorted(moves, key=lambda move: move.step)
     while run.poll() is None:
         while left and _finished_step(region.root) >= left[0].step:
             region.move(left.pop(0))
+        region.require_nodes()
+        if time.monotonic() > deadline_s:
+            raise InternalError(f"the run had not ended after {_LIFE_S:.0f} s: {region.end_of_log('run')}")
         if stopped.wait(_POLL_S):
             run.kill()
-    output, errors = run.communicate(timeout=_END_S)
+    output, _ = run.communicate(timeout=_END_S)
     if run.returncode:
-        raise InternalError(f"the run ended with status {run.returncode}: {errors.decode()[-_TAIL:].strip()}")
+        raise InternalError(f"the run ended with status {run.returncode}: {region.end_of_log('run')}")
     summary: dict[str, Any] = json.loads(output.splitlines()[-1])
     return summary
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from astraflow.errors import InternalError
+from astraflow.errors import InternalError, PreconditionError
 from astraflow_bench.commands.study import app
 from astraflow_bench.studies import running
 
@@ -99,6 +99,30 @@ def test_a_run_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     played.clear()
     assert study(tmp_path, "--seeds", "1", "--steps", "13", "--only", "recipe")[0] == 1
     assert played == ["0"], "what failed is tried again"
+
+
+def test_a_run_that_lacks_what_is_measured_is_a_row_and_leaves_its_folder(
+    played: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(SUMMARY, "staleness")
+    assert study(tmp_path, "--seeds", "1")[0] == 1
+    page = (tmp_path / "out" / "quickstart-study.md").read_text()
+    assert "| recipe | 0 | the run ended, and lacks what is measured: KeyError('staleness')" in page
+    assert played == ["0", "0"], "the others go on"
+    assert (tmp_path / "run-1").exists()
+
+
+def test_what_the_machine_lacks_ends_the_study(
+    played: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PreconditionError("needs root")
+
+    monkeypatch.setattr(running, "run_recipe", refuse)
+    status, said = study(tmp_path, "--seeds", "1")
+    assert status == 1
+    assert "needs root" in said
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_every_seed_of_a_recipe_stands_beside_its_control(played: list[str], tmp_path: Path) -> None:
