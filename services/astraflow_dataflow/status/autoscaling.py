@@ -1,6 +1,7 @@
 """Autoscaling: measures a run, window after window, and keeps the target that the state machine makes of it in Redis.
 
-A window begins when the nodes of the last decision are there, and ends after `window_s` and `window_steps`. Invariant:
+A window begins with the first step that ends when the nodes of the last decision are there, and ends after `window_s`
+and `window_steps`, or when a trainer has waited too much for any window. Invariant:
 the state moves by compare-and-set, so of several servers over one Redis one decides, and whoever reads the target,
 KEDA, a launcher or a person, reads the same. `server` runs one per run that has `raas.autoscaling`.
 """
@@ -8,6 +9,7 @@ KEDA, a launcher or a person, reads the same. `server` runs one per run that has
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,10 +64,12 @@ class FleetReading:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscalingState:
-    """The target, and the window that is measured for the next one; `first` is None until the nodes are there."""
+    """The target, and the window that is measured for the next one; `first` is None until it begins."""
 
     target: PoolTarget
     last: FleetReading
+    there: FleetReading | None = None
+    """Before it begins: since when the nodes are there."""
     first: FleetReading | None = None
     node_ms: float = 0.0
     busy_ms: float = 0.0
@@ -173,10 +177,8 @@ def advance(
     state: AutoscalingState, found: FleetReading, *, settings: AutoscalingSettings
 ) -> AutoscalingState:
     """Return the state after another reading."""
-    target, now_s = state.target, found.now_ms / 1000
     if state.first is None:
-        are_there = found.nodes == target.nodes or now_s - target.changed_s >= settings.start_s
-        return replace(state, last=found, first=found if are_there and found.policies else None)
+        return _before(state, found, settings=settings)
     first, passed_ms = state.first, max(0, found.now_ms - state.last.now_ms)
     state = replace(
         state,
@@ -186,16 +188,37 @@ def advance(
     )
     span_ms = found.now_ms - first.now_ms
     same = found.policies.keys() & first.policies.keys()
-    if not same:
-        return _anew(state, target)
-    if span_ms < 1000 * settings.window_s:
-        return state
+    if not same or span_ms <= 0:
+        return state if same else _anew(state, state.target)
     window = _window(state, first, span_ms=span_ms, policies=sorted(same))
     steps = min(found.policies[name].steps - first.policies[name].steps for name in same)
-    if steps < settings.window_steps and window.wait_share < _STARVING:
+    if not _is_over(window, span_s=span_ms / 1000, steps=steps, settings=settings):
         return state
-    decided = decide(target, window, settings=settings, now_s=now_s)
+    decided = decide(state.target, window, settings=settings, now_s=found.now_ms / 1000)
     return replace(_anew(state, decided), decided=window)
+
+
+def _before(
+    state: AutoscalingState, found: FleetReading, *, settings: AutoscalingSettings
+) -> AutoscalingState:
+    """A window begins with a step that ends: what that one waited for was left to too few nodes, or to none yet."""
+    late = found.now_ms / 1000 - state.target.changed_s >= settings.start_s
+    if not found.policies or not (late or found.nodes == state.target.nodes):
+        return replace(state, last=found, there=None)
+    there = state.there or found
+    same = found.policies.keys() & there.policies.keys()
+    has_ended = all(found.policies[name].steps > there.policies[name].steps for name in same)
+    if has_ended or found.now_ms - there.now_ms >= 1000 * settings.window_s:
+        return replace(state, last=found, there=None, first=found)
+    return replace(state, last=found, there=there)
+
+
+def _is_over(window: PoolWindow, *, span_s: float, steps: int, settings: AutoscalingSettings) -> bool:
+    """Whether a window is long enough, or a trainer has waited already what is too much for one that is."""
+    if span_s >= settings.window_s and (steps >= settings.window_steps or window.wait_share >= _STARVING):
+        return True
+    whole_s = max(settings.window_s, span_s * settings.window_steps / steps) if steps else math.inf
+    return window.wait_share * span_s > settings.grow_above_wait * whole_s
 
 
 def _anew(state: AutoscalingState, target: PoolTarget) -> AutoscalingState:

@@ -118,5 +118,7 @@ def _wanted(target: PoolTarget, window: PoolWindow, *, settings: AutoscalingSett
         and window.staleness_share >= settings.shrink_above_staleness
     ):
         wanted = max(math.ceil(taken / settings.fill), math.ceil(target.nodes / _MOST_FACTOR))
-        return min(wanted, target.nodes), f"{measured}: nodes are idle"
+        if wanted >= target.nodes:
+            return target.nodes, f"{measured}: fewer nodes would be too full"
+        return wanted, f"{measured}: nodes are idle"
     return target.nodes, f"{measured}: within the dead band"

@@ -1,6 +1,7 @@
 """A pool that is resized by a command of the user: the number of nodes is its last argument.
 
-Invariant: a command that hangs is ended with all that it started. Made by `commands.autoscale`.
+Invariant: a command that hangs is ended with all that it started; what one that has ended started goes on. Made by
+`commands.autoscale`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO
 
 from astraflow.errors import DeadlineError, InvalidArgumentError, UnavailableError
 
@@ -42,32 +45,38 @@ class CommandHook:
 
     async def resize(self, nodes: int) -> None:
         """Run the command. Raises UnavailableError with the end of what it said, DeadlineError for a slow one."""
+        # A file: a pipe would be read until what the command started has closed it, too.
+        with TemporaryFile() as output:
+            status = await self._status(nodes, output)
+            if status:
+                output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                said = output.read().decode(errors="replace").strip() or "it said nothing"
+                raise UnavailableError(f"`{self._line(nodes)}` ended with status {status}: {said}")
+
+    async def _status(self, nodes: int, output: IO[bytes]) -> int:
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.words,
                 str(nodes),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         except OSError as error:
             raise UnavailableError(f"`{shlex.join(self.words)}` cannot be started: {error}") from error
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), self.timeout_s)
+            return await asyncio.wait_for(process.wait(), self.timeout_s)
         except TimeoutError:
             raise DeadlineError(
                 f"`{self._line(nodes)}` had not ended after {self.timeout_s:g} s and was ended; let it end before the "
                 "nodes are there, or give a longer --timeout-s"
             ) from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            said = output[-_TAIL_BYTES:].decode(errors="replace").strip()
-            raise UnavailableError(
-                f"`{self._line(nodes)}` ended with status {process.returncode}: {said or 'it said nothing'}"
-            )
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
     def _line(self, nodes: int) -> str:
         return shlex.join([*self.words, str(nodes)])

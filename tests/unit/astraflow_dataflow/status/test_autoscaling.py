@@ -45,8 +45,12 @@ def after(readings: Sequence[FleetReading]) -> AutoscalingState:
     return state
 
 
+BEGUN = [read(0), read(1), read(2, steps=1)]
+"""The node is there, and the step under way has ended: the window begins."""
+
+
 def test_a_window_is_what_passed_between_its_ends() -> None:
-    state = after([read(0), read(1), read(6, waited_s=1), read(11, waited_s=4, steps=2, stale=2, busy=0.8)])
+    state = after([*BEGUN, read(7, waited_s=1, steps=1), read(12, waited_s=4, steps=3, stale=2, busy=0.8)])
     assert state.decided is not None
     assert state.decided.wait_share == pytest.approx(0.4)
     assert state.decided.busy_share == pytest.approx(0.9)
@@ -54,25 +58,40 @@ def test_a_window_is_what_passed_between_its_ends() -> None:
     assert (state.target.nodes, state.first) == (2, None), "it grew, and the next window waits for the node"
 
 
-def test_the_next_window_begins_when_its_nodes_are_there_or_long_overdue() -> None:
-    grown = after([read(0), read(1), read(11, waited_s=5, steps=2)])
-    waiting = advance(grown, read(20, waited_s=14, steps=2), settings=SETTINGS)
-    assert waiting.first is None
-    assert advance(waiting, read(21, nodes=2), settings=SETTINGS).first == read(21, nodes=2)
-    assert advance(waiting, read(42), settings=SETTINGS).first == read(42)
+def test_a_window_begins_with_the_end_of_a_step_of_its_nodes_or_when_that_is_long_overdue() -> None:
+    assert after([read(0), read(1), read(10, waited_s=9)]).first is None, (
+        "batches that nobody had sampled yet"
+    )
+    waiting = after([*BEGUN, read(12, waited_s=5, steps=3), read(20, waited_s=14, steps=4)])
+    assert (waiting.first, waiting.there) == (None, None), "one of two nodes is there"
+    there = advance(waiting, read(21, nodes=2, steps=4), settings=SETTINGS)
+    assert there.first is None
+    for later in (read(24, nodes=2, steps=5), read(31, nodes=2, steps=4)):
+        assert advance(there, later, settings=SETTINGS).first == later
+    late = advance(waiting, read(42, steps=4), settings=SETTINGS)
+    assert advance(late, read(43, steps=5), settings=SETTINGS).first == read(43, steps=5)
 
 
 def test_a_window_without_steps_goes_on_unless_the_trainer_does_nothing_but_wait() -> None:
-    slow = [read(0), read(1), read(12, waited_s=5, steps=1)]
+    slow = [*BEGUN, read(13, waited_s=1, steps=2)]
     assert after(slow).decided is None
-    assert after([*slow, read(16, waited_s=5, steps=2)]).decided is not None
-    assert after([read(0), read(1), read(12, waited_s=11)]).target.nodes == 2
+    assert after([*slow, read(17, waited_s=1, steps=3)]).decided is not None
+    assert after([*BEGUN, read(13, waited_s=11, steps=1)]).target.nodes == 2
+
+
+def test_a_window_ends_once_a_trainer_has_waited_too_much_for_all_of_it() -> None:
+    assert after([*BEGUN, read(6, waited_s=0.9, steps=2)]).decided is None
+    assert after([*BEGUN, read(6, waited_s=1.5, steps=2)]).target.nodes == 2
+    long = [*BEGUN, read(12, waited_s=1.5, steps=2)]
+    assert after(long).decided is None, (
+        "by its first step it will take 20 s, and 1.5 s of them are within the band"
+    )
 
 
 def test_nothing_is_measured_without_a_trainer() -> None:
     nobody = FleetReading(now_ms=50_000, nodes=1, busy=1.0, policies={})
-    assert after([read(0), nobody]).first is None
-    assert after([read(0), read(1), nobody]).first is None
+    assert after([read(0), nobody]).there is None
+    assert after([*BEGUN, nobody]).first is None
 
 
 def test_a_reading_counts_nodes_at_work_in_the_pools_and_policies_with_a_trainer() -> None:
@@ -97,11 +116,11 @@ def test_a_reading_counts_nodes_at_work_in_the_pools_and_policies_with_a_trainer
 
 
 def test_pools_are_filled_in_their_order_and_a_finished_run_wants_none() -> None:
-    grown = after([read(0), read(1), read(11, waited_s=5, steps=2)])
+    grown = after([*BEGUN, read(12, waited_s=5, steps=3)])
     wanted = replace(grown, target=replace(grown.target, nodes=5))
     nodes: list[NodeStatus] = [node(pool="eu"), node(pool="us", connected=False)]
     message = autoscaling_message(wanted, settings=SETTINGS, life=Life.ACTIVE, nodes=nodes)
     assert (message.target_nodes, message.nodes, dict(message.pools)) == (5, 1, {"eu": 2, "us": 3})
-    assert (message.grown, message.turns, message.change_time.seconds) == (1, 0, 11)
+    assert (message.grown, message.turns, message.change_time.seconds) == (1, 0, 12)
     over = autoscaling_message(wanted, settings=SETTINGS, life=Life.FINISHED, nodes=nodes)
     assert (over.target_nodes, dict(over.pools)) == (0, {"eu": 0, "us": 0})

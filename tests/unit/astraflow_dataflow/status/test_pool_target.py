@@ -33,7 +33,7 @@ errors = st.tuples(*[st.sampled_from([-NOISE, 0.0, NOISE])] * 3)
         (replace(STARVED, wait_share=0.06), 4, "dead band"),
         (IDLE, 2, "nodes are idle"),
         (replace(IDLE, busy_share=0.0), 2, "nodes are idle"),
-        (replace(IDLE, busy_share=0.7), 4, "nodes are idle"),
+        (replace(IDLE, busy_share=0.7), 4, "fewer nodes would be too full"),
         (replace(IDLE, staleness_share=0.2), 4, "dead band"),
     ],
 )

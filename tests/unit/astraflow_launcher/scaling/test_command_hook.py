@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -32,19 +34,35 @@ async def test_a_command_that_hangs_is_named_with_its_limit() -> None:
         await CommandHook(["sh", "-c", "sleep 600"], 0.05).resize(3)
 
 
-async def test_what_a_command_started_ends_with_it(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    code = f"sleep 600 & echo $! > {said}.part; mv {said}.part {said}; wait"
-    resizing = asyncio.create_task(CommandHook(["sh", "-c", code], 600).resize(3))
-    while not said.exists():  # noqa: ASYNC110 - a file of another process
+async def test_a_command_that_is_ended_takes_with_it_what_it_started(tmp_path: Path) -> None:
+    resizing = asyncio.create_task(CommandHook(["sh", "-c", f"{starting(tmp_path)}; wait"], 600).resize(3))
+    while not (tmp_path / "pid").exists():  # noqa: ASYNC110 - another process makes it
         await asyncio.sleep(0.02)
     resizing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await resizing
-    child = int(said.read_text())
-    left = [psutil.Process(child)] if psutil.pid_exists(child) else []
-    _, alive = psutil.wait_procs(left, timeout=60)
-    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+    child = int((tmp_path / "pid").read_text())
+    while runs(child):  # noqa: ASYNC110 - it was killed
+        await asyncio.sleep(0.02)
+
+
+async def test_what_a_command_started_goes_on_when_it_has_ended(tmp_path: Path) -> None:
+    await CommandHook(["sh", "-c", starting(tmp_path)], 600).resize(3)
+    child = int((tmp_path / "pid").read_text())
+    assert runs(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def starting(folder: Path) -> str:
+    """Of a shell: a process that would take long, its number in the file `pid`."""
+    return f"sleep 600 & echo $! > {folder}/part; mv {folder}/part {folder}/pid"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def region(tmp_path: Path) -> regions._Region:
     return regions._Region(cast("Network", None), tmp_path, {})
 
 
-def started(command: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+def started(command: str, *, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sh", "-c", command], stdout=stdout)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_ends_a_run_too_early_is_named(
 def test_a_node_that_has_left_ends_no_run_and_a_study_that_ends_does(region: regions._Region) -> None:
     region.nodes["far-30"] = started("exit 0")
     region.nodes["far-30"].wait()
-    output = started('echo "{\\"steps\\": 3}"')
+    output = started('echo "{\\"steps\\": 3}"', stdout=subprocess.PIPE)
     assert regions._followed(output, region, (), Event(), deadline_s=time.monotonic() + 600) == {"steps": 3}
     stopped = Event()
     stopped.set()
