@@ -31,7 +31,9 @@ def autoscaler(world: World, **changes: float) -> Autoscaler:
     settings = context.recipe.raas.autoscaling
     assert isinstance(settings, AutoscalingSettings)
     return Autoscaler(
-        context, world.dataflow.store, settings.model_copy(update={"window_s": 0.05, **changes})
+        context,
+        world.dataflow.store,
+        settings.model_copy(update={"window_s": 0.05, "start_s": 0.0, **changes}),
     )
 
 

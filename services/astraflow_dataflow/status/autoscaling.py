@@ -208,7 +208,7 @@ def _before(
     there = state.there or found
     same = found.policies.keys() & there.policies.keys()
     has_ended = all(found.policies[name].steps > there.policies[name].steps for name in same)
-    if has_ended or found.now_ms - there.now_ms >= 1000 * settings.window_s:
+    if has_ended or not found.nodes or found.now_ms - there.now_ms >= 1000 * settings.start_s:
         return replace(state, last=found, there=None, first=found)
     return replace(state, last=found, there=there)
 

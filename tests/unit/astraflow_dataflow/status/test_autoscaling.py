@@ -66,8 +66,11 @@ def test_a_window_begins_with_the_end_of_a_step_of_its_nodes_or_when_that_is_lon
     assert (waiting.first, waiting.there) == (None, None), "one of two nodes is there"
     there = advance(waiting, read(21, nodes=2, steps=4), settings=SETTINGS)
     assert there.first is None
-    for later in (read(24, nodes=2, steps=5), read(31, nodes=2, steps=4)):
+    for later in (read(24, nodes=2, steps=5), read(51, nodes=2, steps=4)):
         assert advance(there, later, settings=SETTINGS).first == later
+    none = SETTINGS.model_copy(update={"pools": {"eu": PoolBounds(min_nodes=0, max_nodes=2)}})
+    nothing = advance(begun(read(0, nodes=0), settings=none), read(1, nodes=0), settings=none)
+    assert nothing.first == read(1, nodes=0), "without a node no step ends"
     late = advance(waiting, read(42, steps=4), settings=SETTINGS)
     assert advance(late, read(43, steps=5), settings=SETTINGS).first == read(43, steps=5)
 
