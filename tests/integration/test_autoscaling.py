@@ -37,15 +37,19 @@ def autoscaler(world: World, **changes: float) -> Autoscaler:
     )
 
 
-async def decided(world: World, scaler: Autoscaler) -> PoolTarget:
-    """The target once a window was decided on: the server looks too, and of two looks at once one is lost."""
+async def changed(world: World, scaler: Autoscaler) -> PoolTarget:
+    """The target once it has changed: the server looks too, and of two looks at once one is lost."""
 
-    async def is_decided() -> bool:
+    async def has_changed() -> bool:
         await scaler.look()
-        state = await stored(world.dataflow.store.plugin_states, world.run_id)
-        return state is not None and state.decided is not None
+        return (await target(world)).direction != 0
 
-    await until(is_decided)
+    await until(has_changed)
+    return await target(world)
+
+
+async def target(world: World) -> PoolTarget:
+    """What is decided now, after a first look."""
     state = await stored(world.dataflow.store.plugin_states, world.run_id)
     assert state is not None
     return state.target
@@ -58,9 +62,9 @@ async def test_a_starving_trainer_grows_the_pools_and_everyone_says_so(world: Wo
     await world.join("n2", incarnation=1, max_concurrent_tasks=1, pool="eu")
     await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
     assert (await trainer.acquire(1, wait_s=0.0)).waiting_for == "ready_groups"
-    waiting = asyncio.create_task(trainer.acquire(1, wait_s=60.0))
-    target = await decided(world, autoscaler(world))
-    assert (target.nodes, target.grown) == (2, 1), target.reason
+    waiting = asyncio.create_task(trainer.acquire(1, wait_s=30.0))
+    grown = await changed(world, autoscaler(world))
+    assert (grown.nodes, grown.grown) == (2, 1), grown.reason
     report = await world.ask(admin.PoolReportResponse)
     assert {load.pool: load.target_nodes for load in report.pools if load.pool} == {"eu": 2, "us": 0}
     status, why = await world.status(), await world.why()

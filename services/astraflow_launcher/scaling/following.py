@@ -109,7 +109,7 @@ class PoolFollower:
         for load in report.pools:
             if load.pool == self._pool and load.HasField("target_nodes"):
                 return load.target_nodes, report.autoscaling.reason
-        known = ", ".join(report.autoscaling.pools) or "none"
+        known = ", ".join(sorted(report.autoscaling.pools)) or "none"
         raise InvalidArgumentError(
             f"raas.autoscaling of the run has no pool {self._pool!r}, it names {known}; give one of these, or create "
             "the run with --set 'raas.autoscaling={pools: {NAME: {max_nodes: 8}}}'"

@@ -86,7 +86,7 @@ class _Region:
         self.nodes[name] = self._start(move.pool)
 
     def require_nodes(self) -> None:
-        """Raise InternalError with the last words of a node that failed."""
+        """Raise InternalError with the end of the log of a node that failed."""
         for name, node in self.nodes.items():
             if node.poll():
                 raise InternalError(
@@ -94,7 +94,7 @@ class _Region:
                 )
 
     def end_of_log(self, name: str) -> str:
-        """The last words of a process."""
+        """What a process said last."""
         return end_of(self.root / "logs" / f"{name}.log", num_bytes=_TAIL).strip()
 
     def _start(self, pool: PoolPlace) -> subprocess.Popen[bytes]:
