@@ -30,7 +30,7 @@ from astraflow.errors import (
     UnauthenticatedError,
     UnimplementedError,
 )
-from astraflow_kit import failpoints
+from astraflow_kit import failpoints, traces
 from astraflow_kit import log as log_lines
 from astraflow_kit.allocator import share_arenas
 from astraflow_kit.log import get_logger
@@ -125,14 +125,17 @@ Main = Callable[[Lifecycle], Coroutine[Any, Any, None]]
 
 def run(main: Main, *, drain_timeout_s: float = 30.0) -> int:
     """Run a daemon's `main` and return the exit code for `sys.exit`. Errors are logged, never raised."""
-    code = asyncio.run(_supervised(main, drain_timeout_s=drain_timeout_s))
+    try:
+        code = asyncio.run(_supervised(main, drain_timeout_s=drain_timeout_s))
+    finally:
+        traces.end()
     log.info("daemon.ended", exit_code=int(code), why=code.name.lower())
     return int(code)
 
 
 def begin(service: str, settings: ProcessSettings) -> None:
     """What every daemon does first: share arenas, say where it stands when asked, die with its launcher, set up its
-    log, arm failpoints.
+    log, arm failpoints, record traces. Raises SettingsError.
     """
     share_arenas()
     faulthandler.register(STACK_SIGNAL, file=sys.__stderr__ or sys.stderr, all_threads=False)
@@ -140,6 +143,8 @@ def begin(service: str, settings: ProcessSettings) -> None:
         die_with_parent(settings.parent_pid)
     log_lines.configure(service, level=settings.log_level, log_format=settings.log_format)
     failpoints.arm(settings.failpoints, seed=settings.failpoints_seed, log_path=settings.failpoints_log)
+    if settings.traces:
+        traces.begin(service)
 
 
 async def run_services(

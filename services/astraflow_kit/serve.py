@@ -35,6 +35,7 @@ from astraflow.errors import (
     RetryableError,
     UnauthenticatedError,
 )
+from astraflow_kit import traces
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
@@ -238,8 +239,9 @@ class _Guard(grpc.aio.ServerInterceptor):
 
     def _unary(self, behaviour: Callable[..., Any], received: Receive, *, rpc: str) -> Callable[..., Any]:
         async def call(request: Request, context: Context) -> object:
-            async with self._around(context, rpc=rpc):
-                return await behaviour(await received(request), context)
+            async with self._around(context, rpc=rpc) as metadata:
+                with traces.served(rpc, metadata.get("traceparent", "")):
+                    return await behaviour(await received(request), context)
 
         return call
 
@@ -278,7 +280,8 @@ class _Guard(grpc.aio.ServerInterceptor):
             yield await self._received(handler, rpc, request)
 
     @asynccontextmanager
-    async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[None]:
+    async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[Mapping[str, str]]:
+        """The caller's metadata."""
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
         correlation_id = _loggable(metadata.get(CORRELATION_METADATA, "")) or self._ids.new()
         bind(correlation_id=correlation_id)
@@ -290,7 +293,7 @@ class _Guard(grpc.aio.ServerInterceptor):
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
             with self._streams.while_good(identity):
-                yield
+                yield metadata
             code = "OK"  # also when a request stream just ended because its caller vanished
         except grpc.aio.AbortError:
             code = "ABORTED_BY_SERVICER"

@@ -21,7 +21,7 @@ _NAMES = """
     source_work_dir spool_bytes spool_episodes stay steps store_checksum_mode store_credentials_file
     store_endpoint_url store_grant_life_s store_grants store_multipart_piece_bytes store_multipart_threshold_bytes
     store_path_style store_profile store_range_bytes store_region threads tls_cert_file tls_client_ca_file
-    tls_key_file token_audience token_file token_keys_file training_stall_s use warm_start_threads weight_version
+    tls_key_file token_audience token_file token_keys_file traces training_stall_s use warm_start_threads weight_version
     with_ work_dir worker_sessions worker_start_timeout_s workers
 """
 NAMES = frozenset(_NAMES.split())

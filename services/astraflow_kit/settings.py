@@ -7,7 +7,7 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -74,6 +74,8 @@ class ProcessSettings(BaseSettings):
     """JSON lines, or console text; `auto` chooses console on a terminal."""
     drain_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds between the first stop signal and a hard stop."""
+    traces: bool = False
+    """Export spans of OpenTelemetry to `OTEL_EXPORTER_OTLP_ENDPOINT`; needs `astraflow[traces]`."""
     failpoints: Annotated[str, _HIDDEN] = ""
     """Failpoints to arm, for tests: see `astraflow_kit.failpoints`."""
     failpoints_seed: Annotated[int, _HIDDEN] = 0
@@ -187,6 +189,16 @@ def environment_of(settings: ProcessSettings) -> dict[str, str]:
         f"{ENV_PREFIX}{name.upper()}": value if isinstance(value, str) else json.dumps(value)
         for name, value in given.items()
     }
+
+
+def otlp_protocol(known: Collection[str]) -> str:
+    """How traces are sent, as OpenTelemetry's own variables say it. Raises SettingsError for what is not `known`."""
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := os.environ.get(variable):
+            if protocol not in known:
+                raise SettingsError(f"{variable} = {protocol!r} is not known; use one of {', '.join(known)}")
+            return protocol
+    return "grpc"
 
 
 def given_up(settings: DaemonSettings) -> str:

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.errors import PreconditionError, UnavailableError
+from astraflow_kit import traces
 from astraflow_kit.log import get_logger
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.rows import TrainingRow
 from astraflow_trainer.batches.source import Claim, StepBatch
+from astraflow_trainer.batches.traced import link_tasks, record_trained
 from astraflow_trainer.checkpoint_worker import CheckpointWorker
 from astraflow_trainer.controls import Controls, Orders, RateChange
 from astraflow_trainer.progress import Phase, Progress, StepRecord
@@ -237,6 +239,10 @@ class TrainingLoop:
 
     def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
+        with traces.span("step", {"astraflow.step": step}) as recorded:
+            return self._taken(step, recorded)
+
+    def _taken(self, step: int, recorded: traces.Span) -> StepRecord | Orders:
         started = time.monotonic()
         self._checkpoints.raise_failure()
         self._progress.waiting(PUBLISH)
@@ -244,20 +250,23 @@ class TrainingLoop:
             self._publisher.wait_for_room(waiting=lambda: self._progress.waiting(self._publisher.waits_for))
         self._progress.waiting("batch")
         batch_from = time.monotonic()
-        batch = self._source.acquire(
-            step, base_version=self._newest, waiting=self._waiting, controls=self._controls
-        )
+        with traces.span("acquire"):
+            batch = self._source.acquire(
+                step, base_version=self._newest, waiting=self._waiting, controls=self._controls
+            )
         if isinstance(batch, Orders):
             return batch
+        link_tasks(recorded, batch.bound, run=self._claim.identity)
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
-            rows = self._source.fetch(batch)
+            with traces.span("fetch"):
+                rows = self._source.fetch(batch)
             if step < self._last_step:
                 # A step that is replayed here has its version already; what follows it is bound, or not read ahead.
                 self._source.read_ahead(step + 1, base_version=self._newest + 1)
             self._progress.training()
-            trained_from = time.monotonic()
-            with self._progress.computing():
+            trained_from, began_s = time.monotonic(), time.time()
+            with self._progress.computing(), traces.span("train"):
                 metrics = self._learner.train(rows)
             named = self._figures(metrics, batch, batch_wait_s=trained_from - batch_from)
             so_far = {"wait_s": trained_from - started, "train_s": time.monotonic() - trained_from}
@@ -270,6 +279,7 @@ class TrainingLoop:
         self._archived(batch.bound, metrics.logprobs)
         version = None if skipped else self._publish(batch)
         self._num_damaged = 0
+        record_trained(batch.bound, run=self._claim.identity, version=version, began_s=began_s)
         log.info(
             "step.finished",
             batch_id=batch.bound.batch_id,

@@ -27,7 +27,7 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError
 from astraflow.plugins import Demonstrations
 from astraflow.trainer.v1 import trainer_service_pb2_grpc
-from astraflow_kit import lifecycle
+from astraflow_kit import lifecycle, traces
 from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
@@ -143,6 +143,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
 
 async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle) -> None:
     """A rank that is not the first: it trains and publishes its part, and answers at most probes."""
+    traces.end()
     folder = own_folder(settings, rank.rank)
     with _client(settings) as client:
         joined = await _join(client, settings, folder=folder, life=life)

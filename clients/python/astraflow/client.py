@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -190,7 +191,18 @@ class _Calls:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         token, correlation_id = self.connection.current_token(), _correlation_id.get()
         authorization = (("authorization", f"Bearer {token}"),) if token else ()
-        return (*authorization, *((("x-correlation-id", correlation_id),) if correlation_id else ()))
+        correlation = (("x-correlation-id", correlation_id),) if correlation_id else ()
+        return (*authorization, *correlation, *_trace_context())
+
+
+def _trace_context() -> tuple[tuple[str, str], ...]:
+    """W3C's `traceparent` of the span that this code runs in, where the program records any with OpenTelemetry."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ()
+    span = trace.get_current_span().get_span_context()
+    header = f"00-{span.trace_id:032x}-{span.span_id:016x}-{int(span.trace_flags):02x}"
+    return (("traceparent", header),) if span.is_valid else ()
 
 
 class _Attempts:

@@ -15,6 +15,7 @@ from astraflow_bench.commands.bench_policies import policies
 from astraflow_bench.commands.bench_rewards import rewards
 from astraflow_bench.commands.bench_rollout import rollout
 from astraflow_bench.commands.bench_tls import tls
+from astraflow_bench.commands.bench_traces import traces
 from astraflow_bench.commands.bench_trainer import trainer
 from astraflow_bench.commands.bench_wan import wan
 from astraflow_bench.commands.results_folder import AsJson, WriteFolder
@@ -35,6 +36,7 @@ app.command()(policies)
 app.command()(rewards)
 app.command()(rollout)
 app.command()(tls)
+app.command()(traces)
 app.command()(trainer)
 
 _LEARNING_RATES = [3e-7, 1e-6, 3e-6, 1e-5]

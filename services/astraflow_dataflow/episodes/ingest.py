@@ -8,6 +8,7 @@ per process, made by `server`; called by the trajectory service.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.tasks import ACCEPTED, Pushed
-from astraflow_kit import failpoints
+from astraflow_kit import failpoints, traces
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.unit_of_work import task_correlation
@@ -72,7 +73,7 @@ class Ingest:
         An episode's error is UnknownVersionError for a version not announced yet, PayloadMissingError when the push
         must be repeated. Raises UnavailableError when Redis is away.
         """
-        started_s = asyncio.get_running_loop().time()
+        started_s, began_s = asyncio.get_running_loop().time(), time.time()
         # A stream carries many tasks, so its metadata cannot say which one this line is about: the first one here.
         bind(correlation_id=task_correlation(episodes[0].task_id), task_id=episodes[0].task_id)
         await self._wait_for_versions(context, episodes)
@@ -91,6 +92,7 @@ class Ingest:
             for problem in problems
         ]
         for episode, result in zip(episodes, pushed, strict=True):
+            _record(context, episode, result, began_s=began_s)
             if episode.hedge and isinstance(result, PushResult):
                 self.metrics.increment(
                     "astraflow_dataflow_hedges_total", outcome=_outcome_name(result.outcome)
@@ -297,6 +299,13 @@ def _problem(
     except BadTrajectory as problem:
         return problem
     return None
+
+
+def _record(context: RunContext, episode: trajectory_pb2.Episode, result: Pushed, *, began_s: float) -> None:
+    """Record the push of an episode in the trace of its task."""
+    place = traces.episode(context.run.identity, episode.task_id, episode.episode_id)
+    outcome = _outcome_name(result.outcome) if isinstance(result, PushResult) else result.reason
+    traces.record("push", began_s=began_s, under=place, attributes={"astraflow.outcome": outcome})
 
 
 def _outcome_name(outcome: Outcome.ValueType) -> str:

@@ -128,6 +128,9 @@ def dev(
     max_silence_s: MaxSilence = MAX_SILENCE_S,
     max_log_mib: MaxLog = MAX_BYTES / 2**20,
     accept_data_loss: AcceptDataLoss = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Export spans of OpenTelemetry; see docs/traces.md.")
+    ] = False,
     as_json_: AsJson = False,
     quiet: Quiet = False,
     opens: Annotated[
@@ -174,6 +177,7 @@ def dev(
         max_log_bytes=int(max_log_mib * 2**20),
         accept_data_loss=accept_data_loss,
         opens_dashboard=has_screen() if opens is None else opens,
+        traces=traces,
     )
     if dry_run:
         root, continues = planned_folder(loaded, data_dir=data_dir)

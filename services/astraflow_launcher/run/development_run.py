@@ -90,6 +90,8 @@ class Options:
     """At which the log of a child is rotated."""
     opens_dashboard: bool = False
     """Show the dashboard in a browser once its server is ready."""
+    traces: bool = False
+    """Whether all daemons export spans."""
     max_silence_s: float = MAX_SILENCE_S
     """Time in which a child that is alive may answer nothing before it is replaced; 0: for ever."""
 
@@ -291,7 +293,11 @@ class DevelopmentRun:
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
         address_file = self._folder.addresses / f"{name}.json"
         spec = self._spec(name, python(module, *arguments))
-        return replace(spec, address_file=address_file, env=_daemon_environment(address_file))
+        return replace(
+            spec,
+            address_file=address_file,
+            env=_daemon_environment(address_file, traces=self._options.traces),
+        )
 
     def _spec(self, name: str, argv: tuple[str, ...]) -> ChildSpec:
         log_path = self._folder.log(name)
@@ -441,8 +447,9 @@ def _signals(interrupted: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _daemon_environment(address_file: Path) -> Mapping[str, str]:
+def _daemon_environment(address_file: Path, *, traces: bool) -> Mapping[str, str]:
     return {
+        **({"ASTRAFLOW_TRACES": "true"} if traces else {}),
         "ASTRAFLOW_ADDRESS_FILE": str(address_file),
         "ASTRAFLOW_LOG_FORMAT": "json",
         # What nodes pushed and the server's answers: with the trainer's ledger it is what a run can be audited against.

@@ -88,7 +88,8 @@ async def _answer(
 ) -> Response:
     async with calls.slot():
         wanted, ignored = read(await _body(request), kind)
-        answered = await _unless_gone(calls.start(wanted.call()), request)
+        with calls.recorded(request.url.path, request.headers.get("traceparent", "")):
+            answered = await _unless_gone(calls.start(wanted.call()), request)
     policy, headers = calls.policies[wanted.model], {IGNORED_HEADER: ", ".join(ignored)}
     if wanted.stream:
         text = "".join(events(wanted, answered, policy))

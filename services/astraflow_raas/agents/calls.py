@@ -14,6 +14,7 @@ from functools import partial
 from astraflow.agents import AgentLimits
 from astraflow.errors import RecipeError, RequestError
 from astraflow.plugins import Episode, GenerateResult, Message, Policy, Tool
+from astraflow_kit import traces
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_raas.agents.api_errors import ApiError, over_limit, refused_call, unauthorised
@@ -77,6 +78,7 @@ class AgentCalls:
         self.base_url = base_url
         self.api_key = api_key
         self.answer = ""
+        self._place = traces.here()
         self._limits = limits
         self._on_fault = on_fault
         self._metrics = metrics
@@ -103,6 +105,17 @@ class AgentCalls:
     async def slot(self) -> AsyncIterator[None]:
         """One of the requests worked on at once."""
         async with self._slots:
+            yield
+
+    @contextmanager
+    def recorded(self, path: str, traceparent: str) -> Iterator[None]:
+        """Record a request in the trace of its episode: below the agent's own span where the agent continues that
+        trace, else with a link to it.
+        """
+        caller = traces.Place.of(traceparent)
+        continues = caller is not None and self._place is not None and caller.trace_id == self._place.trace_id
+        links = [caller] if caller is not None and not continues else []
+        with traces.span(f"POST {path}", under=caller if continues else self._place, links=links):
             yield
 
     def start(self, request: ChatRequest | TextRequest) -> "asyncio.Task[Answers]":

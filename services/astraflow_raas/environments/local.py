@@ -16,8 +16,10 @@ from astraflow.plugins import (
     Observation,
     TaskSpec,
 )
+from astraflow_kit import traces
 from astraflow_kit.log import get_logger
 from astraflow_kit.plugins import RAISED, describe
+from astraflow_raas.environments.remote import acted
 
 log = get_logger(__name__)
 
@@ -41,7 +43,8 @@ class LocalEnvironment:
         assert self._environment is not None, "reset comes first"
         self._turn += 1
         acting = self._environment.step
-        return await self._bounded(lambda: acting(action))
+        with traces.span(f"execute_tool {self._name}", acted(self._name)):
+            return await self._bounded(lambda: acting(action))
 
     async def close(self) -> None:
         """Free it; what it raises is logged, because the episode is over."""

@@ -24,6 +24,7 @@ from astraflow.errors import (
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
 from astraflow.raas.v1 import environment_service_pb2 as contract
 from astraflow.raas.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+from astraflow_kit import traces
 from astraflow_kit.log import get_logger
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ _MAX_DEADLINE_S = 600.0
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+
+def acted(name: str) -> traces.Attributes:
+    """What the span of an action says, in the words of OpenTelemetry's conventions for generative AI."""
+    return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
 
 
 class EnvironmentUnavailable(Exception):
@@ -101,7 +107,8 @@ class RemoteEnvironment:
             deadline_duration=self._deadline(),
         )
         try:
-            answer = await self._call(self._service.Step, request)
+            with traces.span(f"execute_tool {self._name}", acted(self._name)):
+                answer = await self._call(self._service.Step, request)
         except AstraflowError as error:
             raise self._failure(error) from error
         return observation_from_proto(answer.observation)

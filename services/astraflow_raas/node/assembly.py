@@ -157,6 +157,7 @@ def _session(
         row_limits=inputs.found.recipe.row_limits,
         snapshots=inputs.found.recipe.snapshots,
         swap_seats=inputs.found.recipe.raas.swap_seats,
+        run_identity=inputs.found.run.identity,
     )
     served = {name: part.policy for name, part in policies.parts.items()}
     workflow = inputs.workflow.workflow

@@ -18,7 +18,7 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import GenerateResult, Message, PolicyUnavailable, Tool, ToolCall, VersionSpan
 from astraflow.recipe import ResolvedRole
 from astraflow.rollout.v1 import task_pb2
-from astraflow_kit import failpoints
+from astraflow_kit import failpoints, traces
 from astraflow_kit.log import get_logger
 from astraflow_raas.engine.base import ABORTED, EngineDown, EngineUnavailable, GenerateCall, Generation
 from astraflow_raas.policies.experts import ExpertLayers
@@ -124,7 +124,9 @@ class PolicyHandle:
     ) -> GenerateResult:
         call = self._next_call(prompt_ids, max_new_tokens=max_new_tokens)
         failpoints.hit("raas.generating")
-        generation = await self._sample(call)
+        with traces.span(f"chat {self.name}") as recorded:
+            generation = await self._sample(call)
+            recorded.set(_answered(self.name, call, generation))
         self.versions.update(span.version for span in generation.spans)
         if self.experts is not None and self._sampler.experts is not None:
             routed = self._sampler.experts.read(generation.experts, rid=call.rid)
@@ -207,6 +209,22 @@ class PolicyHandle:
             wait_s = min(2 * wait_s, _MAX_RETRY_S)
             # The engine may still run the lost call: its id must not be used twice.
             call = replace(call, rid=f"{call.rid.partition(';')[0]};{repeats};")
+
+
+def _answered(policy_id: str, call: GenerateCall, generation: Generation) -> traces.Attributes:
+    """A call in the words of OpenTelemetry's conventions for generative AI; what answered is the policy at its newest
+    version.
+    """
+    newest = max((span.version for span in generation.spans), default=None)
+    return {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "astraflow",
+        "gen_ai.request.model": policy_id,
+        "gen_ai.response.model": policy_id if newest is None else f"{policy_id}@{newest}",
+        "gen_ai.response.finish_reasons": (generation.finish_reason,),
+        "gen_ai.usage.input_tokens": len(call.prompt_ids),
+        "gen_ai.usage.output_tokens": len(generation.token_ids),
+    }
 
 
 def _call_id(whole: bytes, index: int) -> str:

@@ -18,6 +18,7 @@ from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
+from astraflow_kit import traces
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import correlated, get_logger
@@ -81,6 +82,8 @@ class SessionSettings:
     """The policies that are past versions of others."""
     swap_seats: tuple[str, str] | None = None
     """Roles that change places in odd members."""
+    run_identity: str = ""
+    """What the traces of the run's tasks are computed from."""
 
 
 class Session:
@@ -120,6 +123,18 @@ class Session:
         """Run the lease's members; None when the server answered for each. Calls `member_ended` at the end of each
         episode. Never raises but for cancellation.
         """
+        root = traces.task(self._settings.run_identity, lease.task.task_id)
+        is_first = lease.attempt == 1 and not lease.hedge
+        named = {"astraflow.run": lease.run_id, "astraflow.task": lease.task.task_id}
+        with traces.span(
+            "task",
+            {**named, "astraflow.attempt": lease.attempt, "astraflow.hedge": lease.hedge},
+            at=root if is_first else None,
+            under=None if is_first else root,
+        ):
+            return await self._run(lease, member_ended=member_ended)
+
+    async def _run(self, lease: task_pb2.Lease, *, member_ended: Callable[[], None]) -> Failure | None:
         try:
             task = complete_lease(lease, sampling=self._settings.sampling)
             with ExitStack() as pins:
@@ -160,6 +175,31 @@ class Session:
         *,
         ended: Callable[[], None],
     ) -> Failure | None:
+        """Run and push one episode; what stands in the way of the server's answer, if anything does."""
+        place = traces.episode(self._settings.run_identity, lease.task.task_id, episode_id)
+        named: dict[str, traces.Value] = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.agent.name": type(self._workflow).__name__,
+            "gen_ai.conversation.id": episode_id,
+            "astraflow.member": member,
+        }
+        with traces.span("episode", named, at=place) as recorded:
+            message, failure = await self._ran(lease, task, member=member, episode_id=episode_id, ended=ended)
+            recorded.set({"astraflow.outcome": failure.reason if failure else "finished"})
+            if message is None:
+                return failure
+            return _of_result(await self._pusher.push(message), member=member)
+
+    async def _ran(
+        self,
+        lease: task_pb2.Lease,
+        task: plugins.TaskSpec,
+        *,
+        member: int,
+        episode_id: str,
+        ended: Callable[[], None],
+    ) -> tuple[trajectory_pb2.Episode | None, Failure | None]:
+        """Run one episode, counted and logged."""
         self.num_running += 1
         started_s = self._clock.monotonic_s()
         try:
@@ -180,9 +220,7 @@ class Session:
                 reason=failure.reason,
                 detail=failure.detail,
             )
-        if message is None:
-            return failure
-        return _of_result(await self._pusher.push(message), member=member)
+        return message, failure
 
     async def _episode(
         self, lease: task_pb2.Lease, task: plugins.TaskSpec, *, member: int, episode_id: str

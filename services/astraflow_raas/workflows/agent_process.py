@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from astraflow.agents import AgentEndpoint, AgentLimits, AgentSession
 from astraflow.plugins import Episode, MissingCapability, Policy, Score, Scorer, TaskSpec
+from astraflow_kit import traces
 from astraflow_raas.agents.program import AgentFailed, run_program
 from astraflow_raas.settings import child_environment
 
@@ -137,7 +138,8 @@ class AgentProcess:
             "ASTRAFLOW_RESULT": str(result),
             "NO_PROXY": ",".join(filter(None, (base.get("NO_PROXY", ""), "127.0.0.1,localhost"))),
         }
-        return base | given
+        place = traces.here()
+        return base | given | ({"TRACEPARENT": place.header} if place else {})
 
     async def _earned(
         self, task: TaskSpec, said: _Result, *, session: AgentSession, policies: Mapping[str, Policy]

@@ -20,7 +20,7 @@ from typing import Protocol
 import stamina
 
 from astraflow.errors import RetryableError
-from astraflow_kit import failpoints
+from astraflow_kit import failpoints, traces
 from astraflow_kit.log import get_logger
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
 from astraflow_weights.codec.shards import ShardedModel
@@ -105,7 +105,14 @@ class PublishWorker:
         self._raise_failure()
         with self._idle:
             self.num_submitted += 1
-        self._jobs.put(lambda: self._publish(step, model, learning_rate=learning_rate))
+        step_place = traces.here()
+
+        def publish() -> None:
+            with traces.span("publish", {"astraflow.step": step}, under=step_place) as recorded:
+                version = self._publish(step, model, learning_rate=learning_rate)
+                recorded.set({"astraflow.policy": self._policy_id, "astraflow.version": version})
+
+        self._jobs.put(publish)
 
     def announce_again(self) -> None:
         """Let the server hear of versions that it forgot, unless a publication is about to tell it anyway."""
@@ -156,7 +163,8 @@ class PublishWorker:
                 self._num_done += 1
                 self._idle.notify_all()
 
-    def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> None:
+    def _publish(self, step: int, model: ModelBytes, *, learning_rate: float | None) -> int:
+        """Return the number of the version."""
         with unit_of_work(step_correlation(self._policy_id, step), step=step):
             failpoints.hit("trainer.before_publish")
             shards = model.open()
@@ -171,6 +179,7 @@ class PublishWorker:
             failpoints.hit("trainer.announced")
             self._published(committed)
             _log_published(committed)
+            return committed.version
 
     @contextmanager
     def _store_may_fail(self) -> Iterator[None]:

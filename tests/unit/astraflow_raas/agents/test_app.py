@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -9,8 +10,11 @@ import openai
 import pytest
 
 from astraflow.agents import AgentLimits
+from astraflow_bench.traces import Collector
+from astraflow_kit import traces
 from astraflow_raas.engine.base import EngineRefused
 from support.agents import ScriptedPolicy, client_of, opened, serving_agents, user, whole_text
+from support.otlp import named, traced
 from support.scripted_dataflow import eventually
 
 
@@ -219,3 +223,27 @@ async def test_other_routes_are_refused_in_the_same_shape() -> None:
     async with opened(ScriptedPolicy(echo)) as (_calls, client):
         with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found"):
             await client.embeddings.create(model="solver", input="hi")
+
+
+async def test_a_call_is_recorded_below_its_agent_in_the_trace_of_its_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    with Collector() as collector, traced(monkeypatch, collector):
+        with traces.span("episode"):
+            here = traces.here()
+            assert here is not None
+            own = {"traceparent": replace(here, span_id=7).header}
+            async with opened(ScriptedPolicy(echo)) as (_calls, client):
+                for headers in (own, other, {"traceparent": "nonsense"}):
+                    asked: Any = {"model": "solver", "messages": [user("sum")], "extra_headers": headers}
+                    await client.chat.completions.create(**asked)
+        traces.end()
+        await eventually(lambda: len(collector.received) == 4, what="all spans are received")
+    continued, linked, plain = named(collector.received, "POST /v1/chat/completions")
+    assert {one.span.trace_id for one in collector.received} == {here.trace_id.to_bytes(16)}
+    assert int.from_bytes(continued.parent_span_id) == 7
+    assert [link.span_id.hex() for link in linked.links] == ["00f067aa0ba902b7"]
+    assert linked.parent_span_id == plain.parent_span_id == here.span_id.to_bytes(8)
+    assert not continued.links
+    assert not plain.links
