@@ -49,6 +49,7 @@ COMMANDS: dict[str, Subcommand] = {
         "astraflow.recipe.command", "Make a recipe, check it, show or compare it.", "", _START
     ),
     "status": Subcommand("astraflow.commands.status", "Show what a run has done and holds.", "", _LOOK),
+    "top": Subcommand("astraflow.commands.top", "Watch a server's runs, full screen.", "top", _LOOK),
     "why": Subcommand("astraflow.commands.why", "Say what each stage waits for, and why.", "", _LOOK),
     "trace": Subcommand("astraflow.commands.trace", "Follow one task to its weights.", "", _LOOK),
     "samples": Subcommand("astraflow.commands.samples", "Look at what was trained on or dropped.", "", _LOOK),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,6 +37,9 @@ from astraflow.errors import PreconditionError
 from astraflow.recipe import StoredVersionSettings
 from astraflow.recipe.command import SetOption
 from astraflow.recipe.file import load_recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Create, follow and end runs.")
 
@@ -215,10 +218,7 @@ def list_(
     if not runs:
         typer.echo("the server has no run; start one: astraflow dev RECIPE, or astraflow runs create RECIPE")
         return
-    shown = table("run", "state", "created", "store")
-    for run in runs:
-        shown.add_row(run.run_id, _state(run), _created_text(run), run.store_uri)
-    console().print(shown)
+    console().print(runs_table(runs))
 
 
 @app.command()
@@ -304,6 +304,14 @@ def _progress_text(status: admin_service_pb2.StatusResponse) -> str:
         if item.final and item.complete
     ]
     return f"run {status.run_id} is {state}: " + "; ".join([*policies, *final])
+
+
+def runs_table(runs: Iterable[run_pb2.Run]) -> Table:
+    """Return a row for each run: state, when it was created, its store."""
+    shown = table("run", "state", "created", "store")
+    for run in runs:
+        shown.add_row(run.run_id, _state(run), _created_text(run), run.store_uri)
+    return shown
 
 
 def _state(run: run_pb2.Run) -> str:

@@ -42,6 +42,8 @@ PLACES = (
     ("assembling", "in unfinished groups"),
     ("evaluated", "evaluated"),
 )
+_WIDE = 100
+"""Columns from which on the table of policies is one."""
 _MAX_EVALUATIONS = 6
 _MAX_FAILURES = 3
 
@@ -104,17 +106,23 @@ def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
 
 def status_page(status: pb.StatusResponse) -> RenderableType:
     """Return the page; parts that have nothing to say are left out."""
-    parts: list[RenderableType] = [_title(status)]
+    parts: list[RenderableType] = [title_of(status)]
     parts += [
         *stop_parts(status.stopped_for),
         *failure_parts(status.failures, dead_letters=status.dead_letters),
     ]
-    parts += [*_policies(status), *trajectory_parts(status), *node_parts(status), *_evaluations(status)]
+    parts += [
+        *policy_parts(status),
+        *trajectory_parts(status),
+        *node_parts(status),
+        *evaluation_parts(status),
+    ]
     parts += [*data_parts(status), *wait_parts(status)]
     return Group(*parts)
 
 
-def _title(status: pb.StatusResponse) -> Text:
+def title_of(status: pb.StatusResponse) -> Text:
+    """Return which run it is, and its state."""
     state = enum_text(run_pb2.RunState.DESCRIPTOR, status.state)
     return Text.assemble(("run ", "bold"), (status.run_id, "bold"), f" is {state}")
 
@@ -124,29 +132,38 @@ def stop_parts(stopped_for: str) -> list[RenderableType]:
     return [Text(f"stopped: {stopped_for}", style="bold red")] if stopped_for else []
 
 
-def _policies(status: pb.StatusResponse) -> list[RenderableType]:
+def policy_parts(status: pb.StatusResponse, *, width: int = _WIDE) -> list[RenderableType]:
+    """Return the table of policies: progress, versions, staleness and groups; nothing before there is one. Below the
+    other where `width` columns do not hold both halves.
+    """
     if not status.policies:
         return []
-    shown = table(
-        *("policy", "step", "version", "changed", "reward", "staleness"),
-        *("ready", "sampling", "unpublished", "room"),
-        right=("step", "version", "changed", "reward", "ready", "sampling", "unpublished", "room"),
-    )
+    progress = ("step", "version", "changed", "reward", "staleness")
+    groups = ("ready", "sampling", "unpublished", "room")
+    halves = [(*progress, *groups)] if width >= _WIDE else [progress, groups]
+    tables = [table("policy", *half, right=[name for name in half if name != "staleness"]) for half in halves]
     for policy in status.policies:
-        shown.add_row(
-            policy.policy_id + _kind(policy),
-            str(policy.last_finished_step),
-            _version(policy),
-            f"{policy.version.density:.1%}" if policy.version.version else "–",
-            number_text(policy.recent_training_reward),
-            _staleness(policy),
-            *(str(policy.ready_groups), str(policy.outstanding_groups)),
-            *(str(policy.unpublished_groups), str(policy.credit)),
-        )
+        cells = _policy_cells(policy)
+        for half, shown in zip(halves, tables, strict=True):
+            shown.add_row(policy.policy_id + _kind(policy), *(cells[name] for name in half))
     rated = [Text(f"  {_ratings(policy)}") for policy in status.policies if policy.ratings]
     began = [Text(f"  {_origin(policy)}") for policy in status.policies if policy.HasField("origin")]
     note = "  changed: weights that the newest version changed; ready … room: groups of tasks"
-    return [heading("policies"), shown, *rated, *began, Text(note, style="dim")]
+    return [heading("policies"), *tables, *rated, *began, Text(note, style="dim")]
+
+
+def _policy_cells(policy: pb.PolicyStatus) -> Mapping[str, str]:
+    return {
+        "step": str(policy.last_finished_step),
+        "version": _version(policy),
+        "changed": f"{policy.version.density:.1%}" if policy.version.version else "–",
+        "reward": number_text(policy.recent_training_reward),
+        "staleness": _staleness(policy),
+        "ready": str(policy.ready_groups),
+        "sampling": str(policy.outstanding_groups),
+        "unpublished": str(policy.unpublished_groups),
+        "room": str(policy.credit),
+    }
 
 
 def _ratings(policy: pb.PolicyStatus) -> str:
@@ -250,7 +267,8 @@ def node_state(node: pb.NodeStatus) -> str:
     return f"waits: {node.waiting_for}" if node.waiting_for else "working" if node.leases else "idle"
 
 
-def _evaluations(status: pb.StatusResponse) -> list[RenderableType]:
+def evaluation_parts(status: pb.StatusResponse) -> list[RenderableType]:
+    """Return the table of evaluations, the newest; nothing before the first."""
     if not status.evaluations:
         return []
     columns = ("evaluation", "version", "held-out reward", "samples", "roles and metrics")
