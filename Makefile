@@ -92,7 +92,7 @@ study: $(TEST_STAMP) ## Quickstart over 10 seeds and a control, into docs/result
 	@$(BIN)/astraflow study quickstart --seeds 10 $(ARGS)
 
 ##@ Work on it
-.PHONY: lint format types proto proto-check breaking schema setup web web-tests pictures typescript go cpp sglang-env text-games-env verifiers-env helm-tools
+.PHONY: lint format types proto proto-check breaking schema manual docs setup web web-tests pictures typescript go cpp sglang-env text-games-env verifiers-env helm-tools
 lint: $(TEST_STAMP) ## Style, formatting, import contracts, contract style
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { $(BIN)/ruff format --check . ; echo 'run `make format`'; exit 1; }
@@ -124,6 +124,13 @@ locks: $(TEST_STAMP) ## Rewrite deploy/docker/locks: versions and hashes of what
 
 dashboards: $(TEST_STAMP) ## Rewrite Grafana's dashboards and docs/metrics.md from their tables
 	@$(BIN)/python deploy/grafana/generate.py
+
+manual: $(TEST_STAMP) ## Rewrite docs/reference and docs/llms.txt from the code
+	@$(BIN)/python docs/generate.py
+
+docs: $(TEST_STAMP) ## Build the manual as a site into build/site
+	@$(PIP) --editable '.[docs]' && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --clean
+	@echo 'docs: build/site/index.html'
 
 images: web ## Build the container images for CPU (needs docker; BASE=, TORCH_INDEX= as in docs/deploy/images.md)
 	@for image in valkey tools dataflow trainer raas; do \

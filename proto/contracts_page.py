@@ -49,6 +49,7 @@ which optional features are on. A caller made for version N may call a server wh
 `FileDescriptorSet`, with imports, options and comments, for tools and generators; servers answer reflection with the
 same. Try either:
 
+<!-- needs: grpcurl and buf on the machine -->
 ```bash
 grpcurl -protoset clients/descriptors/astraflow.binpb describe astraflow.dataflow.v1.BatchService
 grpcurl -plaintext 127.0.0.1:7070 astraflow.dataflow.v1.AdminService/GetServerInfo
