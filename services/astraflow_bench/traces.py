@@ -82,7 +82,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Measured:
     """CPU seconds of all daemons, and spans received, for some steps."""
 
     cpu_s: float
@@ -96,7 +96,7 @@ def graded_by_text(task: TaskSpec, completion: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class TracedLoad:
     """What is measured: a recipe with a model of `MODELS`, for some steps in some turns."""
 
     recipe: Path
@@ -105,11 +105,11 @@ class Load:
     turns: int
 
 
-def measure(load: Load, *, folder: Path) -> list[Figure]:
+def measure(load: TracedLoad, *, folder: Path) -> list[Figure]:
     """Return the cost of traces, the least of the turns. Raises TimeoutError for a run that does not get there,
     CalledProcessError for one that ends.
     """
-    without, with_traces = list[_Turn](), list[_Turn]()
+    without, with_traces = list[_Measured](), list[_Measured]()
     with Collector() as collector:
         for turn in range(load.turns):
             # Who comes first changes: a machine warms up, or is busy for a while.
@@ -120,7 +120,9 @@ def measure(load: Load, *, folder: Path) -> list[Figure]:
     return _figures(load, without, with_traces)
 
 
-def _figures(load: Load, without: Sequence[_Turn], with_traces: Sequence[_Turn]) -> list[Figure]:
+def _figures(
+    load: TracedLoad, without: Sequence[_Measured], with_traces: Sequence[_Measured]
+) -> list[Figure]:
     off_s, on_s = (min(turn.cpu_s for turn in turns) for turns in (without, with_traces))
     spans = sum(turn.spans for turn in with_traces) / len(with_traces)
     cost = f"{load.model}: CPU of all daemons for a step"
@@ -139,16 +141,16 @@ def _figures(load: Load, without: Sequence[_Turn], with_traces: Sequence[_Turn])
     ]
 
 
-def _turn(load: Load, collector: Collector, *, traced: bool, folder: Path) -> _Turn:
+def _turn(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) -> _Measured:
     with _run(load, collector, traced=traced, folder=folder) as run:
         _wait_for_step(run, folder, _FIRST_STEP)
         began_s, spans_before = cpu_seconds([run.pid]), len(collector.received)
         _wait_for_step(run, folder, _FIRST_STEP + load.steps)
-        return _Turn(cpu_seconds([run.pid]) - began_s, len(collector.received) - spans_before)
+        return _Measured(cpu_seconds([run.pid]) - began_s, len(collector.received) - spans_before)
 
 
 @contextmanager
-def _run(load: Load, collector: Collector, *, traced: bool, folder: Path) -> Iterator[psutil.Popen]:
+def _run(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) -> Iterator[psutil.Popen]:
     """`astraflow dev` of a recipe; it ends with all of its own when the block does."""
     sizes = asdict(MODELS[load.model]).items()
     settings = [

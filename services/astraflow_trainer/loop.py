@@ -240,10 +240,9 @@ class TrainingLoop:
     def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         with traces.span("step", {"astraflow.step": step}) as recorded:
-            return self._taken(step, recorded)
+            return self._taken(step, recorded, started=time.monotonic())
 
-    def _taken(self, step: int, recorded: traces.Span) -> StepRecord | Orders:
-        started = time.monotonic()
+    def _taken(self, step: int, recorded: traces.Span, *, started: float) -> StepRecord | Orders:
         self._checkpoints.raise_failure()
         self._progress.waiting(PUBLISH)
         with self._blocked.by("publish_wait_s"):

@@ -35,8 +35,8 @@ ONLY_IMPORTERS = {
 
 # Root -> extras an installation that runs it has. The launcher runs everything.
 EXTRAS = {
-    "astraflow": ["archive"],
-    "astraflow_kit": ["dataflow"],
+    "astraflow": ["archive", "top"],
+    "astraflow_kit": ["dataflow", "traces"],
     "astraflow_weights": ["raas"],
     "astraflow_archive": ["archive", "raas"],
     "astraflow_dataflow": ["dataflow"],
@@ -44,7 +44,7 @@ EXTRAS = {
     "astraflow_trainer": ["trainer", "tensorboard", "wandb", "mlflow"],
     "astraflow_engine": ["engine"],
     "astraflow_launcher": ["dev", "dataflow", "raas", "trainer", "engine"],
-    "astraflow_bench": ["bench", "dev", "dataflow", "raas", "trainer", "engine"],
+    "astraflow_bench": ["bench", "traces", "dev", "dataflow", "raas", "trainer", "engine"],
 }
 
 # Package -> the declared one that brings it in a matching version.

@@ -82,6 +82,12 @@ def test_a_block_without_its_comment_is_seen(comment: str, said: str) -> None:
     assert bool(complaint(block)) == bool(said)
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    listed = (REPOSITORY / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(REPOSITORY / "docs")) for page in PAGES if "docs" in page.parts]
+    assert [page for page in pages if not re.search(rf"[:-] {re.escape(page)}$", listed, re.M)] == []
+
+
 def test_generated_pages_are_current() -> None:
     stale = [
         name for name, text in generator().pages().items() if (REPOSITORY / "docs" / name).read_text() != text

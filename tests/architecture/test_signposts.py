@@ -33,6 +33,8 @@ CALLED_BY_LIBRARIES = {
     "get_credentials_async",
     "list_commands", "resolve_command", "seekable", "capture_signals", "intercept_service",
     "add_generic_rpc_handlers", "add_registered_method_handlers",
+    "action_show", "action_other_run", "action_pause", "compose", "on_mount", "on_resize", "on_unmount", "Export",
+    "generate_trace_id", "TITLE", "CSS", "BINDINGS", "ENABLE_COMMAND_PALETTE",
 }  # fmt: skip
 # What a version log saw and passed over; a census of the store checks that it is right.
 OBSERVED_IN_TESTS = {"num_ignored", "damaged_sweeps"}

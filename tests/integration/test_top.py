@@ -9,8 +9,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.commands.top import Top
-from astraflow.commands.top_pages import Looking
+from astraflow.commands.top import Looking, Top
 from support.cli import run
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World

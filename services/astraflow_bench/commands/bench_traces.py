@@ -33,7 +33,7 @@ def traces(
     """
     require_known(only or (), MODELS)
     # What it measures with, OpenTelemetry's messages, is part of no other benchmark.
-    from astraflow_bench.traces import Load, measure
+    from astraflow_bench.traces import TracedLoad, measure
 
     recipe = shipped_recipes()["quickstart"]
     load = os.getloadavg()[0]
@@ -42,7 +42,7 @@ def traces(
             figure
             for model in only or MODELS
             for figure in measure(
-                Load(recipe=recipe, model=model, steps=steps, turns=turns), folder=Path(folder) / model
+                TracedLoad(recipe=recipe, model=model, steps=steps, turns=turns), folder=Path(folder) / model
             )
         ]
     notes = [load_note(load), f"{turns} runs of {steps} steps each"]

@@ -292,12 +292,8 @@ class DevelopmentRun:
 
     def _daemon(self, name: str, module: str, *arguments: str) -> ChildSpec:
         address_file = self._folder.addresses / f"{name}.json"
-        spec = self._spec(name, python(module, *arguments))
-        return replace(
-            spec,
-            address_file=address_file,
-            env=_daemon_environment(address_file, traces=self._options.traces),
-        )
+        env = _daemon_environment(address_file, traces=self._options.traces)
+        return replace(self._spec(name, python(module, *arguments)), address_file=address_file, env=env)
 
     def _spec(self, name: str, argv: tuple[str, ...]) -> ChildSpec:
         log_path = self._folder.log(name)
