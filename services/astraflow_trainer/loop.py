@@ -240,9 +240,15 @@ class TrainingLoop:
     def _take(self, step: int) -> StepRecord | Orders:
         """Wait for the step's batch and train on it, unless something else was asked for first."""
         with traces.span("step", {"astraflow.step": step}) as recorded:
-            return self._taken(step, recorded, started=time.monotonic())
+            started = time.monotonic()
+            batch_from, batch = self._awaited(step)
+            if isinstance(batch, Orders):
+                return batch
+            link_tasks(recorded, batch.bound, run=self._claim.identity)
+            return self._trained(step, batch, started=started, batch_from=batch_from)
 
-    def _taken(self, step: int, recorded: traces.Span, *, started: float) -> StepRecord | Orders:
+    def _awaited(self, step: int) -> tuple[float, StepBatch | Orders]:
+        """When the wait for the step's batch began, by the monotonic clock, and what ended it."""
         self._checkpoints.raise_failure()
         self._progress.waiting(PUBLISH)
         with self._blocked.by("publish_wait_s"):
@@ -250,12 +256,11 @@ class TrainingLoop:
         self._progress.waiting("batch")
         batch_from = time.monotonic()
         with traces.span("acquire"):
-            batch = self._source.acquire(
+            return batch_from, self._source.acquire(
                 step, base_version=self._newest, waiting=self._waiting, controls=self._controls
             )
-        if isinstance(batch, Orders):
-            return batch
-        link_tasks(recorded, batch.bound, run=self._claim.identity)
+
+    def _trained(self, step: int, batch: StepBatch, *, started: float, batch_from: float) -> StepRecord:
         with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
             self._source.record_intent(batch)
             with traces.span("fetch"):
