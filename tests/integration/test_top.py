@@ -10,20 +10,23 @@ from textual.widgets import Static, TabbedContent
 
 from astraflow.client import Client, RetryPolicy
 from astraflow.commands.top import Looking, Top
+from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from support.cli import run
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World
 
 pytestmark = pytest.mark.integration
 SIZES = ((80, 24), (200, 60))
+VERDICT = "solver is rollout-bound: the trainer waits 60%"
 
 
 @pytest.fixture
 async def served(process: DataflowProcess) -> AsyncIterator[World]:
-    """A server of one run with a node at work and a trainer that waits."""
+    """A server of one run with a node at work, whose trainer waited more than half of its first step."""
     process.start()
     async with process.world(retry_s=20) as world:
-        _, node = await world.started("t1", "t2")
+        trainer, node, batch = await world.bound()
+        await trainer.ack(batch, TRAINED, metrics={"wait_s": 6.0, "train_s": 4.0})
         await node.lease(1)
         yield world
 
@@ -32,7 +35,7 @@ async def served(process: DataflowProcess) -> AsyncIterator[World]:
 async def shown(address: str, size: tuple[int, int]) -> AsyncIterator[tuple[Top, Pilot[None]]]:
     """The screen of a server, looking often."""
     with Client(address, retry=RetryPolicy(total_s=0)) as client:
-        looking = Looking(client, period_s=0.1)
+        looking = Looking(client)
         first = await asyncio.to_thread(looking.look)
         app = Top(looking, first, address=address, every_s=0.1)
         async with app.run_test(size=size) as pilot:
@@ -56,9 +59,9 @@ async def test_every_page_fits_and_is_reached_by_its_key(
     served: World, process: DataflowProcess, size: tuple[int, int]
 ) -> None:
     told = {
-        "run": ("is active", "policy", "solver", "staleness", "unpublished", "room"),
+        "run": ("is active", VERDICT, "policy", "staleness", "unpublished", "room"),
         "nodes": ("pool", "node", "n1"),
-        "why": ("run run is active", "no stage waited"),
+        "why": ("run run is active", f"solver: {VERDICT.removeprefix('solver is ')}"),
         "runs": ("created", "file:///nowhere"),
     }
     async with shown(process.address, size) as (app, pilot):
@@ -108,11 +111,9 @@ async def test_the_run_before_and_after_is_a_key_away(served: World, process: Da
 
 async def test_a_pipe_gets_everything_once(served: World, process: DataflowProcess) -> None:
     page = await asyncio.to_thread(run, "top", "--join", process.address)
-    assert all(
-        word in page.output for word in ("staleness", "n1", "pool", "no stage waited", "file:///nowhere")
-    )
+    assert all(word in page.output for word in ("staleness", "n1", "pool", VERDICT, "file:///nowhere"))
     found = (await asyncio.to_thread(run, "top", "--join", process.address, "--json")).json
-    assert found["verdict"].startswith(("rollout-bound", "balanced", "trainer-bound"))
+    assert found["status"]["balances"][0]["verdict"] == "rollout_bound"
     assert found["status"]["nodes"][0]["node_id"] == "n1"
 
 

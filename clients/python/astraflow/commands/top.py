@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -23,7 +22,6 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.commands.bottleneck import Verdict
 from astraflow.commands.options import grouped_options
 from astraflow.commands.runs import all_runs, runs_table
 from astraflow.commands.server import RunOptions
@@ -36,7 +34,7 @@ from astraflow.commands.status import (
     title_of,
     trajectory_parts,
 )
-from astraflow.commands.why import judge, why_page
+from astraflow.commands.why import reason_parts
 from astraflow.commands.wording import as_json, console, heading, print_json, span_text, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
@@ -48,27 +46,19 @@ PAGES = ("run", "nodes", "why", "runs")
 EveryOption = Annotated[
     float, typer.Option("--every", min=0.1, max=60.0, help="Seconds between two looks at the server.")
 ]
-
-
 ANSWER_S = 3.0
 """How long an answer is waited for; what comes later counts as silence."""
-_LOOKS = 20
-"""The newest looks that a verdict rests on."""
 _ONCE = RetryPolicy(total_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a server said at one moment; `status`, `why` and `pools` are of the run that is looked at, and unset where
-    the server has none.
-    """
+    """What a server said at one moment; `status` and `pools` are of the run that is looked at."""
 
     runs: tuple[run_pb2.Run, ...]
     run_id: str = ""
     status: pb.StatusResponse = field(default_factory=pb.StatusResponse)
-    why: pb.WhyResponse = field(default_factory=pb.WhyResponse)
     pools: pb.PoolReportResponse = field(default_factory=pb.PoolReportResponse)
-    verdict: Verdict | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it as what `json.dumps` takes, by the rules of `wording`."""
@@ -76,19 +66,16 @@ class Look:
             "runs": [run.run_id for run in self.runs],
             "status": as_json(self.status),
             "pools": as_json(self.pools),
-            "verdict": self.verdict.sentence if self.verdict else None,
         }
 
 
 class Looking:
     """Asks a server again and again; used by one thread."""
 
-    def __init__(self, client: Client, *, run_id: str = "", period_s: float = 1.0) -> None:
+    def __init__(self, client: Client, *, run_id: str = "") -> None:
         """`run_id` is the run to look at; empty takes the newest, and another one once that is deleted."""
         self.wanted = run_id
         self._client = client
-        self._period_s = period_s
-        self._whys: deque[pb.WhyResponse] = deque(maxlen=_LOOKS)
 
     def look(self) -> Look:
         """Return what the server says now. Raises what it refuses with, RetryableError when it does not answer."""
@@ -102,13 +89,8 @@ class Looking:
             return Look(runs=())
         run_id = self.wanted or known[-1]
         status = self._ask(self._client.admin.Status, pb.StatusRequest(run_id=run_id))
-        why = self._ask(self._client.admin.Why, pb.WhyRequest(run_id=run_id))
         pools = self._ask(self._client.admin.PoolReport, pb.PoolReportRequest(run_id=run_id))
-        if self._whys and self._whys[-1].run_id != run_id:
-            self._whys.clear()
-        self._whys.append(why)
-        verdict = judge(list(self._whys), over_s=len(self._whys) * self._period_s)
-        return Look(runs=runs, run_id=run_id, status=status, why=why, pools=pools, verdict=verdict)
+        return Look(runs=runs, run_id=run_id, status=status, pools=pools)
 
     def _ask(self, rpc: Any, request: Any) -> Any:  # noqa: ANN401 - any unary rpc
         return self._client.call(rpc, request, timeout_s=ANSWER_S, retry=_ONCE)
@@ -120,11 +102,11 @@ def pages(look: Look, *, width: int = 160) -> Mapping[str, RenderableType]:
         nothing = Text(
             "the server has no run; start one: astraflow dev RECIPE, or astraflow runs create RECIPE"
         )
-        return dict.fromkeys(("run", "nodes", "why", "runs"), nothing)
+        return dict.fromkeys(PAGES, nothing)
     return {
         "run": _run_page(look, width=width),
         "nodes": _nodes_page(look),
-        "why": why_page(look.why, look.verdict) if look.verdict else Text(""),
+        "why": Group(title_of(look.status), *reason_parts(look.status)),
         "runs": runs_table(look.runs),
     }
 
@@ -139,14 +121,14 @@ def whole_page(look: Look) -> RenderableType:
 
 def _run_page(look: Look, *, width: int) -> RenderableType:
     status = look.status
-    verdict = [Text(look.verdict.sentence, style="bold")] if look.verdict else []
+    balances = [Text(f"{each.policy_id} is {each.sentence}", style="bold") for each in status.balances]
     failed = [
         *stop_parts(status.stopped_for),
         *failure_parts(status.failures, dead_letters=status.dead_letters),
     ]
     return Group(
         title_of(status),
-        *verdict,
+        *balances,
         *failed,
         *policy_parts(status, width=width),
         *trajectory_parts(status),
@@ -172,7 +154,7 @@ def top(options: RunOptions, every: EveryOption = 1.0) -> None:
     once.
     """
     with options.client() as client:
-        looking = Looking(client, run_id=options.run_id, period_s=every)
+        looking = Looking(client, run_id=options.run_id)
         first = looking.look()
         if options.json_:
             print_json(first.as_json())

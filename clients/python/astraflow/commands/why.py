@@ -111,17 +111,21 @@ def judge(looks: list[pb.WhyResponse], *, over_s: float) -> Verdict:
 
 
 def why_page(answer: pb.WhyResponse, verdict: Verdict) -> RenderableType:
-    """Return the verdict, what failed, and one block per wait, in the order in which a person must see to them."""
+    """Return the verdict, and the reasons for it."""
     state = enum_text(run_pb2.RunState.DESCRIPTOR, answer.state)
     title = Text.assemble((f"run {answer.run_id}", "bold"), f" is {state}\n" if answer.state else "\n")
     line = Text(verdict.sentence, style=f"bold {_COLOURS.get(verdict.bound, 'yellow')}")
-    waits = in_order(answer.waits)
-    failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)
-    blocks = [block for wait in waits for block in _block(wait)]
-    if not waits and verdict.bound is not Bound.FINISHED:
+    return Group(title, line, *reason_parts(answer))
+
+
+def reason_parts(answer: pb.StatusResponse | pb.WhyResponse) -> list[RenderableType]:
+    """Return what failed, one block per wait, the most urgent first, and who waits for whom."""
+    blocks = [block for wait in in_order(answer.waits) for block in _block(wait)]
+    if not blocks and answer.state != run_pb2.RUN_STATE_FINISHED:
         blocks = [Text("\nnothing waits at this moment")]
     balances = [Text(f"\n{each.policy_id}: {each.sentence}") for each in answer.balances]
-    return Group(title, line, *failed, *blocks, *balances, *data_parts(answer))
+    failed = failure_parts(answer.failures, dead_letters=answer.dead_letters)
+    return [*failed, *blocks, *balances, *data_parts(answer)]
 
 
 def _block(wait: pb.Wait) -> tuple[RenderableType, ...]:
