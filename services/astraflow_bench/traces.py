@@ -2,7 +2,8 @@
 
 Invariant: `astraflow dev` runs as users run it; what is compared is the CPU time of all its daemons from the end of one
 step to the end of another, so neither starting nor the collector counts. On-policy, so that both do the same work.
-Called by the command `astraflow bench traces`; tests use the collector.
+Two runs differ by more than traces cost, so the spans of a run are counted, too, and what one costs is measured in a
+process that does nothing else. Called by the command `astraflow bench traces`; tests use the collector.
 """
 
 import json
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Self, TypeAlias
 from zlib import crc32
@@ -26,14 +28,16 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from astraflow.plugins import TaskSpec
 from astraflow_bench.figures import Figure, cpu_seconds
 from astraflow_bench.rollout.models import QUICKSTART, SMALL
+from astraflow_kit import traces
 
 MODELS = {"quickstart": QUICKSTART, "small": SMALL}
 MOST_SHARE = 0.02
-"""Holds for `small`: with the quickstart's model an episode costs as little as a few spans."""
 _FIRST_STEP = 2
 """Whose end begins the measurement: what is loaded once is loaded."""
 _PATIENCE_S = 600.0
 _LOOK_EVERY_S = 0.05
+_TASKS, _SPANS_OF_TASK = 2_000, 4
+"""What a span costs is measured over as many."""
 
 Context: TypeAlias = grpc.ServicerContext
 
@@ -83,10 +87,24 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @dataclass(frozen=True)
 class _Measured:
-    """CPU seconds of all daemons, and spans received, for some steps."""
+    """CPU seconds of all daemons, and what was received, for some steps."""
 
     cpu_s: float
-    spans: int
+    received: Sequence[Received]
+
+    @property
+    def passed_over(self) -> float:
+        """Spans that were not recorded, as far as the tasks that were tell: each had as many."""
+        tasks = {one.span.trace_id for one in self.received if one.span.name == "task"}
+        return sum(one.span.trace_id in tasks for one in self.received) * (1 / traces.SHARE - 1)
+
+
+@dataclass(frozen=True)
+class _SpanCost:
+    """CPU seconds of a span that is recorded and sent, and of one of a task that is not recorded."""
+
+    recorded_s: float
+    passed_over_s: float
 
 
 def graded_by_text(task: TaskSpec, completion: str) -> float:
@@ -117,28 +135,75 @@ def measure(load: TracedLoad, *, folder: Path) -> list[Figure]:
                 place = folder / f"{turn}-{'on' if traced else 'off'}"
                 found = _turn(load, collector, traced=traced, folder=place)
                 (with_traces if traced else without).append(found)
-    return _figures(load, without, with_traces)
+        span = _SpanCost(*(cpu_of_a_span(collector, sampler=f"always_{said}") for said in ("on", "off")))
+    return _figures(load, without, with_traces, span)
 
 
 def _figures(
-    load: TracedLoad, without: Sequence[_Measured], with_traces: Sequence[_Measured]
+    load: TracedLoad, without: Sequence[_Measured], with_traces: Sequence[_Measured], span: _SpanCost
 ) -> list[Figure]:
     off_s, on_s = (min(turn.cpu_s for turn in turns) for turns in (without, with_traces))
-    spans = sum(turn.spans for turn in with_traces) / len(with_traces)
-    cost = f"{load.model}: CPU of all daemons for a step"
-    most = MOST_SHARE if load.model == "small" else None
+    steps = load.steps * load.turns
+    recorded = sum(len(turn.received) for turn in with_traces) / steps
+    passed_over = sum(turn.passed_over for turn in with_traces) / steps
+    added_s = recorded * span.recorded_s + passed_over * span.passed_over_s
+    shown = (
+        ("CPU of all daemons for a step", "traces off", off_s / load.steps, "CPU-s", None),
+        ("CPU of all daemons for a step", "traces on", on_s / load.steps, "CPU-s", None),
+        ("spans of a step", "recorded", recorded, "spans", None),
+        ("spans of a step", "of tasks that are not", passed_over, "spans", None),
+        ("CPU of a span", "recorded and sent", span.recorded_s * 1e6, "µs", None),
+        ("CPU of a span", "of a task that is not", span.passed_over_s * 1e6, "µs", None),
+        ("CPU that traces add", "by their spans", added_s / (off_s / load.steps), "of 1", MOST_SHARE),
+        ("CPU that traces add", "by runs in turns", on_s / off_s - 1, "of 1", None),
+    )
     return [
-        Figure(what=cost, subject="traces off", value=off_s / load.steps, unit="CPU-s"),
-        Figure(what=cost, subject="traces on", value=on_s / load.steps, unit="CPU-s"),
-        Figure(what=f"{load.model}: spans of a step", subject="", value=spans / load.steps, unit="spans"),
-        Figure(
-            what=f"{load.model}: CPU that traces add",
-            subject="",
-            value=on_s / off_s - 1,
-            unit="of 1",
-            most=most,
-        ),
+        Figure(what=f"{load.model}: {what}", subject=subject, value=value, unit=unit, most=most)
+        for what, subject, value, unit, most in shown
     ]
+
+
+def cpu_of_a_span(collector: Collector, *, sampler: str) -> float:
+    """Return the CPU seconds of a span as nodes make them, its sending included, in a process of its own. Raises
+    RuntimeError when not all of them came.
+    """
+    before = len(collector.received)
+    variables = {
+        **collector.environment,
+        "OTEL_TRACES_SAMPLER": sampler,
+        "OTEL_BSP_MAX_QUEUE_SIZE": str(2 * _TASKS * _SPANS_OF_TASK),
+    }
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as alone:
+        spent_s = alone.submit(_make_spans, variables).result(timeout=_PATIENCE_S)
+    came, made = len(collector.received) - before, _TASKS * _SPANS_OF_TASK
+    if came != (made if sampler == "always_on" else 0):
+        raise RuntimeError(
+            f"of {made} spans {came} came with the sampler {sampler}; is the machine very busy?"
+        )
+    return spent_s / made
+
+
+def _make_spans(variables: Mapping[str, str]) -> float:
+    os.environ.update(variables)
+    traces.begin("bench")
+    began_s = time.process_time()
+    for number in range(_TASKS):
+        run, task_id = "0" * 32, f"train-{number}"
+        said = {
+            "gen_ai.operation.name": "invoke_agent",
+            "astraflow.member": number,
+            "astraflow.outcome": "kept",
+        }
+        episode = traces.episode(run, task_id, f"{task_id}.0")
+        with (
+            traces.span("task", said, at=traces.task(run, task_id)),
+            traces.span("episode", said, at=episode),
+            traces.span("chat solver", said) as recorded,
+        ):
+            recorded.set_attributes(said)
+        traces.record("push", began_s=time.time(), under=episode, attributes=said)
+    traces.end()
+    return time.process_time() - began_s
 
 
 def _turn(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) -> _Measured:
@@ -146,7 +211,7 @@ def _turn(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path)
         _wait_for_step(run, folder, _FIRST_STEP)
         began_s, spans_before = cpu_seconds([run.pid]), len(collector.received)
         _wait_for_step(run, folder, _FIRST_STEP + load.steps)
-        return _Measured(cpu_seconds([run.pid]) - began_s, len(collector.received) - spans_before)
+        return _Measured(cpu_seconds([run.pid]) - began_s, collector.received[spans_before:])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ misspelt, out of bounds or unsafe (a reachable address without TLS and tokens). 
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -191,14 +191,9 @@ def environment_of(settings: ProcessSettings) -> dict[str, str]:
     }
 
 
-def otlp_protocol(known: Collection[str]) -> str:
-    """How traces are sent, as OpenTelemetry's own variables say it. Raises SettingsError for what is not `known`."""
-    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if protocol := os.environ.get(variable):
-            if protocol not in known:
-                raise SettingsError(f"{variable} = {protocol!r} is not known; use one of {', '.join(known)}")
-            return protocol
-    return "grpc"
+def otel_variable(*names: str) -> str:
+    """The first of OpenTelemetry's own variables that is set; empty when none is."""
+    return next((said for name in names if (said := os.environ.get(name))), "")
 
 
 def given_up(settings: DaemonSettings) -> str:

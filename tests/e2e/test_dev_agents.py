@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from astraflow_bench.traces import Collector, Received
 from support.audit import audit
 from support.development import ROOT, RunFiles, dev, finish
-from support.otlp import attributes, named
+from support.otlp import ALL, attributes, named
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 RECIPE = ROOT / "recipes" / "agent-tiny"
@@ -95,7 +95,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     with (
         Collector() as collector,
         dev(
-            folder, *SHORT, "--serve", "solver=2", "--traces", recipe=recipe, variables=collector.environment
+            folder,
+            *SHORT,
+            *("--serve", "solver=2", "--traces"),
+            recipe=recipe,
+            variables={**collector.environment, **ALL},
         ) as launcher,
     ):
         return Trained(folder, finish(launcher, folder, timeout_s=390), collector.received)

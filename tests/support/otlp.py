@@ -10,6 +10,7 @@ from astraflow_bench.traces import Collector, Received
 from astraflow_kit import traces
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+ALL = {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, collector: Collector, **variables: s
     """This process records, as the service `astraflow-test`, while the block runs, and has sent what it could at the
     end.
     """
-    for name, value in {**collector.environment, **SOON, **variables}.items():
+    for name, value in {**collector.environment, **SOON, **ALL, **variables}.items():
         monkeypatch.setenv(name, value)
     traces.begin("test")
     try:

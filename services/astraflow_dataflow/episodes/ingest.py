@@ -303,9 +303,9 @@ def _problem(
 
 def _record(context: RunContext, episode: trajectory_pb2.Episode, result: Pushed, *, began_s: float) -> None:
     """Record the push of an episode in the trace of its task."""
-    place = traces.episode(context.run.identity, episode.task_id, episode.episode_id)
-    outcome = _outcome_name(result.outcome) if isinstance(result, PushResult) else result.reason
-    traces.record("push", began_s=began_s, under=place, attributes={"astraflow.outcome": outcome})
+    if place := traces.episode(context.run.identity, episode.task_id, episode.episode_id):
+        outcome = _outcome_name(result.outcome) if isinstance(result, PushResult) else result.reason
+        traces.record("push", began_s=began_s, under=place, attributes={"astraflow.outcome": outcome})
 
 
 def _outcome_name(outcome: Outcome.ValueType) -> str:

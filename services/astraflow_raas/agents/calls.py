@@ -112,7 +112,7 @@ class AgentCalls:
         """Record a request in the trace of its episode: below the agent's own span where the agent continues that
         trace, else with a link to it.
         """
-        caller = traces.Place.of(traceparent)
+        caller = traces.place_of(traceparent)
         continues = caller is not None and self._place is not None and caller.trace_id == self._place.trace_id
         links = [caller] if caller is not None and not continues else []
         with traces.span(f"POST {path}", under=caller if continues else self._place, links=links):

@@ -126,7 +126,8 @@ class PolicyHandle:
         failpoints.hit("raas.generating")
         with traces.span(f"chat {self.name}") as recorded:
             generation = await self._sample(call)
-            recorded.set(_answered(self.name, call, generation))
+            if recorded.is_recording():
+                recorded.set_attributes(_answered(self.name, call, generation))
         self.versions.update(span.version for span in generation.spans)
         if self.experts is not None and self._sampler.experts is not None:
             routed = self._sampler.experts.read(generation.experts, rid=call.rid)

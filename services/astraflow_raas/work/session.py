@@ -185,7 +185,7 @@ class Session:
         }
         with traces.span("episode", named, at=place) as recorded:
             message, failure = await self._ran(lease, task, member=member, episode_id=episode_id, ended=ended)
-            recorded.set({"astraflow.outcome": failure.reason if failure else "finished"})
+            recorded.set_attributes({"astraflow.outcome": failure.reason if failure else "finished"})
             if message is None:
                 return failure
             return _of_result(await self._pusher.push(message), member=member)

@@ -138,8 +138,8 @@ class AgentProcess:
             "ASTRAFLOW_RESULT": str(result),
             "NO_PROXY": ",".join(filter(None, (base.get("NO_PROXY", ""), "127.0.0.1,localhost"))),
         }
-        place = traces.here()
-        return base | given | ({"TRACEPARENT": place.header} if place else {})
+        traceparent = traces.header()
+        return base | given | ({"TRACEPARENT": traceparent} if traceparent else {})
 
     async def _earned(
         self, task: TaskSpec, said: _Result, *, session: AgentSession, policies: Mapping[str, Policy]

@@ -11,9 +11,12 @@ from astraflow_kit import traces
 
 
 def link_tasks(recorded: traces.Span, batch: batch_pb2.Batch, *, run: str) -> None:
-    """Say of a step's span which tasks it trains on; `run` is the identity of the run."""
-    recorded.set({"astraflow.batch": batch.batch_id, "astraflow.trajectories": len(batch.items)})
-    recorded.link(_roots(batch, run=run))
+    """Say of a step's span which recorded tasks it trains on; `run` is the identity of the run."""
+    if not recorded.is_recording():
+        return
+    recorded.set_attributes({"astraflow.batch": batch.batch_id, "astraflow.trajectories": len(batch.items)})
+    for root in _roots(batch, run=run):
+        recorded.add_link(root)
 
 
 def record_trained(batch: batch_pb2.Batch, *, run: str, version: int | None, began_s: float) -> None:
@@ -34,4 +37,4 @@ def record_trained(batch: batch_pb2.Batch, *, run: str, version: int | None, beg
 
 def _roots(batch: batch_pb2.Batch, *, run: str) -> list[traces.Place]:
     places = (traces.task(run, task_id) for task_id in dict.fromkeys(item.task_id for item in batch.items))
-    return [place for place in places if place is not None]
+    return [place for place in places if place is not None and place.trace_flags.sampled]

@@ -110,7 +110,7 @@ class PublishWorker:
         def publish() -> None:
             with traces.span("publish", {"astraflow.step": step}, under=step_place) as recorded:
                 version = self._publish(step, model, learning_rate=learning_rate)
-                recorded.set({"astraflow.policy": self._policy_id, "astraflow.version": version})
+                recorded.set_attributes({"astraflow.policy": self._policy_id, "astraflow.version": version})
 
         self._jobs.put(publish)
 

@@ -35,7 +35,7 @@ def test_a_task_has_the_same_trace_in_every_daemon_and_run_and_task_decide_it(
         assert first is not None
         assert episode is not None
         assert len({place.trace_id for place in [first, *others] if place}) == 3
-        assert (episode.trace_id, episode.is_sampled) == (first.trace_id, True)
+        assert (episode.trace_id, episode.trace_flags.sampled) == (first.trace_id, True)
         assert episode.span_id != first.span_id
 
 
@@ -46,7 +46,7 @@ def test_spans_are_below_what_they_run_in_and_have_the_ids_that_were_computed(
         root = traces.task("a" * 32, "train-1")
         assert root is not None
         with traces.span("task", at=root), traces.span("episode", {"n": 1}) as inner:
-            inner.set({"words": ("a", "b")})
+            inner.set_attributes({"words": ("a", "b")})
             here = traces.here()
         traces.record("push", began_s=12.5, under=here, attributes={}, links=[root])
     wait_for(lambda: len(collector.received) == 3)
@@ -74,22 +74,42 @@ def test_what_is_raised_inside_is_named_and_not_told(
     assert b"secret" not in span.SerializeToString()
 
 
+@pytest.mark.parametrize(
+    ("sampler", "least", "most"),
+    [
+        ({"OTEL_TRACES_SAMPLER": ""}, 5, 45),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}, 60, 140),
+    ],
+    ids=["a tenth unless told", "as told"],
+)
 def test_a_share_of_tasks_is_the_same_share_in_every_daemon(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, sampler: dict[str, str], least: int, most: int
+) -> None:
+    with traced(monkeypatch, collector, **sampler):
+        places = [traces.task("a" * 32, f"train-{number}") for number in range(200)]
+        kept = [place for place in places if place and place.trace_flags.sampled]
+        assert least < len(kept) < most
+        for place in places:
+            with (
+                traces.span("task", at=place),
+                traces.span("chat") as inner,
+                traces.served("/A/B", traces.header()),
+            ):
+                assert inner.is_recording() == (place in kept)
+            traces.record("push", began_s=1.0, under=place, attributes={})
+    wait_for(lambda: len(collector.received) >= 4 * len(kept))
+    received = [int.from_bytes(one.span.trace_id) for one in collector.received]
+    assert sorted(received) == sorted([place.trace_id for place in kept] * 4)
+
+
+def test_every_step_is_recorded_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
-    half = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}
-    with traced(monkeypatch, collector, **half):
-        places = [traces.task("a" * 32, f"train-{number}") for number in range(200)]
-        kept = [place for place in places if place and place.is_sampled]
-        assert 60 < len(kept) < 140
-        for place in places:
-            with traces.span("task", at=place):
+    with traced(monkeypatch, collector, OTEL_TRACES_SAMPLER=""):
+        for _ in range(40):
+            with traces.span("step"), traces.span("train"):
                 pass
-            with traces.span("episode", under=place):
-                pass
-    wait_for(lambda: len(collector.received) >= 2 * len(kept))
-    received = {int.from_bytes(one.span.trace_id) for one in collector.received}
-    assert received == {place.trace_id for place in kept}
+    wait_for(lambda: len(collector.received) == 80)
 
 
 def test_a_call_carries_the_span_it_is_made_in_and_none_outside(
@@ -98,14 +118,12 @@ def test_a_call_carries_the_span_it_is_made_in_and_none_outside(
     async def metadata() -> tuple[dict[str, str], dict[str, str]]:
         async with AsyncClient("127.0.0.1:1") as client:
             with traces.span("step"):
-                return dict(client._metadata()), {"header": getattr(traces.here(), "header", "")}
+                return dict(client._metadata()), {"traceparent": traces.header()}
 
     with traced(monkeypatch, collector):
         inside, here = asyncio.run(metadata())
-    assert list(inside) == ["traceparent"]
-    assert traces.Place.of(inside["traceparent"]) == traces.Place.of(here["header"])
-    outside, _ = asyncio.run(metadata())
-    assert outside == {}
+    assert inside == here
+    assert asyncio.run(metadata()) == ({}, {"traceparent": ""})
 
 
 def test_a_served_call_is_recorded_below_its_caller_and_only_where_the_caller_says_so(
@@ -121,17 +139,13 @@ def test_a_served_call_is_recorded_below_its_caller_and_only_where_the_caller_sa
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["", "00", HEADER[:-1], HEADER.upper(), HEADER.replace("00f067aa0ba902b7", "0" * 16), f"{HEADER}\n"],
+    "header", ["", "00", HEADER[:-1], HEADER.upper(), HEADER.replace("00f067aa0ba902b7", "0" * 16)]
 )
-def test_a_header_that_is_none_is_passed_over(header: str) -> None:
-    assert traces.Place.of(header) is None
-
-
-def test_a_header_says_what_it_was_made_of() -> None:
-    place = traces.Place.of(HEADER)
-    assert place is not None
-    assert place.header == HEADER
+def test_a_header_that_is_none_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, collector: Collector, header: str
+) -> None:
+    with traced(monkeypatch, collector):
+        assert traces.place_of(header) is None
 
 
 def test_a_collector_that_hangs_holds_up_neither_spans_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +176,15 @@ def test_without_a_collector_and_without_traces_blocks_just_run(monkeypatch: pyt
     with traced(monkeypatch, gone), traces.span("step"):
         pass
     with traces.span("step") as recorded:
-        recorded.set({"a": 1})
-        recorded.link([])
-    assert traces.task("a", "b") is traces.episode("a", "b", "c") is traces.here() is None
+        recorded.set_attributes({"a": 1})
+        assert not recorded.is_recording()
+    assert (
+        traces.task("a", "b")
+        is traces.episode("a", "b", "c")
+        is traces.here()
+        is traces.place_of(HEADER)
+        is None
+    )
 
 
 def test_a_process_without_traces_loads_nothing_of_opentelemetry() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -233,7 +232,7 @@ async def test_a_call_is_recorded_below_its_agent_in_the_trace_of_its_episode(
         with traces.span("episode"):
             here = traces.here()
             assert here is not None
-            own = {"traceparent": replace(here, span_id=7).header}
+            own = {"traceparent": f"00-{here.trace_id:032x}-{7:016x}-01"}
             async with opened(ScriptedPolicy(echo)) as (_calls, client):
                 for headers in (own, other, {"traceparent": "nonsense"}):
                     asked: Any = {"model": "solver", "messages": [user("sum")], "extra_headers": headers}
