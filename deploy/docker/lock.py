@@ -13,10 +13,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 IMAGES = {
-    "dataflow": ("dataflow",),
-    "tools": ("tools",),
-    "worker": ("raas", "engine", "trainer"),
-    "raas-sglang": ("raas",),
+    "dataflow": ("dataflow", "traces"),
+    "tools": ("tools", "top"),
+    "worker": ("raas", "engine", "trainer", "traces"),
+    "raas-sglang": ("raas", "traces"),
 }
 # What images are built with, and never hold.
 BUILD = ("hatchling", "cyclonedx-bom==7.5.0")

@@ -26,7 +26,7 @@ async def served(process: DataflowProcess) -> AsyncIterator[World]:
     process.start()
     async with process.world(retry_s=20) as world:
         trainer, node, batch = await world.bound()
-        await trainer.ack(batch, TRAINED, metrics={"wait_s": 6.0, "train_s": 4.0})
+        await trainer.ack(batch, TRAINED, metrics={"wait_s": 6.0, "train_s": 4.0, "reward_mean": 0.25})
         await node.lease(1)
         yield world
 
@@ -60,8 +60,10 @@ async def test_every_page_fits_and_is_reached_by_its_key(
 ) -> None:
     told = {
         "run": ("is active", VERDICT, "policy", "staleness", "unpublished", "room"),
+        "steps": ("solver", "newest", "reward_mean", "0.25", "wait_s", "until step 1"),
         "nodes": ("pool", "node", "n1"),
         "why": ("run run is active", f"solver: {VERDICT.removeprefix('solver is ')}"),
+        "events": ("node joined", "n1", "trainer claimed", "solver"),
         "runs": ("created", "file:///nowhere"),
     }
     async with shown(process.address, size) as (app, pilot):
@@ -77,7 +79,7 @@ async def test_every_page_fits_and_is_reached_by_its_key(
 
 async def test_the_screen_follows_and_a_pause_stands_still(served: World, process: DataflowProcess) -> None:
     async with shown(process.address, SIZES[1]) as (app, pilot):
-        await pilot.press("2")
+        await pilot.press("3")
         await served.node("n2")
         await until(pilot, lambda: "n2" in text_of(app))
         await pilot.press("p")
@@ -111,9 +113,14 @@ async def test_the_run_before_and_after_is_a_key_away(served: World, process: Da
 
 async def test_a_pipe_gets_everything_once(served: World, process: DataflowProcess) -> None:
     page = await asyncio.to_thread(run, "top", "--join", process.address)
-    assert all(word in page.output for word in ("staleness", "n1", "pool", VERDICT, "file:///nowhere"))
+    assert all(
+        word in page.output
+        for word in ("staleness", "n1", "pool", VERDICT, "reward_mean", "node joined", "file:///nowhere")
+    )
     found = (await asyncio.to_thread(run, "top", "--join", process.address, "--json")).json
     assert found["status"]["balances"][0]["verdict"] == "rollout_bound"
+    assert "wait_s" in [series["name"] for series in found["steps"]["solver"]["series"]]
+    assert found["events"]["events"][-1]["kind"] == "run_state"
     assert found["status"]["nodes"][0]["node_id"] == "n1"
 
 

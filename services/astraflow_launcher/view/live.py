@@ -7,7 +7,6 @@ line per step and evaluation to stderr, so that logs of a CI run read well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -26,7 +25,7 @@ from astraflow.commands.status import (
     wait_parts,
 )
 from astraflow.commands.waits import is_alarm
-from astraflow.commands.wording import enum_text, number_text
+from astraflow.commands.wording import enum_text, number_text, sparkline
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation
@@ -38,7 +37,6 @@ _EVALUATION_PERIOD_S = 20
 """Between two lines about an evaluation that goes on."""
 _SAID_AGAIN_SHARE = 0.25
 """Of a long phase: how much further it must be for another line."""
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 class View(Protocol):
@@ -207,19 +205,6 @@ def render(observation: Observation, *, title: str, doing: str) -> RenderableTyp
         parts.append(Text(f"{name} does not answer: {why}", style="dim"))
     parts.append(Text(observation.server, style="dim"))
     return Panel(Group(*parts), title=f"astraflow · {title}", title_align="left", border_style="cyan")
-
-
-def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, high: float = 1.0) -> str:
-    """Return the last `width` values as block characters between `low` and `high`; NaN is a blank."""
-    span = (high - low) or 1.0
-    cells = []
-    for value in list(values)[-width:]:
-        if math.isnan(value):
-            cells.append(" ")
-            continue
-        level = min(1.0, max(0.0, (value - low) / span))
-        cells.append(_BARS[round(level * (len(_BARS) - 1))])
-    return "".join(cells)
 
 
 def tracker_text(fault: trainer_service_pb2.TrackerFault) -> str:

@@ -6,6 +6,7 @@ newer ones; it is asked again until it answers or the person leaves.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -35,14 +36,35 @@ from astraflow.commands.status import (
     trajectory_parts,
 )
 from astraflow.commands.why import reason_parts
-from astraflow.commands.wording import as_json, console, heading, print_json, span_text, table
+from astraflow.commands.wording import as_json, console, heading, print_json, span_text, sparkline, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError, NotFoundError
 
 app = typer.Typer(add_completion=False)
 
-PAGES = ("run", "nodes", "why", "runs")
+PAGES = ("run", "steps", "nodes", "why", "events", "runs")
+STEP_FIGURES = (
+    *("reward_mean", "truncated_fraction", "loss", "entropy", "grad_norm", "mismatch_kl"),
+    *(
+        "ratio_p99",
+        "clip_fraction_up",
+        "clip_fraction_down",
+        "staleness_mean",
+        "data.ready",
+        "data.outstanding",
+    ),
+    *(
+        "completion_tokens_mean",
+        "completion_tokens_max",
+        "wait_s",
+        "train_s",
+        "publish_wait_s",
+        "learning_rate",
+    ),
+)
+"""What is shown of steps, in this order, by the names that trainers and the server give."""
+_POINTS, _EVENTS = 40, 30
 EveryOption = Annotated[
     float, typer.Option("--every", min=0.1, max=60.0, help="Seconds between two looks at the server.")
 ]
@@ -53,12 +75,14 @@ _ONCE = RetryPolicy(total_s=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a server said at one moment; `status` and `pools` are of the run that is looked at."""
+    """What a server said at one moment; all but `runs` is of the run that is looked at, `steps` by policy."""
 
     runs: tuple[run_pb2.Run, ...]
     run_id: str = ""
     status: pb.StatusResponse = field(default_factory=pb.StatusResponse)
     pools: pb.PoolReportResponse = field(default_factory=pb.PoolReportResponse)
+    steps: Mapping[str, pb.ListStepsResponse] = field(default_factory=dict)
+    events: pb.ListEventsResponse = field(default_factory=pb.ListEventsResponse)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as what `json.dumps` takes, by the rules of `wording`."""
@@ -66,6 +90,8 @@ class Look:
             "runs": [run.run_id for run in self.runs],
             "status": as_json(self.status),
             "pools": as_json(self.pools),
+            "steps": {policy_id: as_json(steps) for policy_id, steps in self.steps.items()},
+            "events": as_json(self.events),
         }
 
 
@@ -90,7 +116,17 @@ class Looking:
         run_id = self.wanted or known[-1]
         status = self._ask(self._client.admin.Status, pb.StatusRequest(run_id=run_id))
         pools = self._ask(self._client.admin.PoolReport, pb.PoolReportRequest(run_id=run_id))
-        return Look(runs=runs, run_id=run_id, status=status, pools=pools)
+        steps = {each.policy_id: self._steps(run_id, each.policy_id) for each in status.policies}
+        wanted = pb.ListEventsRequest(run_id=run_id, page_size=_EVENTS)
+        events = self._ask(self._client.admin.ListEvents, wanted)
+        return Look(runs=runs, run_id=run_id, status=status, pools=pools, steps=steps, events=events)
+
+    def _steps(self, run_id: str, policy_id: str) -> pb.ListStepsResponse:
+        wanted = pb.ListStepsRequest(
+            run_id=run_id, policy_id=policy_id, names=STEP_FIGURES, max_points=_POINTS
+        )
+        steps: pb.ListStepsResponse = self._ask(self._client.admin.ListSteps, wanted)
+        return steps
 
     def _ask(self, rpc: Any, request: Any) -> Any:  # noqa: ANN401 - any unary rpc
         return self._client.call(rpc, request, timeout_s=ANSWER_S, retry=_ONCE)
@@ -105,8 +141,10 @@ def pages(look: Look, *, width: int = 160) -> Mapping[str, RenderableType]:
         return dict.fromkeys(PAGES, nothing)
     return {
         "run": _run_page(look, width=width),
+        "steps": Group(*(part for policy in look.steps.items() for part in _step_parts(*policy))),
         "nodes": _nodes_page(look),
         "why": Group(title_of(look.status), *reason_parts(look.status)),
+        "events": _events_page(look),
         "runs": runs_table(look.runs),
     }
 
@@ -116,7 +154,7 @@ def whole_page(look: Look) -> RenderableType:
     shown = pages(look)
     if not look.runs:
         return shown["run"]
-    return Group(shown["runs"], Text(""), shown["run"], shown["nodes"], Text(""), shown["why"])
+    return Group(*(part for name in ("runs", *PAGES[:-1]) for part in (shown[name], Text(""))))
 
 
 def _run_page(look: Look, *, width: int) -> RenderableType:
@@ -136,6 +174,29 @@ def _run_page(look: Look, *, width: int) -> RenderableType:
     )
 
 
+def _step_parts(policy_id: str, steps: pb.ListStepsResponse) -> list[RenderableType]:
+    """The newest value of each figure, and how it came there, by points of as many steps each."""
+    if not steps.steps:
+        return [heading(policy_id), Text("  no step has finished yet")]
+    shown = table("figure", "newest", "least", "most", "so far", right=("newest", "least", "most"))
+    for series in sorted(steps.series, key=lambda series: STEP_FIGURES.index(series.name)):
+        known = [value for value in series.mean if not math.isnan(value)]
+        if known:
+            least, most = min(known), max(known)
+            cells = (f"{value:.4g}" for value in (known[-1], least, most))
+            shown.add_row(series.name, *cells, sparkline(series.mean, width=_POINTS, low=least, high=most))
+    note = Text(f"  until step {steps.steps[-1]}, {steps.total} steps", style="dim")
+    return [heading(policy_id), shown, note]
+
+
+def _events_page(look: Look) -> RenderableType:
+    shown = table("time (UTC)", "what", "who", "")
+    for event in look.events.events:
+        when = event.time.ToDatetime().strftime("%m-%d %H:%M:%S")
+        shown.add_row(when, event.kind.replace("_", " "), event.subject, event.detail)
+    return shown
+
+
 def _nodes_page(look: Look) -> RenderableType:
     shown = table("pool", "nodes", "busy", "of", right=("nodes", "busy", "of"))
     for pool in look.pools.pools:
@@ -148,9 +209,9 @@ def _nodes_page(look: Look) -> RenderableType:
 @app.command()
 @grouped_options
 def top(options: RunOptions, every: EveryOption = 1.0) -> None:
-    """Watch the runs of a server: progress, staleness, nodes and pools, what each stage waits for and why.
+    """Watch the runs of a server: progress, steps, nodes and pools, what each stage waits for and why, what happened.
 
-    Keys: 1 to 4 choose a page, [ and ] the run before and after, p pauses, q leaves. Into a pipe it prints everything
+    Keys: 1 to 6 choose a page, [ and ] the run before and after, p pauses, q leaves. Into a pipe it prints everything
     once.
     """
     with options.client() as client:

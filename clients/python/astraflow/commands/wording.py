@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 160
 _MINUTE_S, _HOUR_S = 60, 3600
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -85,6 +86,19 @@ def count_text(number: int) -> str:
 def number_text(value: float, *, digits: int = 3) -> str:
     """Return a figure; a dash where there is none yet."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def sparkline(values: Iterable[float], *, width: int = 40, low: float = 0.0, high: float = 1.0) -> str:
+    """Return the last `width` values as block characters between `low` and `high`; NaN is a blank."""
+    span = (high - low) or 1.0
+    cells = []
+    for value in list(values)[-width:]:
+        if math.isnan(value):
+            cells.append(" ")
+            continue
+        level = min(1.0, max(0.0, (value - low) / span))
+        cells.append(_BARS[round(level * (len(_BARS) - 1))])
+    return "".join(cells)
 
 
 def seconds_of(duration: Duration | Timestamp) -> float:

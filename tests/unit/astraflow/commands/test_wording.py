@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from astraflow.commands.wording import as_json, count_text, number_text, span_text
+from astraflow.commands.wording import as_json, count_text, number_text, span_text, sparkline
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 
@@ -49,3 +49,8 @@ def test_figures() -> None:
     assert count_text(1234567) == "1,234,567"
     assert number_text(0.5) == "0.500"
     assert number_text(math.nan) == "–"
+
+
+def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
+    assert sparkline([0.0, 0.5, 1.0, math.nan, 2.0]) == "▁▅█ █"
+    assert sparkline([1.0] * 100, width=3) == "███"

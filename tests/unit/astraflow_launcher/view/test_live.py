@@ -8,7 +8,7 @@ from rich.console import Console
 from astraflow.dataflow.v1 import account_pb2, version_pb2
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.trainer.v1 import trainer_service_pb2 as trainers
-from astraflow_launcher.view.live import LineView, render, sparkline
+from astraflow_launcher.view.live import LineView, render
 from astraflow_launcher.view.observation import Observation
 from astraflow_launcher.view.totals import StepPoint
 from support.observations import evaluation
@@ -241,8 +241,3 @@ def test_lines_tell_a_long_wait_once_and_again_when_it_comes_back() -> None:
         observation.status.waits[0].waited_duration.seconds = waited_s
         view.show(observation, doing="running")
     assert output.getvalue().count("batch waits: ready_groups — 12 of 16 groups are ready") == 2
-
-
-def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
-    assert sparkline([0.0, 0.5, 1.0, math.nan, 2.0]) == "▁▅█ █"
-    assert sparkline([1.0] * 100, width=3) == "███"
