@@ -13,10 +13,16 @@ from support.source_tree import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 REWARD = "docs/plugins/reward.md"
-PAGES = ("docs/index.md", "docs/tasks/train-my-own-model.md", "docs/tasks/write-an-environment.md")
+# Runs of shipped recipes, which other tests do at length, are for the long tier.
+PAGES = (
+    REWARD,
+    pytest.param("docs/tasks/train-my-own-model.md", marks=pytest.mark.ci),
+    pytest.param("docs/index.md", marks=pytest.mark.soak),
+    pytest.param("docs/tasks/write-an-environment.md", marks=pytest.mark.soak),
+)
 
 
-@pytest.mark.parametrize("page", [REWARD, *(pytest.param(page, marks=pytest.mark.ci) for page in PAGES)])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_the_page_works_in_order(page: str, tmp_path: Path) -> None:
     found = [block for block in blocks_of((REPOSITORY / page).read_text()) if block.kind in ("run", "file")]
     outputs = [perform(block, folder=tmp_path) for block in found]
