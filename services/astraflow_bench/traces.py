@@ -189,7 +189,7 @@ def _make_spans(variables: Mapping[str, str]) -> float:
     began_s = time.process_time()
     for number in range(_TASKS):
         run, task_id = "0" * 32, f"train-{number}"
-        said = {
+        said: dict[str, traces.Value] = {
             "gen_ai.operation.name": "invoke_agent",
             "astraflow.member": number,
             "astraflow.outcome": "kept",

@@ -129,10 +129,12 @@ def task(run: str, task_id: str) -> Place | None:
     """The root of a task's trace; None without traces. `run` is the identity of its run."""
     if _exporting is None:
         return None
+    from opentelemetry.sdk.trace.sampling import Decision
+
     digest = hashlib.blake2b(f"{run}/{task_id}".encode(), digest_size=24).digest()
     trace_id = int.from_bytes(digest[:16]) or 1
     decision = _exporting.provider.sampler.should_sample(None, trace_id, "task").decision
-    return _place(trace_id, digest[16:], is_sampled=decision.is_sampled())
+    return _place(trace_id, digest[16:], is_sampled=decision is not Decision.DROP)
 
 
 def episode(run: str, task_id: str, episode_id: str) -> Place | None:
