@@ -222,7 +222,7 @@ def _run(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) 
         *(f"policies.solver.model.architecture.{name}={value}" for name, value in sizes),
         "policies.solver.model.warm_start.steps=1",
         "dataflow.max_staleness=0",
-        "raas.reward=astraflow_bench.traces:graded_by_text",
+        f"raas.reward={__name__}:{graded_by_text.__name__}",
         "dataflow.evaluation.every_versions=0",
         "dataflow.evaluation.final_samples=1",
     ]

@@ -1,6 +1,5 @@
 """The pages in docs/plugins: their code runs as a recipe's own, with the settings and the tests that they show."""
 
-import re
 import types
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from astraflow_raas.environments.recipe_environments import RecipeEnvironments
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.workflows.multi_turn import MultiTurn
 from support.dataflow_world import recipe_text
+from support.manual import blocks_of
 from support.source_tree import REPOSITORY
 
 PAGES = sorted((REPOSITORY / "docs" / "plugins").glob("*.md"))
@@ -25,8 +25,9 @@ NODE_PAGES = ("workflow", "reward", "environment")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+    """The fenced blocks of one language; those that are files of their own are in `tests/e2e/test_manual.py`."""
+    found = blocks_of(page.read_text())
+    return [block.text for block in found if block.language == language and block.kind != "file"]
 
 
 def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
