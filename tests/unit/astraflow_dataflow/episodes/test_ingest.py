@@ -65,7 +65,7 @@ class Counting(Failing):
     def __init__(self) -> None:
         super().__init__(RuntimeError())
         self.commits: list[list[str]] = []
-        self.snapshots = ()
+        self.snapshots, self.run = (), Mock(identity="0" * 32)
         self.durability = AsyncMock(note=Mock(), reached=Mock(return_value=DURABILITY_MEMORY))
 
     async def commit(
