@@ -55,6 +55,7 @@ STEP_FIGURES = (
         "data.outstanding",
     ),
     *(
+        "turns_mean",
         "completion_tokens_mean",
         "completion_tokens_max",
         "wait_s",
