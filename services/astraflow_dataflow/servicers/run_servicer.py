@@ -15,7 +15,7 @@ from astraflow.errors import (
 )
 from astraflow.rollout.v1 import blob_pb2
 from astraflow_dataflow.episodes.archiving import Archives
-from astraflow_dataflow.records import Level, Life
+from astraflow_dataflow.records import Life
 from astraflow_dataflow.rules.conservation import last_count
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.runs.unreadable import reading
@@ -49,8 +49,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         run = await self.registry.create(request.run)
-        # Nothing that a trainer or a node repeats brings a lost run back.
-        await self.durability.barrier(run.run_id, "", at_least=Level.FSYNCED)
+        await self.durability.barrier(run.run_id, "")
         return pb.CreateRunResponse(run=run)
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:

@@ -165,12 +165,11 @@ class Durability:
         if disk := self._homes.pop(run_id, None):
             disk.forget(run_id)
 
-    async def barrier(self, *run_ids: str, at_least: Level = Level.MEMORY) -> None:
+    async def barrier(self, *run_ids: str) -> None:
         """Wait until everything written of these runs before this call has reached the level; '' stands for what is of
-        all runs. `at_least` asks for more than the level, where this Redis can tell. Raises UnavailableError.
+        all runs. Raises UnavailableError.
         """
-        disks = {self._of(run_id) for run_id in run_ids}
-        await asyncio.gather(*(disk.barrier(at_least=at_least) for disk in disks))
+        await asyncio.gather(*(disk.barrier() for disk in {self._of(run_id) for run_id in run_ids}))
 
     async def run(self) -> None:
         """Follow the disks or the replicas until cancelled."""
@@ -283,9 +282,9 @@ class Disk:
         self._marks.pop(run_id, None)
         self._highest.pop(run_id, None)
 
-    async def barrier(self, *, at_least: Level = Level.MEMORY) -> None:
-        """Wait until everything written before this call has reached the level, or more. Raises UnavailableError."""
-        if self._level is at_least is Level.MEMORY or self._method is Method.NONE or self.is_always_safe:
+    async def barrier(self) -> None:
+        """Wait until everything written before this call has reached the level. Raises UnavailableError."""
+        if self._level is Level.MEMORY or self.is_always_safe:
             return
         safe: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(safe)

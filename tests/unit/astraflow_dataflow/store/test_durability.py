@@ -144,16 +144,6 @@ async def test_in_memory_nothing_waits() -> None:
     assert durability.reached("run") == durability_pb2.DURABILITY_MEMORY
 
 
-async def test_in_memory_what_must_be_on_disk_waits_where_redis_can_tell() -> None:
-    redis = able()
-    redis.safe = [False, False, True]
-    async with following(redis, Level.MEMORY) as durability:
-        await durability.barrier("run", at_least=Level.FSYNCED)
-        assert redis.num_beats == 3
-    async with following(able(has_waitaof=False), Level.MEMORY) as durability:
-        await durability.barrier("run", at_least=Level.FSYNCED)
-
-
 async def test_a_mark_is_told_with_the_identity_of_its_data() -> None:
     async with following(able(), Level.MEMORY, run=7) as durability:
         durability.on_mark = told = Mock()
