@@ -55,6 +55,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
     on_update: Callable[[], None] = lambda: None
     created: list[run_pb2.Run] = field(default_factory=list)
     identity: str = ""
+    forgotten: bool = False
+    """Whether it knows no run."""
     """Of its run."""
     finished_step: int = 0
     """Last step the trainer is said to have finished."""
@@ -118,6 +120,8 @@ class ScriptedServer(  # type: ignore[misc]  # two services have a Watch; it ans
 
     async def GetRun(self, request: Any, context: Any) -> runs.GetRunResponse:
         """The run, as far as it is scripted."""
+        if self.forgotten:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no run on this server")
         return runs.GetRunResponse(run=run_pb2.Run(run_id=request.run_id, identity=self.identity))
 
     async def UpdateRun(self, request: Any, context: Any) -> runs.UpdateRunResponse:

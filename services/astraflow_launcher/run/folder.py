@@ -115,6 +115,11 @@ class RunFolder:
         found = self.root.glob("work/trainer-*/checkpoints/step-*")
         return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
+    def has_trained(self) -> bool:
+        """Whether a trainer of this folder took a step."""
+        ledgers = self.root.glob("work/trainer-*/ledger.jsonl")
+        return self.checkpointed_step() > 0 or any(path.stat().st_size for path in ledgers)
+
     def _folder(self, name: str) -> Path:
         path = self.root / name
         path.mkdir(parents=True, exist_ok=True)

@@ -31,11 +31,12 @@ async def register_run(
     """Create the run, or continue it when it ended before `loaded` wants.
 
     Raises what the server refuses, and StateInDoubt when its Redis is not the one that the folder's run was made in:
-    nothing is created there then, unless the loss is accepted.
+    nothing is created there then, unless the loss is accepted, or nothing was trained yet.
     """
     made = folder.record.identity
-    if made and not accept_data_loss:
-        await _require_known(client, folder)
+    if made and not accept_data_loss and await _is_forgotten(client, folder):
+        log.warning("run.created_again", message="Redis forgot the run before anything was trained")
+        made = ""
     run = run_of(
         loaded,
         run_id=folder.record.run_id,
@@ -57,7 +58,10 @@ async def register_run(
         log.info("run.continued", finished_steps=finished, steps=wanted)
 
 
-async def _require_known(client: AsyncClient, folder: RunFolder) -> None:
+async def _is_forgotten(client: AsyncClient, folder: RunFolder) -> bool:
+    """Whether the server does not know the folder's run and nothing was trained in it: Redis may be killed before its
+    disk has what was created a second ago. Raises StateInDoubt where more is lost.
+    """
     run_id = folder.record.run_id
     request = run_service_pb2.GetRunRequest(run_id=run_id)
     try:
@@ -65,7 +69,9 @@ async def _require_known(client: AsyncClient, folder: RunFolder) -> None:
     except NotFoundError:
         found = ""
     if found == folder.record.identity:
-        return
+        return False
+    if not (found or folder.has_trained()):
+        return True
     has = f"has another run of that name, of identity {found}" if found else "has no such run"
     raise StateInDoubt(
         f"{folder.root} holds run {run_id!r} of identity {folder.record.identity}, with checkpoints up to step "

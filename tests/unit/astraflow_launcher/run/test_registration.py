@@ -87,3 +87,20 @@ async def test_another_run_of_that_name_is_refused_unless_the_loss_is_accepted(
     await _register(client, tmp_path, accept_data_loss=True)
     assert len(script.created) == 3
     assert RunRecord(**json.loads((tmp_path / "run.json").read_text())).identity == "a" * 32
+
+
+async def test_a_run_that_redis_forgot_before_it_was_trained_is_created_again(
+    script: ScriptedServer, client: AsyncClient, tmp_path: Path
+) -> None:
+    script.identity, script.status.state = "a" * 32, ACTIVE
+    await _register(client, tmp_path)
+    script.forgotten, script.identity = True, "b" * 32
+    await _register(client, tmp_path)
+    assert len(script.created) == 2
+    assert RunRecord(**json.loads((tmp_path / "run.json").read_text())).identity == "b" * 32
+    ledger = tmp_path / "work" / "trainer-solver" / "ledger.jsonl"
+    ledger.parent.mkdir(parents=True)
+    ledger.write_text('{"step": 1}\n')
+    with pytest.raises(StateInDoubt, match=r"identity b+, .* has no such run"):
+        await _register(client, tmp_path)
+    assert len(script.created) == 2
