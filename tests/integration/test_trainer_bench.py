@@ -39,9 +39,9 @@ ALWAYS = {
     ("training thread waits for a batch", "prefetch on"),
     *(("share of a step", part) for part in ("forward", "backward", "AdamW", "rounding", "copy")),
     *(("the same step: CPU of a trained token", method) for method in METHODS),
-    *(("toy, 128 tokens a pass: rate", method) for method in METHODS),
-    *(("toy, 128 tokens a pass: MFU", method) for method in (OURS, PLAIN)),
-    ("toy, 128 tokens a pass: rate over the plain loop", OURS),
+    *(("toy, 128 tokens a pass, 24 rows: rate", method) for method in METHODS),
+    *(("toy, 128 tokens a pass, 24 rows: MFU", method) for method in (OURS, PLAIN)),
+    ("toy, 128 tokens a pass, 24 rows: rate over the plain loop", OURS),
     ("changes on the device", "1 % of 0.0655 M"),
     ("a delta decoded and applied on the device", "1 % of 0.0655 M"),
 }

@@ -239,7 +239,9 @@ class PoolBounds(Section):
     """How small and how large a pool may be."""
 
     min_nodes: int = Field(default=1, ge=0, le=10_000)
+    """Nodes that it always has."""
     max_nodes: int = Field(ge=1, le=10_000)
+    """Nodes that it never has more than."""
 
     @model_validator(mode="after")
     def _ordered(self) -> PoolBounds:
