@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,7 @@ class TrainerProcess:
                 "address_file": str(self._address_file),
             }
         )
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "astraflow_trainer.server"])
-        self._process = context.Process(target=_live, args=(given, str(self._log)))
+        self._process = _forking_context().Process(target=_live, args=(given, str(self._log)))
         self._process.start()
 
     async def exits_with(self, status: int) -> None:
@@ -154,7 +152,12 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forking() -> Iterator[None]:
-    """After a module that imports this, the process that forks its trainers is gone."""
+    """The process that forks a module's trainers is ready before a server lives in the test's loop, which it would hold
+    up; afterwards it is gone.
+    """
+    first = _forking_context().Process(target=_nothing)
+    first.start()
+    first.join()
     yield
     # There is no public way to end it before this process ends.
     server: Any = vars(multiprocessing.forkserver)["_forkserver"]
@@ -162,6 +165,16 @@ def forking() -> Iterator[None]:
         # It holds nothing; an orderly end runs through torch's finalizers, which take long on a busy machine.
         os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
+
+
+def _forking_context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "astraflow_trainer.server"])
+    return context
+
+
+def _nothing() -> None:
+    """What the first process does: it has come once everything is imported."""
 
 
 def _live(options: dict[str, object], log_path: str) -> None:
