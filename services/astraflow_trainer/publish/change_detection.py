@@ -91,10 +91,8 @@ class _Group:
         for bucket, start, (first, end) in zip(self.buckets, starts, pairwise(bounds), strict=True):
             if first < end:
                 places[first:end] -= np.uint32(start)
-                yield (
-                    bucket,
-                    FoundChanges(start=bucket.start, positions=places[first:end], steps=values[first:end]),
-                )
+                positions_here, steps_here = places[first:end], values[first:end]
+                yield bucket, FoundChanges(start=bucket.start, positions=positions_here, steps=steps_here)
 
 
 class _Places:
