@@ -14,13 +14,13 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from astraflow_kit.parent import die_with_parent, dying_with_us
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_POLL_S = 0.01
+_TAKEN = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
 def ending_with_us(*command: str) -> tuple[str, ...]:
@@ -40,32 +40,31 @@ def _guard(parent_pid: int, command: list[str]) -> NoReturn:
         parent_pid and libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
     ):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER or PR_SET_PDEATHSIG) failed")
-    # Before the program exists, so that no signal finds one without the other.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    # Taken one by one below: a handler's turn may come after the call that was to be interrupted has begun to wait.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
     program = os.fork()
     if not program:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
         die_with_parent(os.getppid())
         os.execvp(command[0], command)
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        os.kill(program, number)
-
-    def kill_all(_number: int, _frame: FrameType | None) -> None:
-        _kill(_descendants())
-
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGINT, kill_all)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     if parent_pid and os.getppid() != parent_pid:
         _kill([program])
-    ended, status = os.wait()
-    while ended != program:
-        ended, status = os.wait()
-    # It was reaped: its number may soon be somebody else's.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while (status := _status_of(program)) is None:
+        match signal.sigwait(_TAKEN):
+            case signal.SIGTERM:
+                os.kill(program, signal.SIGTERM)
+            case signal.SIGINT:
+                _kill(_descendants())
     _end_orphans()
     _end_as(status)
+
+
+def _status_of(program: int) -> int | None:
+    """How the program ended; None while it runs. Reaps what else has ended."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended in (0, program):
+            return status if ended else None
 
 
 def _end_orphans() -> None:
@@ -86,6 +85,7 @@ def _end_as(status: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
         os._exit(128 + number)  # the first process of a container, which its own signals do not end
     os._exit(os.waitstatus_to_exitcode(status))
