@@ -43,7 +43,7 @@ _SCALING = {
     "pools": {"local": {"min_nodes": 1, "max_nodes": _MOST}},
     "start_nodes": 2,
     "window_s": 12,
-    "start_s": 30,
+    "start_s": 90,
     "shrink_after_s": 24,
 }
 
