@@ -55,8 +55,8 @@ def data_study() -> Study:
         title="Data algorithms, by steps and by rollouts",
         intro=(
             "A set of 320 problems: 35 % trivial, 30 % sums, 35 % without a solution; held out are other sums. "
-            f"Accuracies at step {_STEPS} and at {_ROLLOUTS} generated rollouts are interpolated between evaluations. "
-            "[More](../studies.md#data-algorithms)."
+            f"What is compared is the mean accuracy of all steps up to {_STEPS}, and of all generated rollouts up to "
+            f"{_ROLLOUTS:,}; between evaluations it is interpolated. [More](../studies.md#data-algorithms)."
         ),
         recipe="quickstart",
         base=_BASE,
@@ -100,19 +100,31 @@ def measure(run: Run) -> Measured:
 def conclude(results: Sequence[Result]) -> list[Figure]:
     """What the algorithms are worth over the one before them, by paired seeds."""
     figures = []
-    for one, other, figure, where in (
-        ("dynamic", "uniform", "at_steps", "equal steps"),
-        ("greso", "dynamic", "at_rollouts", "equal rollouts"),
-        ("replay", "dynamic", "at_rollouts", "equal rollouts"),
+    for one, other, curve, end in (
+        ("dynamic", "uniform", "steps", _STEPS),
+        ("greso", "dynamic", "rollouts", _ROLLOUTS),
+        ("replay", "dynamic", "rollouts", _ROLLOUTS),
     ):
-        pairs = paired(results, one, other)
-        gaps = [first.number(figure) - second.number(figure) for first, second in pairs]
-        known = [gap for gap in gaps if gap == gap]
-        if known:
-            value = fmean(known)
-            what = f"held out: {one} less {other}"
-            figures.append(Figure(what=what, subject=where, value=value, unit=spread(known), least=0.0))
+        means = [
+            [_mean_until(result.measured.curves[curve], end) for result in pair]
+            for pair in paired(results, one, other)
+        ]
+        gaps = [first - second for first, second in means if first is not None and second is not None]
+        if gaps:
+            what, subject = f"mean held out: {one} less {other}", f"equal {curve}"
+            figures.append(
+                Figure(what=what, subject=subject, value=fmean(gaps), unit=spread(gaps), least=0.0)
+            )
     return figures
+
+
+def _mean_until(curve: Curve, end: float) -> float | None:
+    """Mean of the curve from 0 to `end`: the trapezoidal rule; None where it ends before."""
+    last = _at(curve, end)
+    if last is None:
+        return None
+    xs, ys = zip(*[point for point in curve if point[0] < end], (end, last), strict=True)
+    return float(np.trapezoid(ys, xs)) / end
 
 
 def _at(curve: Curve, x: float) -> float | None:

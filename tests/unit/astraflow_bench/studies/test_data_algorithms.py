@@ -28,14 +28,28 @@ def test_an_algorithm_that_generated_fewer_rollouts_than_compared_has_no_figure_
     assert measure(run).figures["at_rollouts"] is None
 
 
-def test_data_algorithms_are_compared_where_their_claim_is() -> None:
-    accuracy = {"uniform": (0.57, 0.65), "dynamic": (0.69, 0.62), "greso": (0.7, 0.61), "replay": (0.65, 0.7)}
+def test_the_means_of_curves_are_compared_up_to_equal_steps_and_rollouts() -> None:
+    curves = {  # linear from 0.4 at the start, so the mean up to an end is half way to what is there
+        "uniform": [(0, 0.4), (60, 0.6)],
+        "dynamic": [(0, 0.4), (20, 0.6), (60, 1.0)],
+        "greso": [(0, 0.4), (20, 0.5), (60, 0.7)],
+        "replay": [(0, 0.4), (20, 0.8), (60, 0.8)],
+    }
     results = [
-        result(arm, seed, at_steps=steps, at_rollouts=rollouts)
-        for arm, (steps, rollouts) in accuracy.items()
+        result(arm, seed, curves={"steps": curve, "rollouts": [(400 * x, y) for x, y in curve]})
+        for arm, curve in curves.items()
         for seed in range(2)
     ]
     found = {figure.what: figure for figure in conclude(results)}
-    assert found["held out: dynamic less uniform"].value == pytest.approx(0.12)
-    assert found["held out: greso less dynamic"].met is False
-    assert found["held out: replay less dynamic"].met is True
+    # Up to step 30: 0.45, and 0.55 (0.5 for 20 steps, 0.65 for 10).
+    assert found["mean held out: dynamic less uniform"].value == pytest.approx(0.1)
+    # 6,000 rollouts are 15 steps: 0.475, 0.4375 and 0.55.
+    assert found["mean held out: greso less dynamic"].value == pytest.approx(-0.0375)
+    assert found["mean held out: greso less dynamic"].met is False
+    assert found["mean held out: replay less dynamic"].value == pytest.approx(0.075)
+    assert found["mean held out: replay less dynamic"].met is True
+
+
+def test_a_curve_that_ends_before_is_not_compared() -> None:
+    short = {"steps": [(0, 0.4), (20, 0.6)], "rollouts": [(0, 0.4), (5000, 0.6)]}
+    assert conclude([result(arm, 0, curves=short) for arm in ("uniform", "dynamic", "greso")]) == []
