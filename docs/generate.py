@@ -211,9 +211,10 @@ def _first_sentence(page: str) -> str:
     lines = _text(page).split("\n")
     start = next(number for number, line in enumerate(lines) if line.startswith("# ")) + 1
     paragraphs = [" ".join(part.split()) for part in "\n".join(lines[start:]).split("\n\n")]
-    prose = next(part for part in paragraphs if part and not part.startswith(("<!--", "```", "|", "#")))
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose)
-    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":.") + "."
+    prose = [part for part in paragraphs if part and not part.startswith(("<!--", "```", "|", "#"))]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose))
+    sentences = re.split(r"(?<=[.:])\s", plain)
+    return next(each for each in sentences if not each.startswith("Generated ")).rstrip(":.") + "."
 
 
 def _text(page: str) -> str:

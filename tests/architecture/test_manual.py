@@ -9,10 +9,13 @@ person.
 import importlib.util
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
-from support.manual import COMMANDS, PAGES, Block, blocks_of
+from astraflow.cli import COMMANDS as COMMANDS_BY_NAME
+from support.manual import COMMANDS, PAGES, Block, blocks_of, commands_of, loose_commands
 from support.source_tree import REPOSITORY
 
 
@@ -51,6 +54,45 @@ def test_every_command_of_the_manual_is_run_or_says_what_it_needs() -> None:
     assert len(shown) > 20
     wrong = [(str(page.relative_to(REPOSITORY)), block.text[:60], complaint(block)) for page, block in shown]
     assert not [each for each in wrong if each[-1]]
+
+
+def test_no_command_evades_its_comment() -> None:
+    found = [(str(page.relative_to(REPOSITORY)), loose_commands(page.read_text())) for page in PAGES]
+    assert [each for each in found if each[1]] == []
+    assert loose_commands("Text\n\n    astraflow why\n\n```\nastraflow status\n```\n") == [
+        "astraflow why",
+        "astraflow status",
+    ]
+
+
+def mistake(words: list[str]) -> str:
+    """What the command line would not understand, by names of commands and options, or nothing."""
+    if words[0] not in COMMANDS_BY_NAME:
+        return f"no command {words[0]}"
+    command: Any = typer.main.get_command(importlib.import_module(COMMANDS_BY_NAME[words[0]].module).app)
+    rest = words[1:]
+    while hasattr(command, "commands"):
+        name = next((word for word in rest if not word.startswith("-")), None)
+        if name is None:
+            return ""  # the group itself is spoken of
+        if name not in command.commands:
+            return f"no command {words[0]} {name}"
+        rest.remove(name)
+        command = command.commands[name]
+    known = {
+        "--help",
+        *(name for option in command.params for name in (*option.opts, *option.secondary_opts)),
+    }
+    unknown = [word for word in rest if word.startswith("-") and word.partition("=")[0] not in known]
+    return f"no option {', '.join(unknown)}" if unknown else ""
+
+
+def test_every_command_that_is_spoken_of_is_there_with_its_options() -> None:
+    said = {(page.name, *words) for page in PAGES for words in commands_of(page.read_text())}
+    assert len(said) > 200
+    assert [(*each, wrong) for each in sorted(said) if (wrong := mistake(list(each[1:])))] == []
+    assert mistake(["status", "--server", "x"]) == "no option --server"
+    assert mistake(["runs", "sell"]) == "no command runs sell"
 
 
 def test_every_page_that_says_run_is_run() -> None:
@@ -102,3 +144,4 @@ def test_generated_pages_know_every_command_and_error_by_their_names() -> None:
     assert "| `FENCED` | `FAILED_PRECONDITION` | `FencedError` |" in made["reference/errors.md"]
     assert "| `max_staleness` | integer in 0…1024 | `2` |" in made["reference/recipe.md"]
     assert "(tasks/train-two-policies.md): Each policy has its own trainer" in made["llms.txt"]
+    assert "do not edit" not in made["llms.txt"]
