@@ -19,6 +19,8 @@ ALWAYS = {
     ("push 16: rate", "raw gRPC stream"),
     ("push 16: Redis CPU", "raw Redis"),
     ("batch of 16 × 2k", "published buffer, in memory"),
+    ("batch of 16 × 2k", "Ray's object store"),
+    ("batch of 16 × 2k", "TransferQueue"),
     ("main Redis: memory of a trajectory", "payloads in a second Redis"),
     ("server: CPU of a push", "payloads in a folder"),
     ("expired leases are leased again", "300 tasks"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from astraflow_bench.dataflow.driving import Driver
+from astraflow_bench.dataflow.peers import measure_peers
 from astraflow_bench.dataflow.processes import Bed, Spent, over_redis
 from astraflow_bench.dataflow.published import PublishedBuffer
 from astraflow_bench.dataflow.raw import RawCost, measure_redis, measure_streams
@@ -65,9 +66,12 @@ async def measure_batch(sizes: PlaneSizes, folder: Path) -> list[Figure]:
     async with over_redis(folder / "bed") as bed:
         driver = await Driver.create(bed.client, groups_per_step=sizes.batch_groups)
         episodes = Episodes(driver.run_id, num_response=_TYPICAL)
-        taken_s = []
+        pushed_s, taken_s = [], []
         for step in range(max(2, sizes.batches)):
-            await driver.push(await driver.leased(sizes.batch_groups, prefix=f"{step}-"), episodes)
+            leases = await driver.leased(sizes.batch_groups, prefix=f"{step}-")
+            began_s = time.perf_counter()
+            await driver.push(leases, episodes, packed=True)
+            pushed_s.append(time.perf_counter() - began_s)
             began_s = time.perf_counter()
             batch = await driver.acquire()
             await driver.fetch()
@@ -80,7 +84,13 @@ async def measure_batch(sizes: PlaneSizes, folder: Path) -> list[Figure]:
     row = partial(Figure, what=f"batch of {count} × 2k", unit="ms")
     ratio = partial(Figure, subject="AstraFlow", unit="×")
     return [
+        row(
+            subject="AstraFlow",
+            what=f"pushes of {count} × 2k, in groups of {GROUP}",
+            value=1e3 * min(pushed_s),
+        ),
         row(subject="AstraFlow", value=1e3 * min(taken_s)),
+        *measure_peers(count=count, tokens=PROMPT_TOKENS + _TYPICAL),
         row(subject="raw gRPC stream", value=1e3 * min(raw_s)),
         row(subject="raw Redis GET", value=1e3 * read.seconds),
         row(subject="published buffer, in memory", value=1e3 * published_s),
