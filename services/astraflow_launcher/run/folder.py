@@ -245,9 +245,10 @@ def _stored_record(root: Path, loaded: LoadedRecipe) -> tuple[RunRecord, list[st
         raise ConflictError(
             f"{root} holds run {record.run_id!r} of another recipe: {error.message}; or give another --data-dir"
         ) from error
-    if record.recipe_sha256 != recipe_digest(own, code_sha256=loaded.code_sha256):
+    if record.recipe_sha256 != (digest := recipe_digest(own, code_sha256=loaded.code_sha256)):
         raise ConflictError(
-            f"{root} holds run {record.run_id!r} of a recipe with other code; give another --data-dir, or the files "
-            "that the run was started with"
+            f"{root} holds run {record.run_id!r} of a recipe with other code (its run.json says digest "
+            f"{record.recipe_sha256[:12]}, with the code here it is {digest[:12]}); give another --data-dir, or the "
+            "files that the run was started with"
         )
     return record, changes
