@@ -48,12 +48,18 @@ class OneEndToEndTestAtATime(LoadScopeScheduling):  # type: ignore[misc]  # xdis
             "tests/deploy/test_compose",
             "tests/deploy/test_play_kube",
         )
+        parts_of_it = (
+            "tests/chaos/test_collection_kills",
+            "tests/chaos/test_weight_kills",
+            "tests/e2e/test_dashboard_in_chromium",
+        )
         over_radosgw = ("tests/integration/test_object_store_contract", "tests/integration/test_store_grants")
         if nodeid.startswith("tests/integration/test_hostile_requests"):
             return nodeid
         if nodeid.startswith(over_radosgw):
             return "radosgw"
-        return "tests/e2e" if nodeid.startswith(whole_loops) else nodeid.partition("::")[0]
+        is_whole = nodeid.startswith(whole_loops) and not nodeid.startswith(parts_of_it)
+        return "tests/e2e" if is_whole else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

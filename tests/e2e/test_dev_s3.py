@@ -13,7 +13,8 @@ from support.development import RUN_ID, RunFiles, dev, finish
 from support.published_models import read_log
 from support.s3_server import S3Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+# In ci the runs of tests/deploy/test_compose.py and of test_two_regions.py have their weights in a bucket.
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(240)]
 
 URI = "s3://weights/some/prefix"
 STEPS = 3

@@ -1,6 +1,7 @@
 """A Redis that would lose data, or cannot be used, is refused with remedy and status; a full one is outlived."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -8,9 +9,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 
 import pytest
+import redis
 
 from astraflow.dataflow.v1 import batch_service_pb2
 from astraflow.errors import AstraflowError
+from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.homes.cluster import redis_at
 from astraflow_kit.lifecycle import ExitCode
@@ -167,6 +170,14 @@ async def test_a_redis_that_keeps_nothing_is_used_where_that_is_accepted(own_val
     spoil = ROWS["keeps nothing"][0]
     async with spoil(own_valkey) as url, Connection(url, allow_volatile=True) as connection:
         assert await connection.ready() is None
+
+
+def test_every_command_that_functions_call_is_known(redis_url: str) -> None:
+    called = sorted(set(re.findall(r"\bcall\('(\w+)'", function_library.source())))
+    assert len(called) > 40
+    with redis.Redis.from_url(redis_url) as client:
+        described = client.execute_command("COMMAND INFO", *called)
+    assert [name for name, known in zip(called, described, strict=True) if not known] == []
 
 
 async def test_a_password_comes_from_a_file_and_may_change(own_valkey: ValkeyServer, tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
-"""`astraflow dataflow --processes`: one address, several servers, and none is missed when it dies."""
+"""`astraflow dataflow --processes`: one address, several servers, and none is missed when it dies.
+
+Most tests share what is started once; the last of them ends it.
+"""
 
 import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,15 +18,20 @@ from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow_kit.lifecycle import ExitCode
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import until
+from support.valkey import ValkeyServer, flush
 
 NUM = 3
+OPTIONS = ("--processes", str(NUM))
 
 
-@pytest.fixture
-def serving(process: DataflowProcess) -> DataflowProcess:
+@pytest.fixture(scope="module")
+def serving(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataflowProcess]:
     """Three processes behind one port."""
-    process.start(options=["--processes", str(NUM)])
-    return process
+    flush(valkey.url)
+    process = DataflowProcess(valkey.url, tmp_path_factory.mktemp("serving"))
+    process.start(options=OPTIONS)
+    yield process
+    process.kill()
 
 
 def servers(process: DataflowProcess) -> list[psutil.Process]:
@@ -90,17 +99,18 @@ async def test_a_process_that_is_killed_is_started_again(serving: DataflowProces
     await until(is_replaced)
 
 
-async def test_a_signal_ends_them_all(serving: DataflowProcess) -> None:
-    running = servers(serving)
-    assert serving.signal(signal.SIGTERM) == ExitCode.OK
-    assert not any(server.is_running() and server.status() != psutil.STATUS_ZOMBIE for server in running)
-
-
 async def test_none_outlives_the_process_that_started_them(serving: DataflowProcess) -> None:
     running = servers(serving)
     serving.kill()
     psutil.wait_procs(running, timeout=20)
     assert not any(server.is_running() for server in running)
+
+
+async def test_a_signal_ends_them_all(process: DataflowProcess) -> None:
+    process.start(options=OPTIONS)
+    running = servers(process)
+    assert process.signal(signal.SIGTERM) == ExitCode.OK
+    assert not any(server.is_running() and server.status() != psutil.STATUS_ZOMBIE for server in running)
 
 
 def test_what_one_refuses_ends_all_with_its_status(process: DataflowProcess, tmp_path: Path) -> None:

@@ -38,11 +38,16 @@ from support.raas_node import local_node
 
 pytestmark = pytest.mark.integration
 
-SEED, SERIALLY = 1, 200
+SEED = 1
 COUNTS = [
     pytest.param(2_000, marks=[pytest.mark.ci, pytest.mark.timeout(600)], id="2000"),
     pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="100000"),
 ]
+
+
+def serially(count: int) -> int:
+    """How many of them are sent one by one."""
+    return max(100, count // 500)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +142,7 @@ async def test_the_dataflow_server_answers_or_refuses_and_refused_calls_change_n
             metrics=world.dataflow.metrics,
             seed=SEED,
         )
-        found = await attack.run(count, serially=SERIALLY, kept=kept)
+        found = await attack.run(count, serially=serially(count), kept=kept)
     kept.close()
     assert sum(found.values()) >= count
     assert found["INVALID_ARGUMENT"] > count // 50, found
@@ -209,7 +214,7 @@ async def attacked(
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
             attack = Attack(channel=channel, method=method, good=good, metrics=metrics, seed=SEED)
-            found = await attack.run(count, serially=SERIALLY, kept=kept)
+            found = await attack.run(count, serially=serially(count), kept=kept)
     finally:
         await server.stop(deadline_s=1.0)
     assert sum(found.values()) == count

@@ -319,13 +319,15 @@ async def test_an_engine_that_a_killed_node_left_paused_serves_the_next_one(run:
         await eventually(lambda: trained <= pushed_by(node), what="the node's log of its pushes")
 
 
-WINDOWS = (
-    *("raas.joined@1", "raas.leased@2", "raas.generating@3", "raas.spooled@2", "raas.push@3"),
-    *("raas.pushed@2", "raas.activate@1", "raas.activated@1", "raas.draining@1"),
-)
+IN_CI = ("raas.joined@1", "raas.spooled@2", "raas.push@3", "raas.draining@1")
+IN_A_LOOP = ("raas.leased@2", "raas.generating@3", "raas.pushed@2", "raas.activate@1", "raas.activated@1")
+"""Windows in which tests/chaos/test_kills.py kills a node in ci."""
+WINDOWS = [
+    *(pytest.param(window, marks=pytest.mark.ci) for window in IN_CI),
+    *(pytest.param(window, marks=pytest.mark.soak) for window in IN_A_LOOP),
+]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("window", WINDOWS)
 async def test_a_node_killed_in_a_window_comes_back_and_nothing_is_lost_or_trained_twice(
     run: Elastic, window: str

@@ -102,7 +102,8 @@ async def two_policies(
             task.cancel()
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+# In ci tests/e2e/test_two_policies.py kills engines.
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 async def test_one_policy_goes_on_while_the_other_has_no_engine(
     world: World, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -55,20 +55,31 @@ def _no_process_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_every_section_measures_and_has_its_page(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the pages of a whole benchmark."""
+    folder = tmp_path_factory.mktemp("bench")
     # The status is not judged: targets are about sizes that mean something.
-    result = run("bench", "trainer", *SIZES.split(), "--json", "--write", str(tmp_path))
-    written = json.loads((tmp_path / "trainer.json").read_text())
-    assert written == result.json
-    figures = {(figure["what"], figure["subject"]): figure["value"] for figure in written["figures"]}
+    result = run("bench", "trainer", *SIZES.split(), "--json", "--write", str(folder))
+    assert json.loads((folder / "trainer.json").read_text()) == result.json
+    return folder
+
+
+@pytest.fixture
+def figures(written: Path) -> dict[tuple[str, str], float]:
+    """Its figures."""
+    found = json.loads((written / "trainer.json").read_text())["figures"]
+    return {(figure["what"], figure["subject"]): figure["value"] for figure in found}
+
+
+def test_every_section_measures_and_has_its_page(
+    written: Path, figures: dict[tuple[str, str], float]
+) -> None:
     assert figures.keys() >= ALWAYS
-    page = (tmp_path / "trainer.md").read_text()
-    assert page.count("\n| ") == len(figures) + 1
+    assert (written / "trainer.md").read_text().count("\n| ") == len(figures) + 1
 
 
-def test_what_is_counted_is_exact() -> None:
-    result = run("bench", "trainer", *SIZES.split(), "--only", "packing", "--only", "split", "--json")
-    figures = {(figure["what"], figure["subject"]): figure["value"] for figure in result.json["figures"]}
+def test_what_is_counted_is_exact(figures: dict[tuple[str, str], float]) -> None:
     for lengths in LENGTHS:
         assert figures[f"{lengths}: positions computed", "separate passes"] == 1.0
         assert figures[f"{lengths}: passes", "separate passes"] == 12

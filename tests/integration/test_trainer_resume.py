@@ -91,13 +91,20 @@ SOME = (
     *("trainer.read_ahead@3", "trainer.step_taken@4", "weights.publish.before_manifest@4"),
     *("trainer.committed@4", "trainer.checkpoint_half_written@2"),
 )
-ALL = (
-    *("trainer.intent_recorded@1", "trainer.intent_recorded@4", "trainer.step_acked@4"),
-    *("trainer.before_publish@1", "trainer.before_publish@4", "weights.publish.parts_uploaded@4"),
-    *("weights.publish.after_manifest@1", "weights.publish.after_manifest@4", "trainer.announced@4"),
-    *("trainer.checkpoint_half_written@1", "trainer.checkpoint_written@1", "trainer.checkpoint_written@3"),
+IN_CI = (
+    *("trainer.intent_recorded@1", "trainer.step_acked@4", "trainer.before_publish@4"),
+    *("weights.publish.parts_uploaded@4", "weights.publish.after_manifest@1", "trainer.announced@4"),
+    *("trainer.checkpoint_half_written@1", "trainer.checkpoint_written@3"),
 )
-WINDOWS = [*SOME, *(pytest.param(window, marks=pytest.mark.ci) for window in ALL)]
+AT_OTHER_STEPS = (
+    *("trainer.intent_recorded@4", "trainer.before_publish@1", "weights.publish.after_manifest@4"),
+    "trainer.checkpoint_written@1",
+)
+WINDOWS = [
+    *SOME,
+    *(pytest.param(window, marks=pytest.mark.ci) for window in IN_CI),
+    *(pytest.param(window, marks=pytest.mark.soak) for window in AT_OTHER_STEPS),
+]
 
 
 @pytest.mark.timeout(240)

@@ -1,7 +1,8 @@
 """Fixtures of the dataflow tests: one Valkey per pytest process, one empty database and one server per test.
 
-Every test that asks for a Redis runs on Valkey. Those of what is kept in it run once more under `.ci/run`, on the
-system's redis-server, the oldest Redis that is supported; a few of them also on a cluster.
+Every test that asks for a Redis runs on Valkey. Those of what is kept in it run once more on the redis-server of the
+system, the oldest Redis that is supported: in ci where they are nearest to what Redis does, else in soak. A few of them
+also run on a cluster.
 
 Made visible by `tests/integration/conftest.py` and `tests/contract/conftest.py`.
 """
@@ -27,14 +28,37 @@ OF_WHAT_IS_KEPT = (
     "test_task_priorities",
 )
 """How the names of the modules begin whose tests run on both."""
+IN_CI = (
+    "test_archive",
+    "test_bad_redis",
+    "test_dataflow_admin",
+    "test_dataflow_batches",
+    "test_dataflow_deletion",
+    "test_dataflow_durability",
+    "test_dataflow_holding",
+    "test_dataflow_leases",
+    "test_dataflow_model",
+    "test_dataflow_outcomes",
+    "test_dataflow_packs",
+    "test_dataflow_payloads",
+    "test_dataflow_replay",
+    "test_dataflow_restarts",
+    "test_dataflow_snapshots",
+    "test_dataflow_switching",
+    "test_dataflow_versions",
+    "test_requested_evaluations",
+    "test_run_life",
+)
+"""Of them, those that run on the old Redis in ci. That it knows all that functions call, `test_bad_redis` shows."""
 OF_PROCESSES = "test_dataflow_process"
 """How the names of those begin that are about the server's processes: they run on Valkey."""
 LONG = (
+    "test_a_server_killed_at_a_named_moment_loses_and_doubles_nothing",
     "test_a_server_that_is_killed_while_it_writes_leaves_each_row_once",
     "test_servers_answer_as_the_model_does",
     "test_so_they_do_with_payloads_outside",
 )
-"""Tests that run on the old Redis in `make soak` only: long, and shorter ones beside them show the same."""
+"""Tests that run on the old Redis in `make soak` only: shorter ones beside them show the same."""
 ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs")
 """Modules whose tests run on a cluster as well: steps over several slots, and transactions of payloads and commits."""
 
@@ -45,7 +69,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if name.startswith(OF_PROCESSES):
         return
     if "redis_binary" in metafunc.fixturenames and name.startswith(OF_WHAT_IS_KEPT):
-        mark = pytest.mark.soak if metafunc.function.__name__ in LONG else pytest.mark.ci
+        is_quick = name in IN_CI and metafunc.function.__name__ not in LONG
+        mark = pytest.mark.ci if is_quick else pytest.mark.soak
         both = ["valkey", pytest.param("redis7", marks=mark)]
         if name in ON_A_CLUSTER:
             both.append(pytest.param("cluster", marks=pytest.mark.ci))
