@@ -59,6 +59,14 @@ def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: P
     assert again.recipe_yaml == first.recipe_yaml == tiny_recipe(f"{key}=3").yaml_text
 
 
+def test_a_run_of_other_code_is_refused_with_both_digests(tmp_path: Path) -> None:
+    own = opened(data_dir=tmp_path).record.recipe_sha256
+    record = tmp_path / "run.json"
+    record.write_text(record.read_text().replace(own, "0" * 64))
+    with pytest.raises(ConflictError, match=f"says digest 0{{12}}, with the code here it is {own[:12]}"):
+        opened(data_dir=tmp_path)
+
+
 def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """Of each file, when it was written and what is in it."""
     files = (path for path in folder.rglob("*") if path.is_file())
