@@ -177,7 +177,9 @@ def main() -> None:
     try:
         run()
     except AstraflowError as error:
-        typer.echo(f"{error.reason}: {error.message}", err=True)
+        from astraflow.commands.wording import printable
+
+        typer.echo(printable(f"{error.reason}: {error.message}"), err=True)
         sys.exit(_exit_status(error))
 
 

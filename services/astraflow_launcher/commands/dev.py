@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from astraflow.commands import wording
 from astraflow.errors import InvalidArgumentError
@@ -45,6 +44,9 @@ from astraflow_raas.settings import EMBEDDED_ENGINE
 from astraflow_weights.daemon_settings import StoreAccess
 from astraflow_weights.store import open_store
 from astraflow_weights.store.probing import probe_create_only
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(add_completion=False)
 
@@ -193,7 +195,7 @@ def dev(
 
 def _conduct(options: Options, folder: RunFolder, *, quiet: bool, as_json_object: bool) -> None:
     """Run to the end, shown on stderr, and leave with the status of the run."""
-    console = Console(stderr=True)
+    console = wording.terminal(stderr=True)
     with folder.lock:
         summary = conduct(options, folder, console, quiet=quiet)
         _finish(summary, folder, console, as_json_object=as_json_object)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from astraflow.commands import wording
 from astraflow.recipe import Recipe
@@ -106,7 +105,7 @@ def evaluate(
         loaded.recipe, serve=serve, engine=engine, engine_python=engine_python, environments=environment or []
     )
     require_heldout(loaded)
-    folder, console = own_folder(loaded, data_dir), Console(stderr=True)
+    folder, console = own_folder(loaded, data_dir), wording.terminal(stderr=True)
     options = Options(loaded=loaded, num_nodes=nodes, node_options=of_nodes, timeout_s=timeout)
     with folder.lock:
         summary = conduct(options, folder, console, quiet=quiet)

@@ -25,7 +25,7 @@ from astraflow.commands.status import (
     wait_parts,
 )
 from astraflow.commands.waits import is_alarm
-from astraflow.commands.wording import enum_text, number_text, sparkline
+from astraflow.commands.wording import Printable, enum_text, number_text, sparkline
 from astraflow.dataflow.v1 import admin_service_pb2
 from astraflow.trainer.v1 import trainer_service_pb2
 from astraflow_launcher.view.observation import Observation
@@ -175,7 +175,7 @@ class LiveView:
 
     def show(self, observation: Observation, *, doing: str) -> None:
         """Redraw."""
-        self._live.update(render(observation, title=self._title, doing=doing))
+        self._live.update(Printable(render(observation, title=self._title, doing=doing)))
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -18,6 +18,7 @@ from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
 from astraflow.commands.waits import in_order
 from astraflow.commands.wording import (
+    Printable,
     as_json,
     console,
     count_text,
@@ -98,7 +99,7 @@ def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
         elif output.is_terminal:
             with Live(console=output, auto_refresh=False) as live:
                 for status in statuses:
-                    live.update(status_page(status), refresh=True)
+                    live.update(Printable(status_page(status)), refresh=True)
         else:
             for status in statuses:
                 output.print(status_page(status), end="\n\n")

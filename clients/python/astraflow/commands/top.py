@@ -36,7 +36,16 @@ from astraflow.commands.status import (
     trajectory_parts,
 )
 from astraflow.commands.why import reason_parts
-from astraflow.commands.wording import as_json, console, heading, print_json, span_text, sparkline, table
+from astraflow.commands.wording import (
+    Printable,
+    as_json,
+    console,
+    heading,
+    print_json,
+    span_text,
+    sparkline,
+    table,
+)
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import AstraflowError, NotFoundError
@@ -322,7 +331,7 @@ class Top(App[None]):
     def _show(self) -> None:
         self._show_head()
         for name, page in pages(self._look, width=self.size.width).items():
-            self.query_one(f"#page-{name}", Static).update(page)
+            self.query_one(f"#page-{name}", Static).update(Printable(page))
 
     def _show_head(self) -> None:
         self.query_one("#head", Static).update(self.head())

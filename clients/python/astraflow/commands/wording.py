@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import typer
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from google._upb import _message
     from google.protobuf import descriptor
+    from rich.segment import Segment
 
     Field: TypeAlias = descriptor.FieldDescriptor | _message.FieldDescriptor
     Enum: TypeAlias = descriptor.EnumDescriptor | _message.EnumDescriptor
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 160
 _MINUTE_S, _HOUR_S = 60, 3600
 _BARS = "▁▂▃▄▅▆▇█"
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -42,10 +46,39 @@ def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def printable(text: str) -> str:
+    """Return a text in which what would act on a terminal is a picture: `␛` for an escape."""
+    return text.translate(_PICTURES)
+
+
+@dataclass(frozen=True)
+class Printable:
+    """What is shown, printable and no markup: what models, tasks and exceptions say cannot act on a terminal."""
+
+    shown: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield it as pieces of the screen."""
+        for segment in console.render(self.shown, options.update(markup=False)):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+class _Printing(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Printable(each) for each in renderables]
+
+
+def terminal(*, stderr: bool = False, width: int | None = None, file: IO[str] | None = None) -> Console:
+    """Return a console on which all that is printed is `Printable`; what a `Live` on it shows must be made so."""
+    made = Console(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, file=file)
+    made.push_render_hook(_Printing())
+    return made
+
+
 def console() -> Console:
     """Return where text for people goes; a pipe gets whole lines whatever the terminal's width."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
+    found = terminal()
+    return found if found.is_terminal else terminal(width=_PIPED_WIDTH)
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:

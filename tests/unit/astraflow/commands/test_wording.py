@@ -1,10 +1,25 @@
 """JSON has the contract's fields by fixed rules; figures are told as people say them."""
 
+import io
 import math
 
 import pytest
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from astraflow.commands.wording import as_json, count_text, number_text, span_text, sparkline
+from astraflow.commands.wording import (
+    Printable,
+    as_json,
+    count_text,
+    number_text,
+    printable,
+    span_text,
+    sparkline,
+    table,
+    terminal,
+)
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 
@@ -54,3 +69,39 @@ def test_figures() -> None:
 def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
     assert sparkline([0.0, 0.5, 1.0, math.nan, 2.0]) == "▁▅█ █"
     assert sparkline([1.0] * 100, width=3) == "███"
+
+
+HOSTILE = "a\x1b]0;owned\x1b\\b\x1b[2Jc\x9b1mé[/b][red]"
+"""Sets a title, clears the screen, becomes bold, ends markup and begins some."""
+PICTURED = "a␛]0;owned␛\\b␛[2Jc\ufffd1mé[/b][red]"
+
+
+def test_what_would_act_on_a_terminal_is_a_picture() -> None:
+    assert printable(HOSTILE) == PICTURED
+    assert printable("two\nlines\tand more\x07") == "two\nlines\tand more␇"
+
+
+def cell(text: str) -> Table:
+    """A table of one cell."""
+    rows = table("what")
+    rows.add_row(text)
+    return rows
+
+
+@pytest.mark.parametrize("shown", [Text(HOSTILE, style="red"), cell(HOSTILE), HOSTILE], ids=type)
+def test_nothing_that_is_shown_acts_on_the_terminal(shown: RenderableType) -> None:
+    plain = terminal(file=io.StringIO(), width=60)
+    plain.print(shown)
+    assert PICTURED in printed(plain)
+    assert "\x1b" not in printed(plain)
+    screen = Console(file=io.StringIO(), force_terminal=True, highlight=False, width=60)
+    with Live(Printable(shown), console=screen, auto_refresh=False):
+        pass
+    assert PICTURED in printed(screen)
+    assert [part for part in ("\x1b]0;", "\x1b[2J", "\x9b") if part in printed(screen)] == []
+
+
+def printed(console: Console) -> str:
+    """What came out of a console that prints into memory."""
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
