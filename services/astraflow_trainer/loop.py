@@ -354,6 +354,7 @@ def _named(metrics: StepMetrics, batch: StepBatch, *, num_unread: int) -> dict[s
         "num_tokens": float(sum(item.num_tokens for item in batch.bound.items)),
         **batch.completions(),
         **batch.rewards(),
+        **batch.staleness_parts(),
         "staleness_mean": fmean(staleness) if staleness else 0.0,
         "staleness_max": float(max(staleness, default=0)),
         "skipped": float(metrics.outcome is Outcome.SKIPPED),

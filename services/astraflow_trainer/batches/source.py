@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
+from astraflow._contract.bounds import MAX_ENTRIES
 from astraflow.client import Client, RetryPolicy
 from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2
 from astraflow.errors import AstraflowError, NotFoundError, PreconditionError, RetryableError
@@ -94,6 +95,18 @@ class StepBatch:
     def staleness(self) -> list[int]:
         """Versions between the step's base version and each trajectory's oldest token."""
         return [self.bound.base_version - item.min_version for item in self.bound.items]
+
+    def staleness_parts(self) -> dict[str, float]:
+        """Where the staleness of the batch arose, means: in flight while versions passed that sampled later tokens, in
+        queue while versions passed that sampled none.
+        """
+        items, base = self.bound.items, self.bound.base_version
+        if not items:
+            return {"staleness_in_flight_mean": 0.0, "staleness_in_queue_mean": 0.0}
+        return {
+            "staleness_in_flight_mean": fmean(item.max_version - item.min_version for item in items),
+            "staleness_in_queue_mean": fmean(base - item.max_version for item in items),
+        }
 
     def rewards(self) -> dict[str, float]:
         """Quantiles of the rewards of the batch's trajectories."""
@@ -436,7 +449,6 @@ class BatchSource:
         mismatch_kl: Sequence[float] = (),
         figures: Mapping[str, float] | None = None,
     ) -> None:
-        finite = {name: value for name, value in (figures or {}).items() if math.isfinite(value)}
         self._client.call(
             self._client.batches.AckBatch,
             batch_service_pb2.AckBatchRequest(
@@ -446,9 +458,17 @@ class BatchSource:
                 digest=batch.bound.digest,
                 stage=stage,
                 mismatch_kl=mismatch_kl,
-                metrics=finite,
+                metrics=ack_figures(figures or {}),
             ),
         )
+
+
+def ack_figures(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a step that its ack can carry, finite ones and at most MAX_ENTRIES: where many roles or
+    baselines (`NAME/OF`) make more, theirs are left out first.
+    """
+    finite = [(name, value) for name, value in figures.items() if math.isfinite(value)]
+    return dict(sorted(finite, key=lambda figure: "/" in figure[0])[:MAX_ENTRIES])
 
 
 @contextmanager

@@ -105,8 +105,12 @@ def role_metrics(rows: RankedRows, advantages: Advantages) -> dict[str, float]:
     roles = np.array([origin.role for origin in rows.origins])
     for role in dict.fromkeys(roles.tolist()):
         of_role = roles == role
+        low, middle, high = np.quantile(rows.rewards[of_role], (0.1, 0.5, 0.9)).tolist()
         named |= {
             f"reward_mean/{role}": mean(rows.rewards[of_role]),
+            f"reward_p10/{role}": low,
+            f"reward_p50/{role}": middle,
+            f"reward_p90/{role}": high,
             f"advantage_mean/{role}": mean(advantages.values[of_role]),
             f"advantage_std/{role}": float(advantages.values[of_role].std()),
             f"num_trajectories/{role}": float(of_role.sum()),

@@ -217,6 +217,9 @@ def test_a_finished_step_leaves_its_numbers(bench: Bench) -> None:
     assert (first.metrics["num_trajectories"], first.metrics["num_tokens"]) == (2.0, 6.0)
     # The second trajectory of step 2 began one version before the step's.
     assert (second.metrics["staleness_mean"], second.metrics["staleness_max"]) == (0.5, 1.0)
+    # The version passed while it was sampled, for the step's own sampled the rest of it.
+    parts = [second.metrics[f"staleness_in_{place}_mean"] for place in ("flight", "queue")]
+    assert parts == [0.5, 0.0]
     assert (first.metrics["skipped"], second.metrics["skipped"]) == (0.0, 1.0)
     assert first.wait_s >= 0.0
     assert first.train_s >= 0.0

@@ -245,6 +245,14 @@ def test_what_was_measured_of_each_item_is_told_with_a_trained_step(
     assert [list(ack.mismatch_kl) for ack in trainer.script.acks] == [[], told]
 
 
+def test_more_figures_than_an_ack_may_have_do_not_refuse_the_step(trainer: Trainer) -> None:
+    """64 roles have 448 of their own; the figures of the step itself come first."""
+    of_roles = {f"reward_p{share}/role{number}": 0.5 for number in range(64) for share in range(7)}
+    trainer.finish(trainer.take(), skipped=False, figures=of_roles | {"loss": 1.0, "entropy": float("nan")})
+    told = dict(trainer.script.acks[-1].metrics)
+    assert (len(told), told["loss"], "entropy" in told) == (256, 1.0, False)
+
+
 def test_the_ledger_names_what_a_step_trained_on(trainer: Trainer) -> None:
     trainer.finish(trainer.take(1), skipped=False)
     trainer.finish(trainer.take(2), skipped=True)

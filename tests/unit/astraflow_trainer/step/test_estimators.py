@@ -68,9 +68,13 @@ def test_metrics_are_of_each_role_and_each_baseline_that_moved() -> None:
     result = batch_advantages(rows, default=DrGrpo(), of_role=OF_ROLE, baselines={})
     assert role_metrics(rows, result) == {
         "reward_mean/solver": 2.5,
+        "reward_p10/solver": pytest.approx(1.3),
+        "reward_p50/solver": 2.5,
+        "reward_p90/solver": pytest.approx(3.7),
         "advantage_mean/solver": 0.0,
         "advantage_std/solver": 1.5,
         "reward_mean/player": 2.0,
+        **{f"reward_p{share}/player": 2.0 for share in (10, 50, 90)},
         "advantage_mean/player": 2.0,
         "advantage_std/player": 0.0,
         "num_trajectories/solver": 2.0,
