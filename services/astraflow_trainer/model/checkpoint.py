@@ -6,7 +6,6 @@ named it) and restoring it continues bit for bit; anything else is a leftover an
 is found by `set_aside_damaged` before anything is read. Called by the loop.
 """
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from astraflow_kit.log import get_logger
 from astraflow_trainer.model.integrity import Damaged, digests_of, require_unchanged, sealed, unsealed
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
+from astraflow_weights.durable import replace_synced, sync_file, sync_folder
 
 SCHEMA_VERSION = 4
 _PREFIX = "step-"
@@ -211,12 +211,12 @@ class CheckpointStore:
         files = digests_of([path for path in partial.iterdir() if path.is_file()])
         (partial / _POSITION_FILE).write_text(_position_text(position, files))
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync_file(path)
+        sync_folder(partial)
         if final.exists():
             self._supersede([position.step])
         partial.rename(final)
-        _sync(self._directory)
+        sync_folder(self._directory)
 
     def _superseded(self) -> list[Path]:
         """What was put aside, oldest first."""
@@ -315,7 +315,7 @@ def set_aside_damaged(directory: Path) -> int:
         except Damaged as fault:
             number = len(list(directory.glob(f"{_DAMAGED}*"))) + 1
             kept = path.rename(directory / f"{_DAMAGED}{number}-{path.name}")
-            _sync(directory)
+            sync_folder(directory)
             log.error("checkpoint.damaged", fault=str(fault), kept_as=str(kept))
     whole = max((path.name for path in directory.glob(f"{_PREFIX}*")), default="")
     return sum(path.name.split("-", 2)[2] > whole for path in directory.glob(f"{_DAMAGED}*"))
@@ -364,19 +364,8 @@ def _update_learning_rate(path: Path, learning_rate: float | None) -> None:
     position, files = _read(path / _POSITION_FILE)
     if position.learning_rate == learning_rate:
         return
-    fresh = path / f"{_POSITION_FILE}.new"
-    fresh.write_text(_position_text(replace(position, learning_rate=learning_rate), files))
-    _sync(fresh)
-    fresh.rename(path / _POSITION_FILE)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    text = _position_text(replace(position, learning_rate=learning_rate), files)
+    replace_synced(path / _POSITION_FILE, text.encode())
 
 
 @contextmanager
