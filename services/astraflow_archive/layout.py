@@ -7,8 +7,6 @@ called. Keys sort by policy, step and time; `policy=…/step=…` is how Parquet
     <run>/archive=1/trainer_logprobs/policy=<policy>/step=<step:020d>/<digest>.parquet
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Self

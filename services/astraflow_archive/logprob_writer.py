@@ -4,22 +4,18 @@ Invariant: training never waits for it and never ends by it. A store that fails 
 again; the steps between have no log-probs. Made by the trainer's session on each rank.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.recipe.dataflow import ArchiveSettings
 from astraflow_archive import trainer_logprobs
 from astraflow_kit.log import get_logger
 from astraflow_weights.store import ObjectStore
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 log = get_logger(__name__)
 
@@ -41,7 +37,7 @@ class LogprobWriter:
         # It may hang in a call; the process then ends without it.
         self._thread = threading.Thread(target=self._run, name="trainer-logprobs", daemon=True)
 
-    def __enter__(self) -> LogprobWriter:
+    def __enter__(self) -> "LogprobWriter":
         self._thread.start()
         return self
 

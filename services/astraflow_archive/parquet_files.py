@@ -3,8 +3,6 @@
 Invariant: the same table always becomes the same bytes under the same release. Called by `archive`.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

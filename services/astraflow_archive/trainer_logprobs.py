@@ -4,15 +4,13 @@ Invariant: a file is created once, under a name that follows from the trajectori
 adds none. Trainers write (`logprob_writer`), each rank for its rows; `archive` reads. Blocking.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from astraflow.dataflow.v1.sample_pb2 import Sample
 from astraflow_archive.columns import flat, lists
@@ -20,9 +18,6 @@ from astraflow_archive.layout import SCHEMA_VERSION, logprobs_prefix
 from astraflow_archive.parquet_files import ParquetObject, encoded
 from astraflow_weights.errors import ObjectNotFound
 from astraflow_weights.store import ObjectStore
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_FILES_PER_STEP = 1024
 """That are read: one of each rank."""

@@ -4,8 +4,6 @@ What the contract has a message for travels as that message; here is the rest, f
 milliseconds of Redis' clock unless a name says otherwise; ids are the contract's ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

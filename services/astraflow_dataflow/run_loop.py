@@ -6,8 +6,6 @@ on Redis, so each server process may conduct every run. Event driven, with a swe
 something that time may end. One per run and process, made by `server`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

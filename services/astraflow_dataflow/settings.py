@@ -4,8 +4,6 @@ Nothing about a run is set here; that comes from the run's recipe. `__main__` bu
 variables, `server` passes the parts on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Self
 

@@ -5,8 +5,6 @@ writes it on its own lines (`serve`), so one search over all logs finds everythi
 Nodes, trainers and the dataflow server build their ids here and nowhere else.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Invariant: it reads, and writes nothing but the identity that the store does not
 go on has changed nothing. The session asks after every claim.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from astraflow_trainer.batches.source import Claim

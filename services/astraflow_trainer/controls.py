@@ -5,8 +5,6 @@ done and durable, and whoever waits is answered at the end at the latest. The se
 the orders on the first rank and tells the others; the loop carries them out.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

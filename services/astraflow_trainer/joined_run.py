@@ -4,8 +4,6 @@ Invariant: recipe code from the server is written and imported only with leave (
 only when its digest matches. Called once, at start.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ are woken through the loop, so that neither side ever waits for the other. Metri
 kept, about 4 KB each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -6,8 +6,6 @@ step in progress; an error of the training thread ends the process with the exit
 `__main__`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """TrainerService: translates the contract to `Progress` and `Controls`; nothing is decided here."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict

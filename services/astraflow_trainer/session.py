@@ -7,8 +7,6 @@ otherwise the error that names the other one ends it. Every rank runs a session;
 fetches, announces and sends the others what they must know. `server` runs it in the training thread.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

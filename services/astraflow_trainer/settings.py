@@ -4,8 +4,6 @@ Invariant: how to train is never set here; that comes from the recipe, which the
 `__main__` builds them from options and `ASTRAFLOW_*` variables.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Literal, Self

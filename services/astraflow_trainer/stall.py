@@ -5,8 +5,6 @@ may keep it waiting for as long as they like. `server` runs the watch beside the
 heartbeat tells the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback

@@ -5,8 +5,6 @@ service and who asks. Nodes, trainers and `astraflow doctor` build on it, so tha
 `ASTRAFLOW_STORE_*` variables.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -6,8 +6,6 @@ its metadata, which every client of ours gives its caller, and `google.rpc.BadRe
 `ErrorInfo` is classified by its status code alone.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import grpc

@@ -4,8 +4,6 @@ Invariant: a key opens the policies of one episode, from `open` until the block 
 `endpoint` in its constructor and gets the node's `AgentEndpoint`; standard library only, as `plugins`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass

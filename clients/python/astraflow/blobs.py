@@ -4,8 +4,6 @@ Invariant: a reference that passes lies under the run's own prefix and pins size
 neither another run nor other bytes. Used by nodes that write blobs and by the server that takes their trajectories.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 

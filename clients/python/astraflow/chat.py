@@ -5,8 +5,6 @@ Used by the dataflow server, which stores what data sets yield, by nodes, which 
 environment service.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

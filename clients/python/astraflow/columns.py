@@ -4,13 +4,11 @@ Decoding copies nothing: the arrays are read-only views of the message's bytes. 
 here, so that nodes and foreign tools cannot produce a message whose columns disagree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray  # noqa: TC002 - dataclass fields are documented by it
+from numpy.typing import NDArray
 
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2

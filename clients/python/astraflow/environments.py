@@ -4,8 +4,6 @@ Invariant: what is made here keeps the bounds of the contract and answers in tim
 workflow names `environments` in its constructor and gets the node's `Environments`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

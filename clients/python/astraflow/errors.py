@@ -31,8 +31,6 @@ Kinds are chosen by what the caller does next. `reason` is a stable slug that tr
 limit and the remedy; they are for people.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 __all__ = [

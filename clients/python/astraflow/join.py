@@ -8,8 +8,6 @@ holds a token: it is a secret, and comes from a file or a variable, never from a
 `astraflow join-token`; read by whoever dials, in every language (tests/conformance/join_strings.json).
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -4,8 +4,6 @@ A batch is bound by one atomic call and its manifest is a pure function of the b
 between binding and sealing is repaired by the next reader with equal bytes. Called by the batch service.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing

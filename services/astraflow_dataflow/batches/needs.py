@@ -4,8 +4,6 @@ Pure. Of the ready groups those are taken that meet the needs, the nearest deadl
 waits, unless no other group is to come or it has waited long enough. Called by binding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

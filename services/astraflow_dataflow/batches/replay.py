@@ -1,7 +1,5 @@
 """Replay by priority: which groups of a batch teach most. Pure; called by batching when a step was trained."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from statistics import fmean, pstdev
 

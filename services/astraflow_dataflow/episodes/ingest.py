@@ -5,8 +5,6 @@ flight goes into the next, so the cost per episode falls under load and the late
 per process, made by `server`; called by the trajectory service.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

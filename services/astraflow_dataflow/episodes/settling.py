@@ -5,8 +5,6 @@ another server was first. A crash in between leaves the task listed as unsettled
 server settles it. Called by ingest and by the run loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ stored groups and batches and `trained` from the consumed log, so a counter that
 hiding it. Pure; called by reporting and by tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

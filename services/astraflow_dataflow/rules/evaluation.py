@@ -6,8 +6,6 @@ derived, so planning twice is harmless, and a task's id alone says which version
 ingest and leasing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

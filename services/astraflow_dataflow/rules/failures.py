@@ -4,8 +4,6 @@ Pure. Alike are failures with the same reason, exception and place; without a pl
 numbers. Used by leasing, which counts them, by the run loop, which stops the run, and by reporting.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

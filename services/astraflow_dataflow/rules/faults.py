@@ -4,8 +4,6 @@ A plug-in that fails costs only what it was asked about; here is what people see
 calls a plug-in, shown by reporting as a wait of the run and as a gauge.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

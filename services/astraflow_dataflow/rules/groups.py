@@ -4,8 +4,6 @@ A group is all trajectories of one task for one (policy, role). Pure: filters ar
 group becomes ready or all of it is dropped for one reason. Called by `settling` with what the store returned.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

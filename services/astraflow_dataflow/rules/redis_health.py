@@ -4,8 +4,6 @@ Pure: `RedisHealth` is given what each probe found and says what is wrong now, s
 seconds of the server's clock. Fed by the watch of status; shown by Status and `why`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field

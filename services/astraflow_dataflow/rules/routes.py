@@ -4,8 +4,6 @@ Pure: the time is passed in. The first route that is of a group decides; a group
 becomes of the others is a verdict with the route's name, under which `settle` counts them. Called by `groups`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime
 from statistics import fmean

@@ -4,8 +4,6 @@ The journal is text, a line of JSON for each held-out task as it is queued and f
 accepted; this module alone knows its form. Pure; called by curation, the episode store and the evaluation servicer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Pure. Noted by whoever asks a plug-in that nobody obeys, shown by reporting.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

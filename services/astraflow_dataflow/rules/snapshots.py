@@ -6,8 +6,6 @@ draws: number n was drawn when the trained policy reached version n · `every_ve
 and `ingest`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Pure. Judged when a batch is bound, against the version the step starts from; ne
 starts from an older version) count as 0. Called by batching and reporting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

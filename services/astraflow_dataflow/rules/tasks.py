@@ -3,8 +3,6 @@
 Pure; called by curation and by the task service.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property

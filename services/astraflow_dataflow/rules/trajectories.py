@@ -5,8 +5,6 @@ ids, versions, policies and side data belong to the run. The first problem is ra
 ingest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Pure: computed from one audit, the nodes and the evaluations. A wait is named by
 `WaitBook` remembers when each was first seen in this process. Called by reporting, shown by Status and `why`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

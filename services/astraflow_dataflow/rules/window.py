@@ -6,8 +6,6 @@ right side; it is written to Redis once, with the run. How much of it is free is
 whether it is leased while any of their policies has room, or only while all have. Made by the run registry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

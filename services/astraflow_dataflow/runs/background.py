@@ -3,8 +3,6 @@
 Started with a log context of its own, so its lines carry the run and not the call that happened to start it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable

@@ -3,8 +3,6 @@
 Pure, and in memory: another process learns anew. Fed by settling, asked by curation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

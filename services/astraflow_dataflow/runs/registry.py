@@ -4,8 +4,6 @@ A run's recipe and code never change, so a context stays valid as long as the pr
 Redis. Any server process can serve any run. Used by every servicer.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

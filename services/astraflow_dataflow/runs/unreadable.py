@@ -1,7 +1,5 @@
 """A run whose data in Redis is not what this release writes: told by name, left as it is, and no harm to other runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """AdminService: looking at a run from outside, and taking care of its nodes and dead letters."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """BatchService: claiming a policy and taking its batches."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What several requests mean by a field that is not set. Pure; called by the servicers."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 _PAGE = 50

@@ -1,7 +1,5 @@
 """EvaluationService: evaluations that are asked for, and what all of them found, down to each sample."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """RunService: creating, joining and ending runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc

@@ -1,7 +1,5 @@
 """SampleService: reading the archive of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import sample_service_pb2 as pb

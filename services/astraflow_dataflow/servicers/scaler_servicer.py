@@ -3,8 +3,6 @@
 Served on a listener of its own and asked by KEDA alone: whatever becomes of it, nodes and trainers never notice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping

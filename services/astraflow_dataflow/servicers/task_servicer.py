@@ -1,7 +1,5 @@
 """TaskService: submitting tasks, working sessions, and the unary lease calls."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """VersionService: announcing versions and following them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 

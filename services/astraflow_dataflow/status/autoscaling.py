@@ -6,8 +6,6 @@ the state moves by compare-and-set, so of several servers over one Redis one dec
 KEDA, a launcher or a person, reads the same. `server` runs one per run that has `raas.autoscaling`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping, Sequence

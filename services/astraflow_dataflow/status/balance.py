@@ -5,8 +5,6 @@ time takes 1 / (1 − w) times as many steps with that many times the nodes; wai
 Called by reporting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

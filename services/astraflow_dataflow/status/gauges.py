@@ -4,8 +4,6 @@ Every process of a server, and every server over one Redis, exports the same: ta
 reporting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

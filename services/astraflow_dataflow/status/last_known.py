@@ -4,8 +4,6 @@ Invariant: an answer comes within three seconds whatever Redis does, and one fro
 `redis_silent`, and the time at which it was read. Called by the admin service.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ Bounds on flapping, which `tests/unit/astraflow_dataflow/status/test_pool_target
 Pure; `status.autoscaling` measures and keeps the state.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

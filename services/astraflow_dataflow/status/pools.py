@@ -3,8 +3,6 @@
 Pure; called by `reporting` and `scaler_servicer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from astraflow.dataflow.v1 import admin_service_pb2

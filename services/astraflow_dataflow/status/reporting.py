@@ -5,8 +5,6 @@ run holds; of a large one it has the counters, which a recount in slices compare
 admin service, the pages, the metrics and the server, which asks for the recounts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -4,22 +4,18 @@ Each process keeps the columns it has read and asks Redis only for newer steps, 
 costs what has changed. Called by the admin service, and by reporting for the newest steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow_dataflow.records import StepFigures, timestamp
 from astraflow_dataflow.store.admin import AdminStore
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _POINTS = 1000
 _CHUNK = 1000
@@ -62,11 +58,11 @@ class Columns:
                     self._column(f"data.{counted}")[position + offset] = float(number)
             position += len(rows)
 
-    def since(self, first: int) -> Columns:
+    def since(self, first: int) -> "Columns":
         """Return the steps from one on."""
         return self.between(first, self.last)
 
-    def between(self, first: int, last: int) -> Columns:
+    def between(self, first: int, last: int) -> "Columns":
         """Return the steps from one to another, both included."""
         low, high = np.searchsorted(self.steps, (first, last + 1))
         chosen = slice(int(low), int(high))

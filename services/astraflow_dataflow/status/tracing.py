@@ -4,8 +4,6 @@ Pure. An entry is a line of tab-separated fields, its first the kind and its sec
 writes them. Called by reporting for `Why`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Woken by the run's events and by a clock, so that also what has no event (a node
 that merely pass are no change. Called by the admin service.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 

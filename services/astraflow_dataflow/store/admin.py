@@ -4,8 +4,6 @@ Reads are single commands or one function call, changes are atomic functions. Ca
 service.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb

@@ -5,8 +5,6 @@ as these are few. `recount` counts many in slices, and begins again when somethi
 and by the event reader.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

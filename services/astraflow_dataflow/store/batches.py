@@ -4,8 +4,6 @@ Every call carries the trainer epoch and the function refuses an older one, so a
 nothing. Called by the batch and version services and by the run loop.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias

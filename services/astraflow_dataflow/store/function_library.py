@@ -4,8 +4,6 @@ The library's name carries the schema version, each function's name the same pre
 other's functions. Loaded by `store.Connection` at start and again whenever Redis lost it.
 """
 
-from __future__ import annotations
-
 from importlib import resources
 
 from astraflow_dataflow.store.keys import SCHEMA_VERSION, lua_table

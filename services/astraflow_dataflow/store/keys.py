@@ -5,8 +5,6 @@ registry, is in a slot of its own. The same table is rendered into the Lua libra
 functions can never disagree about a name. Read by the store modules.
 """
 
-from __future__ import annotations
-
 SCHEMA_VERSION = 5
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 

@@ -3,8 +3,6 @@
 Saving is a compare-and-set on the revisions, over several plug-ins at once. Called by `data_plugins`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

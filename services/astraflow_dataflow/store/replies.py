@@ -1,7 +1,5 @@
 """Replies of Redis as plain values, and a truth value as the functions take it. Pure; called by the stores."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 Reply: TypeAlias = "int | bytes | list[Reply] | None"

@@ -5,8 +5,6 @@ once sealed, never changes until it is written, so writing it again makes the sa
 archiving and the run loop.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias

@@ -5,8 +5,6 @@ one atomic call. A sampling seed per task is derived from the run's seed, so a r
 same. Called by working sessions and by the task service.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

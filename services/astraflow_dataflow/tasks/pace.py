@@ -3,8 +3,6 @@
 Pure; called by leasing.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ An announcement is one atomic call; readers get whole ranges in order, so no ann
 late they ask. Called by the version service, working sessions and joins.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 

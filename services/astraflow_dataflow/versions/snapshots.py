@@ -4,8 +4,6 @@ Invariant: what a pool may draw is pinned before it is announced, and what has l
 an operator made stay. Every call is idempotent, so each server may make it. Called by the run loop.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_pb2

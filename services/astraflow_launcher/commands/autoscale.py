@@ -1,7 +1,5 @@
 """`astraflow autoscale`: a command of the user's resizes a pool to what the run needs; docs/autoscaling.md."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable

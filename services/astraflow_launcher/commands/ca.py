@@ -1,7 +1,5 @@
 """`astraflow ca`: a certificate authority for development and small installations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`astraflow doctor`: run every check of this machine, as a table or as JSON; status 1 when one failed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

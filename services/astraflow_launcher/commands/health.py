@@ -3,8 +3,6 @@
 Invariant: it needs neither a shell nor curl, only the daemon's own variables: the address file says where to ask.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

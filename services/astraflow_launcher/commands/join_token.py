@@ -1,7 +1,5 @@
 """`astraflow join-token`: one line with which a node of another machine joins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`astraflow secrets`: the secrets of one installation on one box, made where they are missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`astraflow support-bundle`: pack what a report about a run needs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`astraflow token`: the keys that sign tokens, tokens themselves, and what a token says."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime

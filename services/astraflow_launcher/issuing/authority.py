@@ -4,8 +4,6 @@ Invariant: keys are P-256 and never overwritten; nothing that it issues outlives
 whatever makes the secrets of a first start.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass

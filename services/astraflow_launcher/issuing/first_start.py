@@ -4,8 +4,6 @@ Invariant: nothing that is valid is replaced, so every start may ask; each party
 nothing of the others, and the keys that sign stay in `authority`. Called by `astraflow secrets`.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta

@@ -4,8 +4,6 @@ Invariant: the public set holds the key that signs now and at most the one befor
 while servers and callers change over. Called by `astraflow token` and by whatever makes the secrets of a first start.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

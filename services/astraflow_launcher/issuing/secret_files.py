@@ -1,7 +1,5 @@
 """Files that hold secrets: readable by their owner only, whole or not there, and never overwritten by accident."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Invariant: a description never holds the signature, so it can be shown to anybod
 `astraflow join-token`, and by whatever makes the secrets of a first start.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping, Sequence

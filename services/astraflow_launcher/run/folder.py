@@ -6,8 +6,6 @@ belongs to; a folder of another recipe is refused. How many steps to train is no
 only trainers read may differ: they are given to the trainers, and the run keeps its recipe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

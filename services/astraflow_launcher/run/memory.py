@@ -2,8 +2,6 @@
 their users.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ back in its own time, and its name and folder, with the weights in it, are free 
 `PoolActuator`; made by `development_run`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from itertools import count
 

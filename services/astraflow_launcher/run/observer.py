@@ -4,8 +4,6 @@ Invariant: a daemon that does not answer is recorded as unreachable and asked ag
 run and never changes one. One task per source, all owned by `Observer.run`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

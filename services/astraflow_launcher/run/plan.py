@@ -3,8 +3,6 @@
 Pure but for looking at what is installed; nothing is started, written or reserved. Called by the command `dev`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Invariant: a run that is continued is the run it was: the recipe sent is the one
 the number of steps may grow. Called by `development_run` before any worker starts.
 """
 
-from __future__ import annotations
-
 from astraflow.client import AsyncClient
 from astraflow.commands.run_creation import run_of
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2, run_service_pb2

@@ -3,8 +3,6 @@
 Invariant: made anew at each start, readable by their owner only, and signed by a key that is gone when they are made.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path

@@ -4,8 +4,6 @@ What is asked for is looked up before anything is started, so that a version, a 
 is said at once. Reads only.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ not answer, the pool keeps its size. KEDA needs none of this: it reads the same 
 for its own nodes, and by `astraflow autoscale` for those of others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

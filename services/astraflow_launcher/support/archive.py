@@ -4,8 +4,6 @@ Invariant: no secret that can be recognised is written in a text; every entry is
 be read is named in the index instead of failing the rest. `support_bundle` fills it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -5,8 +5,6 @@ A check never changes the machine. Each is a function without arguments, so that
 facts come from small probes below.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

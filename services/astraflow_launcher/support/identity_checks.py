@@ -3,8 +3,6 @@
 Invariant: what is secret in a file is never part of a finding.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 

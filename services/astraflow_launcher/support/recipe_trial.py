@@ -4,8 +4,6 @@ Invariant: the code is tried as it travels, from a copy in a temporary folder; n
 needed. What cannot be tried here is said in a line, what is wrong is raised. Called by `astraflow recipe check`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

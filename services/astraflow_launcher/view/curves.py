@@ -2,8 +2,6 @@
 screen, of the metrics file: it has every step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from pathlib import Path

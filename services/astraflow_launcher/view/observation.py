@@ -6,8 +6,6 @@ and the summary only read it. What is held is bounded however long the run: of s
 has, the newest, and sums.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import re

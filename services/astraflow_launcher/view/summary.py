@@ -4,8 +4,6 @@ Every figure is computed here from an `Observation`, so the live view, the file 
 disagree.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import fmean

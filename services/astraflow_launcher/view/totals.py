@@ -1,7 +1,5 @@
 """What is said of all steps and versions of one policy, added up one by one, so that none of them has to be held."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

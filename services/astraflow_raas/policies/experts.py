@@ -7,21 +7,15 @@ of the layers, as `Trajectory.expert_routing` wants them; SGLang 0.5.20 counts d
 Shape legend: S tokens, H layers of the model, X of them with experts, K experts of a token.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from astraflow.errors import RecipeError
 from astraflow_raas.engine.base import EngineFaulty
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 MAX_EXPERTS = 65_536
 """Ids are written in two bytes."""

@@ -3,8 +3,6 @@
 Invariant: which of both it is follows from the answer to JoinRun alone. Called by `server` once the node has joined.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from astraflow.client import AsyncClient

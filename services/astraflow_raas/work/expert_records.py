@@ -8,28 +8,21 @@ Shape legend: S tokens of a call that a layer has seen, T tokens of a trajectory
 token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from astraflow.blobs import blob_prefix, blob_ref, expert_blobs
+from astraflow.plugins import Trajectory
+from astraflow.rollout.v1 import blob_pb2
 from astraflow_kit.log import get_logger
+from astraflow_kit.metrics import Metrics
 from astraflow_weights.errors import StoreRefused, Unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from astraflow.plugins import Trajectory
-    from astraflow.rollout.v1 import blob_pb2
-    from astraflow_kit.metrics import Metrics
-    from astraflow_weights.store import ObjectStore
+from astraflow_weights.store import ObjectStore
 
 log = get_logger(__name__)
 
@@ -40,7 +33,7 @@ _PROBE = b"nodes may write here"
 class _Call:
     tokens: NDArray[np.int64]
     """Prompt and answer."""
-    before: _Call | None
+    before: "_Call | None"
     """The call that it continues."""
     later_SXK: NDArray[np.unsignedinteger]
     """Its own rows: those behind the ones of `before`."""

@@ -5,8 +5,6 @@ or has a model whose vocabulary only its trainer knows. Invariant: every rank le
 row never ends a run. Called by the training step.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

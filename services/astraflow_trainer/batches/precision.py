@@ -5,8 +5,6 @@ clip range of GSPO. Nothing in a trajectory has to say so, because an engine may
 by `rank_batches` with the rows of each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

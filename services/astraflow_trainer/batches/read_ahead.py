@@ -6,8 +6,6 @@ by `RankBatches`, whose training thread begins and takes; of several ranks the f
 the board, and each fetches its own share.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -6,28 +6,22 @@ named and goes with its group; and what no batch can refer to any more is delete
 row, X mixture-of-experts layers, K experts of a token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from astraflow.blobs import expert_blobs
 from astraflow.errors import AstraflowError
+from astraflow.rollout.v1 import blob_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit.log import get_logger
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from astraflow.rollout.v1 import blob_pb2
-    from astraflow_weights.store import ObjectStore
+from astraflow_weights.store import ObjectStore
 
 log = get_logger(__name__)
 

@@ -4,21 +4,15 @@ Invariant: a replay of a batch corrects the same tokens, for its base version is
 on purpose (`dataflow.replay`) are left as they are, for they have a bound of their own. Called where rows are made.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from astraflow.plugins import VersionSpan
-    from astraflow.recipe import BatchSettings
-    from astraflow_trainer.batches.rows import TrainingRow
+from astraflow.plugins import VersionSpan
+from astraflow.recipe import BatchSettings
+from astraflow_trainer.batches.rows import TrainingRow
 
 
 def corrected(row: TrainingRow, *, base_version: int, settings: BatchSettings) -> tuple[TrainingRow, int]:

@@ -4,8 +4,6 @@ Invariant: a step has a trace of its own, because a batch joins many tasks; both
 rank records. Called by the training loop.
 """
 
-from __future__ import annotations
-
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow_kit import traces
 

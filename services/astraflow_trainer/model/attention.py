@@ -9,8 +9,6 @@ everywhere else the mask stays. Called by the policy model.
 Shape legend: B lanes, L tokens of a lane, T = B·L, H heads, K heads of keys and values, D of a head, P pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

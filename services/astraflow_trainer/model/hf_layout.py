@@ -7,8 +7,6 @@ comes from exactly one. What a rank holds of a tensor is one range of it, in the
 `published` builds the map of a model and copies by it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

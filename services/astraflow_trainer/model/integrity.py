@@ -5,8 +5,6 @@ the size and bytes it had then. xxh3 runs at memory speed and guards against fau
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

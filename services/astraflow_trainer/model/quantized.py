@@ -5,8 +5,6 @@ where a type has no sign, nothing but 0 becomes 0. Plain torch, on any device, a
 compiles its step for each shape and its blocks cross rows, bitsandbytes knows no DTensor. Called by `updates`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise

@@ -7,8 +7,6 @@ optimizer of a checkpoint of these very weights if there is one. Every rank call
 session carries on from what it returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol

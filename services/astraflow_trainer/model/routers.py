@@ -6,8 +6,6 @@ experts, so its gradient flows; a pass without routing is the model's own, to th
 Shape legend: S positions of a pass, X mixture-of-experts layers, K experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ quantised within their row, and a matrix is orthogonalised whole. Called by `opt
 and rounds afterwards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import Protocol

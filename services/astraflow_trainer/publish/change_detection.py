@@ -8,8 +8,6 @@ the parameters live on CUDA; on a CPU comparing beside training, as `published.W
 training thread less.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ what they give equals what `change_detection.changed` finds by torch operations.
 torch for CUDA; `change_detection` asks `is_available` first.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -5,14 +5,14 @@ are read from slices of the safetensors files; values and buffers are those of `
 learner calls it.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
 
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.log import get_logger
@@ -26,13 +26,7 @@ from astraflow_trainer.model.model import (
 )
 from astraflow_trainer.model.sharding import Placement, shard
 from astraflow_trainer.publish.published import HeldPart
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from astraflow_weights.codec.tensors import TensorSpec
+from astraflow_weights.codec.tensors import TensorSpec
 
 log = get_logger(__name__)
 

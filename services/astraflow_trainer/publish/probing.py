@@ -6,8 +6,6 @@ arithmetic, as in training); taking them changes nothing of the model. Owned by 
 Shape legend: B prompts, P tokens of a prompt, K tokens of an answer, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

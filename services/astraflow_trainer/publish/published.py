@@ -7,8 +7,6 @@ does for a version; a buffer that was published is used again, so no step makes 
 learner after a committed step.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Mapping

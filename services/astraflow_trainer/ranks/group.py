@@ -5,8 +5,6 @@ was started again joins only ranks of its own start. One process is a group of o
 trainer's server joins at start.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

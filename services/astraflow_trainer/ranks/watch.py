@@ -6,8 +6,6 @@ this one, whatever collective its threads are blocked in. Farewells carry the re
 with the same status. Messages are JSON lines. `rank_group` opens it, the trainer's server listens to it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import selectors

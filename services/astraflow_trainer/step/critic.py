@@ -5,26 +5,21 @@ ranks; an update that is not finite leaves the critic as it was. Its forward pas
 in the same order. Called by the training step, before the policy's update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from astraflow.recipe.advantage import CriticSettings
+from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow_trainer.batches.packing import MicroBatch
+from astraflow_trainer.model.model import CriticModel
+from astraflow_trainer.model.optimizer import MasterOptimizer
+from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.groups import FloatArray
-
-if TYPE_CHECKING:
-    from astraflow.recipe.advantage import CriticSettings
-    from astraflow.recipe.algorithm import AlgorithmSettings
-    from astraflow_trainer.model.model import CriticModel
-    from astraflow_trainer.model.optimizer import MasterOptimizer
-    from astraflow_trainer.ranks.reductions import Ranks
-    from astraflow_trainer.step.minibatches import Minibatch
+from astraflow_trainer.step.minibatches import Minibatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +50,7 @@ class Critic:
 
     def update(
         self, minibatch: Minibatch, *, ranks: Ranks, sync_each: bool, moved: Callable[[], None]
-    ) -> CriticUpdate:
+    ) -> "CriticUpdate":
         """Take one step on a minibatch, or none where it is not finite; a collective."""
         total = torch.zeros((), dtype=torch.float64)
         for number, batch in enumerate(minibatch.batches):

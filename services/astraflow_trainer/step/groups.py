@@ -4,8 +4,6 @@ Pure functions of rewards, origins and settings. Invariant: groups are a propert
 rows changes neither them nor what is computed from them. Called by `advantages`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence

@@ -6,17 +6,15 @@ any spread over ranks, and a replay, has the same updates. Called by the trainin
 Shape legend: R rows of this rank in an update, M their trained tokens, row by row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from astraflow.recipe.algorithm import Aggregation, KlEstimator
 from astraflow_trainer.batches.packing import MicroBatch, filler, pack
@@ -25,9 +23,6 @@ from astraflow_trainer.ranks.reductions import Ranks
 from astraflow_trainer.step.groups import FloatArray
 from astraflow_trainer.step.losses import StepCounts, token_weights
 from astraflow_trainer.step.losses.kl import kl_estimate
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,12 @@ Invariant: what they return has one number per token or row. Made when a trainer
 by the loss kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Advantage, Loss, RewardedRows, TrainedTokens
@@ -19,9 +17,6 @@ from astraflow.recipe.advantage import AdvantageSettings, AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RAISED, RecipeSource, describe, make
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class StepPlugins:
         *,
         source: RecipeSource,
         roles: Mapping[str, AnyAdvantage | PluginSettings] | None = None,
-    ) -> StepPlugins:
+    ) -> "StepPlugins":
         """Make what the algorithm and the `roles` name. Raises PluginError."""
         advantage, loss, own_loss = _advantage(algorithm.advantage, source=source), algorithm.loss, None
         if isinstance(loss, PluginSettings):

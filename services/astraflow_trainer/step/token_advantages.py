@@ -5,8 +5,6 @@ Invariant: what a row's tokens get depends on the batch alone, not on the order 
 sums are exact before they are rounded. Called by the training step, after the advantages of rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ is opened.
 Invariant: only numbers go out, under `train/NAME`; nothing is read back. Called by `feed`, from a thread of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import time
 import uuid

@@ -4,8 +4,6 @@ Translates the recipe's `model` section to the compute core; the result is alway
 whose files besides the weights become the assets of every version. Called once, when a trainer starts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from http import HTTPStatus

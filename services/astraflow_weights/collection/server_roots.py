@@ -4,8 +4,6 @@ Invariant: an answer is the server's, whole and of now, or there is none: whoeve
 trainer's collector and `astraflow weights gc` call it.
 """
 
-from __future__ import annotations
-
 from astraflow.client import Client
 from astraflow.dataflow.v1 import admin_service_pb2, run_service_pb2, version_service_pb2
 from astraflow_weights.collection.retention import Roots

@@ -4,8 +4,6 @@ Invariant: nothing is deleted whose pins could not be asked for, unless that was
 the next collector, here or in a trainer, goes on. JSON fields are documented in docs/weights.md.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

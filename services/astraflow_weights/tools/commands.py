@@ -4,8 +4,6 @@ Invariant: nothing here writes to a store (`rollback_command` and `collection_co
 server's to keep. JSON fields are documented in docs/weights.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any
 

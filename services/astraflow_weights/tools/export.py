@@ -6,8 +6,6 @@ the same place. Tensors keep their names and dtypes: versions consist of Hugging
 export`, and trainers that start from a version of another run, call it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

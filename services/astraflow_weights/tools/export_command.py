@@ -1,7 +1,5 @@
 """`astraflow weights export`: a version as a Hugging Face model folder. docs/weights.md documents the JSON fields."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated

@@ -4,8 +4,6 @@ Invariant: with `--store` no server is asked for anything; without it, store, ru
 and whoever cannot tell them apart is asked to, never guessed for. `astraflow weights` calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

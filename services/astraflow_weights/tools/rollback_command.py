@@ -4,8 +4,6 @@ Invariant: no trainer that lives is fenced unless that was asked for; killed at 
 is one new version, and it is announced. JSON fields are documented in docs/weights.md.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -3,8 +3,6 @@
 Invariant: reads only. JSON fields are documented in docs/weights.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

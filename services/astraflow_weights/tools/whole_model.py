@@ -4,8 +4,6 @@ Invariant: as `ShardPublisher` has it; each version is announced when it is comm
 (clients/python/examples), from the thread that trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ of time, so a verdict comes with how many looks it rests on. Blocked beats bound
 by itself, no share matters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """`astraflow dead-letters`: failed tasks that will not be retried; list, requeue or delete them."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

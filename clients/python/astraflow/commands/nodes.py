@@ -1,7 +1,5 @@
 """`astraflow nodes`: list the nodes of a run, drain one, or take that back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Annotated

@@ -3,8 +3,6 @@
 Called at import by the modules that declare commands, below the typer decorator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps

@@ -6,8 +6,6 @@ copy the weights that they begin with. Until they have, those versions are pinne
 collection leaves them. What began where is part of the new run's recipe, as `model.from_version`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

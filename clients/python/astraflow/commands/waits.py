@@ -5,8 +5,6 @@ little else can end. Within one rank the longest wait is first. docs/debugging.m
 the rules that name them. Used by `why`, `status`, and both views of the launcher.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """`astraflow why`: what each stage waits for, since when, what would release it, and what the run is bound by."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import asdict

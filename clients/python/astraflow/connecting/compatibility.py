@@ -4,8 +4,6 @@ Invariant: the version of this package is the one that its contracts carry, so i
 generated. Called by `client`; daemons introduce themselves with it.
 """
 
-from __future__ import annotations
-
 from astraflow import __version__
 from astraflow.errors import IncompatibleError
 from astraflow.options.v1 import options_pb2

@@ -4,8 +4,6 @@ Invariant: a token is sent only over TLS or to this machine itself, and is asked
 replaced while a process runs. Made by whoever dials; `client` opens it, `trust` explains why it does not work.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import ssl
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Invariant: it changes nothing about what is trusted, and nothing is sent over wh
 first call to a server fails.
 """
 
-from __future__ import annotations
-
 import socket
 import ssl
 import tempfile

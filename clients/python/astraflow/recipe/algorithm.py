@@ -8,8 +8,6 @@ Symbols, per trained token: l the log-prob under the weights being trained, l_a 
 nothing recomputes them, sg[l]), A the advantage, sg[·] a value without gradient.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum

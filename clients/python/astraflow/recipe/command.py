@@ -1,7 +1,5 @@
 """`astraflow recipe`: make a recipe folder, check one, show what it says and where, compare two, print the schema."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator

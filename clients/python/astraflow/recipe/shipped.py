@@ -4,8 +4,6 @@ Invariant: a name stands for the same files in a wheel and in a checkout. Asked 
 may run the code of these recipes without leave.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

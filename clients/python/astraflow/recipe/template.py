@@ -3,8 +3,6 @@
 Invariant: the folder is whole or not there; it needs nothing of a checkout, and can be checked and trained as it is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

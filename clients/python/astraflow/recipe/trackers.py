@@ -2,8 +2,6 @@
 from the variables that each tracker's own package reads.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

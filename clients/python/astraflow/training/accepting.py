@@ -5,8 +5,6 @@ server that has another idea of the contract. Invariant: a batch is judged by it
 every rank, and a replay, finds the same. Called by our trainer's batch source, and by `claimed` for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

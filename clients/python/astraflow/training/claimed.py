@@ -5,8 +5,6 @@ batch that was. Blocking, without torch. Weight versions are published beside it
 (`astraflow_weights.tools.whole_model`); examples are in clients/python/examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ where R is the solved share of the last groups: up while the policy succeeds mor
 numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Annotated

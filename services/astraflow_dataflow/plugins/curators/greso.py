@@ -5,8 +5,6 @@ max(base^z, floor); the base of easy (all solved) and of hard problems follows t
 version, once every problem had its chance. Its state is one count per problem whose last group taught nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Annotated

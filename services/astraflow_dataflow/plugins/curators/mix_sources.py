@@ -4,8 +4,6 @@ It can only leave out what is drawn, so a mix is reached by skipping sources tha
 that is not drawn for long, or has its quota, is left out of the shares. Its state is a few counts per source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The curator that proposes problems by how often they were solved: a share of each bucket of pass rates."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ A problem is what `data` of a task has under the named key, so that it is known 
 task. Draws depend on the seed and what they are for only: a call that is repeated decides alike. Pure.
 """
 
-from __future__ import annotations
-
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The curator that leaves out problems that are nearly always solved. Its state is one average per problem."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

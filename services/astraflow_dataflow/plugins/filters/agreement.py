@@ -5,8 +5,6 @@ report the KL divergence of each trajectory with the step, and a group is judged
 version. Its state is a moving average for each of them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b

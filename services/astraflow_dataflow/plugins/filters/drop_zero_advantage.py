@@ -5,8 +5,6 @@ rows of a role with others, or with earlier steps, such a group is kept. Pure. W
 than a step needs, by the measured acceptance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from astraflow.plugins import Group

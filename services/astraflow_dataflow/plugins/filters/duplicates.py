@@ -1,7 +1,5 @@
 """The filter on groups that say the same again and again. Pure."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The filter that keeps every group; the same as naming none, for recipes that want to say so. Pure."""
 
-from __future__ import annotations
-
 from astraflow.plugins import Group
 
 

@@ -1,7 +1,5 @@
 """The filter on how long the sampled part of a group's trajectories is. Pure."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

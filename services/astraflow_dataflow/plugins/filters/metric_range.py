@@ -1,7 +1,5 @@
 """The filter on a metric that workflows or nodes give trajectories: the mean over those of a group. Pure."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """The filter on how many of a group's answers a limit of tokens cut off: DAPO's overlong filtering, by group. Pure."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

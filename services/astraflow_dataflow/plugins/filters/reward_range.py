@@ -1,7 +1,5 @@
 """The filter on the mean reward of a group: neither too easy nor too hard. Pure."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """The selector whose batches have long and short groups as the ready ones have. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """The selector that takes from each source of the data set in turn. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 

@@ -1,7 +1,5 @@
 """The selector by staleness deadline, earliest first: what a run without a selector does, by name. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from astraflow.plugins import ReadyGroup, StepRequest

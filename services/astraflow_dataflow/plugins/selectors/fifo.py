@@ -1,7 +1,5 @@
 """The selector by arrival, whatever the staleness deadlines. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from astraflow.plugins import ReadyGroup, StepRequest

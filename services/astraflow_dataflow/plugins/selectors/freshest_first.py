@@ -1,7 +1,5 @@
 """The selector by version: the least stale groups that are offered. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from astraflow.plugins import ReadyGroup, StepRequest

@@ -1,7 +1,5 @@
 """Orders of ready groups, by name, for selectors that choose within sources or lengths by one of them. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 

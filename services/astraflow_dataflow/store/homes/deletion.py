@@ -6,8 +6,6 @@ removed of a run is removed by functions that find it being deleted, so a run th
 loses nothing. Called by the run servicer and the sweep of `server`.
 """
 
-from __future__ import annotations
-
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import DELETING_KEY, RUNS_KEY, Keys
 from astraflow_dataflow.store.payloads.packs import Payloads

@@ -4,8 +4,6 @@ A holder knows names and bytes, nothing of runs' states: what is needed and what
 `store/lua/payloads.lua`. Made from the settings by `holder_of`, used by `store.payloads.packs`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Invariant: what a key holds is never overwritten, and what was written for a cal
 the store of episodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeAlias
 

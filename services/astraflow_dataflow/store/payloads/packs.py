@@ -6,8 +6,6 @@ its commit leaves one that ends by itself. Built by `server`; used by the stores
 by batches.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time
