@@ -276,7 +276,7 @@ asyncio.run(node())
 """
 
 
-@pytest.mark.parametrize("victim", ["node", "launcher"])
+@pytest.mark.parametrize("victim", ["node", pytest.param("launcher", marks=pytest.mark.soak)])
 async def test_nothing_outlives_a_kill_in_the_middle_of_the_start(
     tmp_path: Path, models: list[Path], victim: str
 ) -> None:
