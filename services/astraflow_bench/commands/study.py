@@ -49,6 +49,13 @@ def study(
         Path, typer.Option(metavar="FOLDER", callback=made, help="Where runs and warm starts are kept.")
     ] = Path(),
     keep_runs: Annotated[bool, typer.Option(help="Keep the folders of finished runs.")] = False,
+    accept_older: Annotated[
+        bool,
+        typer.Option(
+            "--accept-older",
+            help="Count cells of a release that lacked keys which now have their default; without it they are refused.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the cells that have not finished.")
     ] = False,
@@ -66,14 +73,14 @@ def study(
         raise typer.BadParameter(str(error)) from error
     path = out / f"{found.stem}.jsonl"
     if dry_run:
-        for cell in Ledger(path).missing(cells):
+        for cell in Ledger(path, accepts_older=accept_older).missing(cells):
             typer.echo(f"{cell.name}: {' '.join(cell.overrides)}")
         return
     lock = lock_folder(
         runs / ".astraflow" / "studies" / found.name, remedy="end it first, or give other --runs"
     )
     with lock, ended_by_sigterm():
-        ledger = Ledger(path)
+        ledger = Ledger(path, accepts_older=accept_older)
         try:
             run_cells(found, cells, ledger, jobs=jobs, folder=runs, keep_runs=keep_runs, say=_say)
         finally:

@@ -2,31 +2,34 @@
 
 Invariant: a line is a cell that ran with the recipe that the line holds; of several of one cell the last counts. A line
 cut short by a kill is removed, a run that failed runs again; a cell whose recipe is another one today is refused, never
-mixed with the old ones. `running` appends.
+mixed with the old ones. A key that the line's release did not have is a difference too, because what it says by default
+may not be what was: whether it is, people know and say. `running` appends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from ruamel.yaml import YAML
-
-from astraflow.errors import ConflictError, IncompatibleError
+from astraflow.errors import ConflictError, IncompatibleError, RecipeError
+from astraflow.recipe.file import parse_recipe
+from astraflow.recipe_changes import differences, settings_of
 from astraflow_bench.studies.study import Cell, Measured, Result
 from astraflow_kit.log_files import drop_cut_line
 from astraflow_launcher.view.metrics_file import to_json
 
 
 class Ledger:
-    """The cells of a study that ran, in `path`. Raises IncompatibleError for a line that is none."""
+    """The cells of a study that ran, in `path`. Raises IncompatibleError for a line that is none.
 
-    def __init__(self, path: Path) -> None:
+    With `accepts_older` what the recipe of a line lacks counts as its default.
+    """
+
+    def __init__(self, path: Path, *, accepts_older: bool = False) -> None:
         drop_cut_line(path)
-        self._path = path
+        self._path, self._accepts_older = path, accepts_older
         self._found = {(one.arm, one.seed): one for one in _read(path)}
 
     @property
@@ -46,10 +49,9 @@ class Ledger:
             found = self._found.get((cell.arm, cell.seed))
             if found is None or found.failed:
                 wanted.append(cell)
-            elif change := _difference(found.recipe, cell.resolved()):
+            elif change := _difference(found.recipe, cell.resolved(), accepts_older=self._accepts_older):
                 raise ConflictError(
-                    f"{self._path} has {cell.name} with {change}; give another --out, the same options as then, or "
-                    "delete its line"
+                    f"{self._path} has {cell.name} {change} another --out, or delete its line"
                 )
         return wanted
 
@@ -74,19 +76,21 @@ def _read(path: Path) -> Iterator[Result]:
             ) from error
 
 
-def _difference(then: str, now: str) -> str:
-    """The first key in which two resolved recipes differ; empty where none does."""
-    yaml = YAML(typ="safe")
-    old, new = (dict(_flat(yaml.load(text))) for text in (then, now))
-    for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
-            return f"{key} {old.get(key)!r}, and it would be {new.get(key)!r} now"
-    return ""
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
-    if not isinstance(value, Mapping):
-        yield prefix, value
-        return
-    for name, item in value.items():
-        yield from _flat(item, f"{prefix}.{name}" if prefix else str(name))
+def _difference(then: str, now: str, *, accepts_older: bool) -> str:
+    """How two resolved recipes differ, and the beginning of the remedy; empty where they do not."""
+    if then == now:
+        return ""
+    try:
+        line = parse_recipe(then)
+    except RecipeError as error:
+        return f"with a recipe that this release refuses ({error}); give"
+    for key, (was, would_be) in differences(line.recipe, parse_recipe(now).recipe).items():
+        return f"with {key} {was}, and it would be {would_be} now; give the same options as then,"
+    lacking = [
+        f"{'.'.join(keys)} (now {value})"
+        for keys, value in settings_of(line.recipe).items()
+        if line.document.origin(keys) is None
+    ]
+    if accepts_older or not lacking:
+        return ""
+    return f"of a release without {', '.join(lacking)}; give --accept-older if that changes nothing here,"

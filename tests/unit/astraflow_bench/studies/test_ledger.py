@@ -69,11 +69,41 @@ def test_a_line_cut_short_by_a_kill_is_a_cell_that_is_missing(path: Path) -> Non
 
 def test_a_cell_with_another_configuration_is_refused(path: Path) -> None:
     before = path.read_bytes()
-    with pytest.raises(
-        ConflictError, match=r"recipe, seed 1 with run.steps 50, and it would be 7 now; give another"
-    ):
-        Ledger(path).missing([cell(0), cell(1, "run.steps=7")])
+    said = r"recipe, seed 1 with run.steps 50, and it would be 7 now; give the same options as then, another --out"
+    for accepts_older in (False, True):
+        with pytest.raises(ConflictError, match=said):
+            Ledger(path, accepts_older=accepts_older).missing([cell(0), cell(1, "run.steps=7")])
     assert path.read_bytes() == before
+
+
+def rewritten(path: Path, old: str, new: str) -> Path:
+    """The file, as if the release of its lines had written their recipes otherwise."""
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+def test_a_cell_of_a_release_that_lacked_a_key_is_refused_until_somebody_accepts_it(path: Path) -> None:
+    rewritten(path, r"  prefetch: true\n", "")
+    said = (
+        r"seed 0 of a release without trainer\.prefetch \(now true\); give --accept-older .*, another --out,"
+    )
+    with pytest.raises(ConflictError, match=said):
+        Ledger(path).missing([cell(0)])
+    accepting = Ledger(path, accepts_older=True)
+    assert [one.seed for one in accepting.missing([cell(seed) for seed in range(3)])] == [2]
+    # What the line lacks is accepted at its default only.
+    with pytest.raises(
+        ConflictError, match=r"with trainer.prefetch true, and it would be false now; give the same"
+    ):
+        accepting.missing([cell(0, "trainer.prefetch=false")])
+
+
+def test_a_cell_whose_recipe_cannot_be_read_any_more_is_refused_with_the_key(path: Path) -> None:
+    rewritten(path, r"  prefetch: true\n", r"  fetch_ahead: true\n")
+    said = r"that this release refuses \(recipe:\d+: trainer.fetch_ahead: unknown key.*; give another --out, or delete"
+    with pytest.raises(ConflictError, match=said):
+        Ledger(path, accepts_older=True).missing([cell(0)])
 
 
 @pytest.mark.parametrize("line", ["not json", "{}", "[]", '{"measured": {"figures": {}}, "arm": "a"}'])

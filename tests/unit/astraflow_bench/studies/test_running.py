@@ -70,6 +70,18 @@ def test_each_cell_is_a_line_and_the_page_holds_means_and_targets(played: list[s
     assert not list(tmp_path.glob("run-*"))
 
 
+def test_cells_of_an_older_release_count_where_somebody_accepts_them(
+    played: list[str], tmp_path: Path
+) -> None:
+    one = ("--seeds", "1", "--only", "recipe")
+    study(tmp_path, *one)
+    lines = tmp_path / "out" / "quickstart-study.jsonl"
+    lines.write_text(lines.read_text().replace(r"  prefetch: true\n", ""))
+    assert "give --accept-older" in study(tmp_path, *one)[1]
+    assert "1 of 1 cells are there" in study(tmp_path, *one, "--accept-older")[1]
+    assert played == ["0"]
+
+
 def test_a_study_that_is_started_again_runs_what_is_missing(played: list[str], tmp_path: Path) -> None:
     study(tmp_path, "--seeds", "1", "--only", "recipe")
     status, _ = study(tmp_path, "--seeds", "1", "--keep-runs")
