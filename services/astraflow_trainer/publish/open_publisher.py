@@ -57,7 +57,6 @@ def open_publisher(
     does otherwise.
     """
     settings = _settings(joined)
-
     writer: VersionWriter | None = None
 
     def open_log() -> str:
@@ -86,6 +85,7 @@ def open_publisher(
         assets=assets,
         inline_snapshots=False,
         context=joined.policy.trainer.publish.codec == "rice_ctx",
+        deltas=joined.policy.trainer.publish.codec != "full",
         encode_threads=settings.encode_threads,
     )
 

@@ -33,9 +33,13 @@ def due_merges(records: Sequence[VersionRecord]) -> Iterator[Span]:
         first = max(length, (newest - _WINDOW) // length * length)
         for version in range(first, newest + 1, length):
             offered = {delta.base_version for delta in records[version].offered_deltas}
-            # What was collected is not made again, nor what is made of it; nor what leads over unreadable entries.
+            # What was collected is not made again, nor what is made of it; nor what leads over unreadable entries, or
+            # versions without a delta.
             span = records[version - length + 1 : version + 1]
             is_broken = any(record.swept or record.damage for record in (records[version - length], *span))
+            is_broken |= any(
+                record.version - 1 not in (delta.base_version for delta in record.deltas) for record in span
+            )
             if version - length not in offered and not is_broken:
                 yield Span(base_version=version - length, version=version)
 

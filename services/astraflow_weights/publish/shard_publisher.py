@@ -71,6 +71,7 @@ class ShardPublisher:
         assets: Sequence[Path] = (),
         inline_snapshots: bool = True,
         context: bool = False,
+        deltas: bool = True,
         base_lost: bool = False,
         encode_threads: int = 1,
     ) -> None:
@@ -79,9 +80,9 @@ class ShardPublisher:
         `base` holds this process's shards of the newest version, None when the log has no version. Raises
         ConflictError when that is not what the log's newest version holds: fetch that with a Mirror first.
         Without `inline_snapshots` only a version without a delta carries a snapshot in its manifest; a
-        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas. With `base_lost` nothing leads to
-        the newest version any more: until it is published again, equal or under the next number, there is no base.
-        `encode_threads` tiles are encoded at a time.
+        `Compactor` over `kept` makes the others. `context` allows RICE_CTX in deltas; without `deltas` there are none,
+        and every version carries a snapshot. With `base_lost` nothing leads to the newest version any more: until it is
+        published again, equal or under the next number, there is no base. `encode_threads` tiles are encoded at a time.
         """
         assert (writer is not None) == (peers.index == 0)
         self._writer = writer
@@ -91,6 +92,7 @@ class ShardPublisher:
         self._cover: Cover | None = None
         self._inline_snapshots = inline_snapshots
         self._context = context
+        self._makes_deltas = deltas
         self._encode_threads = encode_threads
         self.base_lost = base_lost
         self.kept = KeptVersion()
@@ -195,7 +197,7 @@ class ShardPublisher:
 
     def _send_delta(self, model: ShardedModel, plan: _Plan) -> ShardParts | None:
         kept = self.kept.newest
-        if kept is None:
+        if kept is None or not self._makes_deltas:
             return None
         known = model.changes
         if known is not None and known.base_root != kept.root:

@@ -208,9 +208,9 @@ class PublishSettings(Section):
     """Publish with each version what it answers to fixed prompts; nodes compare what their engines answer."""
     encode_threads: int = Field(default=2, ge=1, le=64)
     """Tiles of a version encoded at a time, while finished parts are sent; a device trainer has cores to spare."""
-    codec: Literal["rice", "rice_ctx"] = "rice"
+    codec: Literal["rice", "rice_ctx", "full"] = "rice"
     """How deltas are coded. `rice_ctx` sends about 0.7 of the bytes for about 2.5 times the CPU: for slow or
-    billed links. How to choose: docs/weights.md.
+    billed links. `full` makes none: each version is the whole model, to compare with. How to choose: docs/weights.md.
     """
 
 

@@ -18,11 +18,15 @@ from support import scripted_dataflow, tiny_training, weight_models
 
 @pytest.mark.parametrize(
     ("overrides", "codec"),
-    [([], TileCodec.RICE), (["trainer.publish.codec=rice_ctx"], TileCodec.RICE_CTX)],
-    ids=["default", "rice_ctx"],
+    [
+        ([], TileCodec.RICE),
+        (["trainer.publish.codec=rice_ctx"], TileCodec.RICE_CTX),
+        (["trainer.publish.codec=full"], None),
+    ],
+    ids=["default", "rice_ctx", "full"],
 )
-def test_deltas_are_coded_as_the_recipe_says(
-    tmp_path: Path, make_policy: tiny_training.MakePolicy, overrides: list[str], codec: TileCodec
+def test_versions_are_coded_as_the_recipe_says(
+    tmp_path: Path, make_policy: tiny_training.MakePolicy, overrides: list[str], codec: TileCodec | None
 ) -> None:
     store, (before, after) = FileStore(tmp_path / "store"), weight_models.adamw_like(2)
     recipe = parse_recipe(scripted_dataflow.RECIPE, overrides=overrides).recipe
@@ -40,4 +44,8 @@ def test_deltas_are_coded_as_the_recipe_says(
     for step, model in enumerate((before, after)):
         publisher.publish(shards.whole(model), step=step)
     log.refresh()
-    assert weight_models.codecs_of(store, log.record(1).deltas[0].parts) == {codec}
+    record = log.record(1)
+    if codec is None:
+        assert (record.delta_bytes, record.snapshot_bytes > 0) == (0, True)
+    else:
+        assert weight_models.codecs_of(store, record.deltas[0].parts) == {codec}

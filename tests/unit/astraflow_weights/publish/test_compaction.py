@@ -37,6 +37,12 @@ def test_spans_of_8_and_64_are_due_once_their_last_version_is_there() -> None:
     assert spans(chain(65))[-2:] == [(56, 64), (0, 64)]
 
 
+def test_nothing_leads_over_a_version_that_has_no_delta() -> None:
+    records = chain(17)
+    records[3] = version_record(3, snapshot=100, deltas={})
+    assert spans(records) == [(8, 16)]
+
+
 def test_what_is_long_past_is_not_made_up_for() -> None:
     due = spans(chain(1001))
     assert min(base for base, _ in due) >= 1000 - 128 - 2 * 64

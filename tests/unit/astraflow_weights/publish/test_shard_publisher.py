@@ -13,6 +13,7 @@ from astraflow_kit.failpoints import FailpointRaised
 from astraflow_weights import errors, settings
 from astraflow_weights.codec.parts.reader import open_part
 from astraflow_weights.codec.tensors import Array
+from astraflow_weights.mirror.mirror import Mirror
 from astraflow_weights.publish.version_writer import CommittedVersion
 from support.armed import armed
 from support.published_models import pulled, rank_publisher, read_log, steps
@@ -63,6 +64,25 @@ def test_a_mirror_has_the_same_bits_from_any_number_of_processes(
     alone = publish_all(FaultyStore(tmp_path / "alone"), dict(enumerate(chain)), size=1)
     for made, by_one in zip(committed, alone, strict=True):
         assert (made.model_root, made.num_changed) == (by_one.model_root, by_one.num_changed)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_without_deltas_every_version_is_a_whole_model(
+    store: FaultyStore, tmp_path: Path, chain: Models, size: int
+) -> None:
+    parts = [split_model(model, size) for model in chain]
+
+    def publish(ranks: ThreadRanks) -> list[CommittedVersion]:
+        publisher = open_publisher(store, ranks, deltas=False, inline_snapshots=False)
+        return [publisher.publish(shards[ranks.index], step=step) for step, shards in enumerate(parts)]
+
+    made, *_ = run_ranks(size, publish)
+    assert all(version.snapshot_bytes and not version.delta_bytes for version in made)
+    mirror, log = Mirror(tmp_path / "mirror"), read_log(store)
+    for version, model in enumerate(chain):
+        mirror.advance(store, log, target=version)
+        assert same_model(mirror.load(), model)
+    assert mirror.counts.snapshots_fetched == len(chain)
 
 
 def test_each_process_uploads_its_own_parts_and_no_more(store: FaultyStore, chain: Models) -> None:
