@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.plugins import Demonstration, Message, TaskSpec
 
@@ -61,22 +62,12 @@ class HumanEval(RowTasks[dict[str, Any]]):
         return TaskSpec(task_id, (Message("user", ask),), data)
 
 
-class Lines:
+class Lines(GeneratedTasks):
     """Endless problems such as `Times 3, plus 41.`: a program reads a number and prints another."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return self._task(f"train-{index}", held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its numbers occur in no training task and no demonstration."""
-        return self._task(f"heldout-{index}", held_out=True)
-
-    def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
-        times, plus = _draw(random.Random(f"{task_id}/{self._seed}"), held_out=held_out)
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """Two numbers; those that are held out occur in no training task and no demonstration."""
+        times, plus = _draw(rng, held_out=held_out)
         cases = [{"stdin": f"{x}\n", "stdout": f"{times * x + plus}\n"} for x in CASES]
         data = {"stdio": cases, "reference": program(times, plus)}
         return TaskSpec(task_id, (Message("user", question(times, plus)),), data)

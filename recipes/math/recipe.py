@@ -13,6 +13,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.plugins import Demonstration, Message, TaskSpec
 
@@ -49,19 +50,14 @@ class Gsm8k(RowTasks[dict[str, Any]]):
         return TaskSpec(task_id, (Message("user", row["question"] + ASK),), data)
 
 
-class Sums:
+class Sums(GeneratedTasks):
     """Endless sums of two numbers in words; called by the dataflow server at small size."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return _task(f"train-{index}", random.Random(f"train/{self._seed}/{index}"), held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its two numbers occur in no training task and no demonstration."""
-        return _task(f"heldout-{index}", random.Random(f"heldout/{self._seed}/{index}"), held_out=True)
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """A sum; two numbers that are held out occur in no training task and no demonstration."""
+        a, b, question = _draw(rng, held_out=held_out)
+        data = {"answer": str(a + b), "problem": question, "completion": careful_answer(a, b)}
+        return TaskSpec(task_id, (Message("user", question),), data)
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -142,9 +138,3 @@ def _draw(rng: random.Random, *, held_out: bool) -> tuple[int, int, str]:
             break
     text = rng.choice(TEMPLATES).format(name=rng.choice(NAMES), thing=rng.choice(THINGS), a=a, b=b)
     return a, b, text
-
-
-def _task(task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
-    a, b, question = _draw(rng, held_out=held_out)
-    data = {"answer": str(a + b), "problem": question, "completion": careful_answer(a, b)}
-    return TaskSpec(task_id, (Message("user", question),), data)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.plugins import Demonstration, Message, Observation, TaskSpec
 
 NUMBERS = 15
@@ -48,19 +49,13 @@ class NumberSearch:
         return Observation(messages=(message,), done=self._left == 0)
 
 
-class Ranges:
+class Ranges(GeneratedTasks):
     """The data set: endless, in random access; called by the dataflow server."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return _task(f"train-{index}", f"train/{self._seed}/{index}", held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its range occurs in no training task and no demonstration."""
-        return _task(f"heldout-{index}", f"heldout/{self._seed}/{index}", held_out=True)
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """A number of a range; a range that is held out occurs in no training task and no demonstration."""
+        low = _low(rng, held_out=held_out)
+        return TaskSpec(task_id, (), {"low": low, "secret": low + rng.randrange(NUMBERS)})
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
@@ -91,9 +86,3 @@ def _low(rng: random.Random, *, held_out: bool) -> int:
         low = rng.randint(10, 99 - NUMBERS)
         if (low % 9 == 0) is held_out:
             return low
-
-
-def _task(task_id: str, key: str, *, held_out: bool) -> TaskSpec:
-    rng = random.Random(key)
-    low = _low(rng, held_out=held_out)
-    return TaskSpec(task_id, (), {"low": low, "secret": low + rng.randrange(NUMBERS)})

@@ -17,6 +17,7 @@ from support.source_tree import (
     Module,
     docstrings,
     modules,
+    recipe_modules,
     source_modules,
     tracked_files,
 )
@@ -101,7 +102,8 @@ def reachable() -> frozenset[str]:
     entries = [name for name in product() if name.endswith(".__main__") or name.startswith(PLUGIN_ROOMS)]
     todo, seen = ["astraflow.cli", *PROGRAMS, *entries], set[str]()
     todo += [command.module for command in cli.COMMANDS.values()]
-    todo += [name for module in examples() for name in _edges(module.tree) if name in product()]
+    shown = [*examples(), *recipe_modules()]
+    todo += [name for module in shown for name in _edges(module.tree) if name in product()]
     while todo:
         name = todo.pop()
         if name not in seen:

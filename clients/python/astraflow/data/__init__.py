@@ -1,1 +1,1 @@
-"""Task data in files, for data sets of recipes."""
+"""Task data in files, or drawn, for data sets of recipes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,20 +25,23 @@ R = TypeVar("R")
 
 
 def read_rows(path: Path, *, fields: Mapping[str, type], remedy: str) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file, `path` or `path.gz`; each has at least `fields`, of these types. What files call by
-    different names, `prompt|text`, has the first of them in the rows.
+    """Rows of a JSON lines file, `path` or `path.gz`; each has at least `fields`, of these types, and lists with an
+    item. What files call by different names, `prompt|text`, has the first of them in the rows.
 
-    Raises RecipeError: with `remedy`, a command that brings the data, where there is no such file; with file and line
-    for a row that is malformed.
+    Raises RecipeError: with `remedy`, a command that brings the data, where there is no such file, or it is damaged;
+    with file and line for a row that is malformed.
     """
     packed = path if path.suffix == ".gz" else Path(f"{path}.gz")
     found = next((each for each in (path, packed) if each.is_file()), None)
     if found is None:
         raise RecipeError(f"there is no file {path.absolute()} (or .gz): {remedy}")
     opened = gzip.open if found.suffix == ".gz" else open
-    with opened(found, "rt", encoding="utf-8") as lines:
-        numbered = ((f"{found}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
-        rows = [_row(line, place=place, fields=fields) for place, line in numbered]
+    try:
+        with opened(found, "rt", encoding="utf-8") as lines:
+            numbered = ((f"{found}:{at}", line) for at, line in enumerate(lines, start=1) if line.strip())
+            rows = [_row(line, place=place, fields=fields) for place, line in numbered]
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+        raise RecipeError(f"{found} cannot be read ({type(error).__name__}: {error}): {remedy}") from error
     if not rows:
         raise RecipeError(f"{found} has no rows: {remedy}")
     return rows
@@ -54,8 +58,9 @@ def _row(line: str, *, place: str, fields: Mapping[str, type]) -> dict[str, Any]
         name = next((each for each in names.split("|") if each in row), None)
         if name is None:
             raise RecipeError(f"{place}: no {names!r}; the row has {', '.join(row) or 'nothing'}")
-        if not isinstance(row[name], kind):
-            raise RecipeError(f"{place}: {name!r} is {row[name]!r}; give a {kind.__name__}")
+        if not isinstance(row[name], kind) or row[name] == []:
+            wanted = "a list with an item" if kind is list else f"a {kind.__name__}"
+            raise RecipeError(f"{place}: {name!r} is {row[name]!r}; give {wanted}")
         row[names.partition("|")[0]] = row[name]
     return row
 

@@ -129,6 +129,11 @@ class FolderTasks(RowTasks[TaskFolder]):
                 f"{folder.absolute()} has {len(found)} tasks, and by their names {len(kept)} are held out and "
                 f"{len(train)} trained on; name a folder of tasks to hold out: --set run.dataset.with.heldout=FOLDER"
             )
+        if both := sorted({task.name for task in train} & {task.name for task in kept}):
+            raise RecipeError(
+                f"{folder.absolute()} and {heldout}, whose tasks are held out, share {len(both)} names, {both[0]!r} "
+                "among them; a task has one folder, and one name"
+            )
         super().__init__(train=train, heldout=kept, seed=seed)
 
     def task(self, task_id: str, row: TaskFolder) -> TaskSpec:

@@ -10,6 +10,7 @@ from astraflow.errors import RecipeError
 from astraflow.plugins import TaskSpec
 
 FIELDS = {"prompt|text": str, "task_id": int}
+TESTED = FIELDS | {"tests": list}
 
 
 class Numbers(RowTasks[int]):
@@ -29,6 +30,10 @@ def test_a_file_may_be_packed_and_call_a_field_by_another_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (
+            '{"prompt": "a", "task_id": 1, "tests": []}',
+            r"rows.jsonl:2: 'tests' is \[\]; give a list with an item",
+        ),
         ("{", r"rows.jsonl:2: not JSON \(.*\); a row is one JSON object on one line"),
         ("[]", "rows.jsonl:2: a list; a row is one JSON object"),
         ("{}", r"rows.jsonl:2: no 'prompt\|text'; the row has nothing"),
@@ -36,14 +41,23 @@ def test_a_file_may_be_packed_and_call_a_field_by_another_name(tmp_path: Path) -
     ],
 )
 def test_a_malformed_row_is_named_with_file_and_line(line: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "task_id": 1}}\n{line}\n')
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "task_id": 1, "tests": ["b"]}}\n{line}\n')
     with pytest.raises(RecipeError, match=words):
-        read_rows(tmp_path / "rows.jsonl", fields=FIELDS, remedy="")
+        read_rows(tmp_path / "rows.jsonl", fields=TESTED, remedy="")
 
 
-def test_a_missing_and_an_empty_file_name_what_brings_the_data(tmp_path: Path) -> None:
+def test_a_missing_an_empty_and_a_damaged_file_name_what_brings_the_data(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, words in (("none.jsonl", "there is no file"), ("empty.jsonl", "has no rows")):
+    (tmp_path / "latin.jsonl").write_bytes('{"a": "é"}'.encode("latin-1"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-12])
+    (tmp_path / "plain.jsonl.gz").write_bytes(b"{}")
+    for name, words in (
+        ("none.jsonl", "there is no file"),
+        ("empty.jsonl", "has no rows"),
+        ("latin.jsonl", r"latin.jsonl cannot be read \(UnicodeDecodeError"),
+        ("cut.jsonl", r"cut.jsonl.gz cannot be read \(EOFError"),
+        ("plain.jsonl.gz", r"plain.jsonl.gz cannot be read \(BadGzipFile"),
+    ):
         with pytest.raises(RecipeError, match=f"{words}.*: git clone it"):
             read_rows(tmp_path / name, fields={}, remedy="git clone it")
 

@@ -107,6 +107,8 @@ def test_a_task_belongs_to_one_split_by_its_name_or_by_its_folder(tmp_path: Path
     assert kept
     own = FolderTasks(seed=0, folder=tmp_path / "all", heldout=write(tmp_path / "other" / "one", TASK).parent)
     assert [own.heldout(0).data["task"], own.heldout(1)] == ["one", None]  # type: ignore[union-attr]
+    with pytest.raises(RecipeError, match=r"share 40 names, 'task-0' among them; a task has one folder"):
+        FolderTasks(seed=0, folder=tmp_path / "all", heldout=tmp_path / "all")
 
 
 def test_a_folder_without_tasks_or_without_one_to_hold_out_is_refused_with_the_option(tmp_path: Path) -> None:
