@@ -5,10 +5,12 @@ ever. The dataflow server reads `Games` or `Chores`; nodes act in a served AlfWo
 """
 
 import random
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.data.task_files import RowTasks, read_rows
 from astraflow.errors import RecipeError
 from astraflow.plugins import Demonstration, Message, TaskSpec
@@ -27,6 +29,7 @@ FETCH = (
 )
 TARGETS = ("bin", "box", "sink")
 THINGS = ("mug", "book", "cup", "key", "pen", "soap")
+_SOLVABLE = re.compile(rb'"solvable":\s*true')
 _PAIRS = [(thing, target) for thing in THINGS for target in TARGETS]
 
 
@@ -45,12 +48,21 @@ class Games(RowTasks[str]):
 
 def _games(folder: Path, split: str) -> list[str]:
     if (folder / split).is_dir():
-        found = sorted(str(path.relative_to(folder)) for path in (folder / split).glob("**/game.tw-pddl"))
+        paths = sorted((folder / split).glob("**/game.tw-pddl"))
+        found = [str(path.relative_to(folder)) for path in paths if _is_played(path, below=folder)]
         if not found:
-            raise RecipeError(f"{folder / split} has no game.tw-pddl below it: {FETCH}")
+            raise RecipeError(
+                f"{folder / split} has {len(paths)} game.tw-pddl below it, none of them solvable: {FETCH}"
+            )
         return found
     fields = {"id": str, "task": str, "pddl_problem": str}
     return [row["id"] for row in read_rows(folder / f"{split}.jsonl", fields=fields, remedy=FETCH)]
+
+
+def _is_played(game: Path, *, below: Path) -> bool:
+    """Whether the package plays it: only what is solvable, and neither movable receptacles nor slices."""
+    name = game.relative_to(below).as_posix()
+    return not re.search("movable|Sliced", name) and bool(_SOLVABLE.search(game.read_bytes()))
 
 
 def _type_of(game: str) -> str:
@@ -58,35 +70,26 @@ def _type_of(game: str) -> str:
     return next((part.partition("-")[0] for part in game.split("/") if "-" in part), "")
 
 
-class Chores:
+class Chores(GeneratedTasks):
     """Endless household tasks; called by the dataflow server at small size."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return _task(f"train-{index}", f"train/{self._seed}/{index}", held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its pair of thing and target occurs in no training task and no demonstration."""
-        return _task(f"heldout-{index}", f"heldout/{self._seed}/{index}", held_out=True)
-
-
-def _task(task_id: str, key: str, *, held_out: bool) -> TaskSpec:
-    rng = random.Random(key)
-    thing, target = rng.choice([pair for place, pair in enumerate(_PAIRS) if (place % 4 == 0) is held_out])
-    others = rng.sample([each for each in THINGS if each != thing], 2)
-    lies = dict(zip(rng.sample([thing, *others], 3), PLACES, strict=True))
-    data = {"thing": thing, "target": target, "lies": lies, "problem": f"{thing} {target}"}
-    return TaskSpec(task_id, (), data)
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """A pair of thing and target; one that is held out occurs in no training task and no demonstration."""
+        thing, target = rng.choice(
+            [pair for place, pair in enumerate(_PAIRS) if (place % 4 == 0) is held_out]
+        )
+        others = rng.sample([each for each in THINGS if each != thing], 2)
+        lies = dict(zip(rng.sample([thing, *others], 3), PLACES, strict=True))
+        data = {"thing": thing, "target": target, "lies": lies, "problem": f"{thing} {target}"}
+        return TaskSpec(task_id, (), data)
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
     """One turn each; half of the walks are an expert's, half lead anywhere."""
+    chores = Chores(seed=seed)
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
-        data = _task("", f"demonstrated/{seed}/{index}", held_out=False).data
+        data = chores.task("", random.Random(f"demonstrated/{seed}/{index}"), held_out=False).data
         room, visited = Room(PLACES, data["lies"], data["thing"], data["target"]), list[str]()
         chat, turns = [Message("user", room.intro)], rng.randrange(6)
         for turn in range(turns + 1):

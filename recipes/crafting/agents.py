@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from astraflow.errors import AstraflowError
 from astraflow.plugins import Episode, Message, Policy, TaskSpec, Trajectory, TrajectoryBuilder
 
 RULES = (
@@ -18,7 +19,13 @@ RULES = (
 )
 Recipes = Mapping[str, Mapping[str, int]]
 ACTION = re.compile(r"<(info|get|craft|inventory|spawn|finish)>(.*?)</\1>", re.S)
-_AMOUNT = re.compile(r"\s*(\d{1,3})\s+(\S+)\s*")
+_AMOUNT = re.compile(r"\s*([1-9]\d{0,2})\s+(\S+)\s*", re.A)
+
+
+def _amount(text: str) -> tuple[int, str] | None:
+    """The number and the item of `2 bak`; None for what says no such thing."""
+    found = _AMOUNT.fullmatch(text)
+    return (int(found[1]), found[2]) if found else None
 
 
 @dataclass
@@ -40,10 +47,8 @@ class World:
     def do(self, kind: str, text: str) -> str:
         """Carry out an action that is neither spawn nor finish; returns what the agent sees."""
         if kind == "inventory":
-            return (
-                ", ".join(f"{number} {item}" for item, number in sorted(self.held.items()) if number)
-                or "nothing"
-            )
+            held = ", ".join(f"{number} {item}" for item, number in sorted(self.held.items()) if number)
+            return held or "nothing"
         if kind == "info":
             needs = self.recipes.get(text.strip(), {})
             basic = {item: "" if item in self.recipes else " basic" for item in needs}
@@ -51,11 +56,9 @@ class World:
             return (
                 made + ", ".join(f"{number} {item}{basic[item]}" for item, number in needs.items()) or "basic"
             )
-        amount = _AMOUNT.fullmatch(text)
-        if amount is None:
+        if (amount := _amount(text)) is None:
             return "say N ITEM"
-        number, item = int(amount[1]), amount[2]
-        return self._get(number, item) if kind == "get" else self._craft(number, item)
+        return self._get(*amount) if kind == "get" else self._craft(*amount)
 
     def _get(self, number: int, item: str) -> str:
         if item in self.recipes or item not in {each for needs in self.recipes.values() for each in needs}:
@@ -97,50 +100,49 @@ class Crafting:
         (policy,) = policies.values()
         world = World(task.data["recipes"], self._steps, makes=task.data.get("makes", {}))
         done = list[Trajectory]()
-        await self._agent(world, policy, f"1 {task.data['goal']}", done=done, depth=0)
-        metrics = {
-            "turns": float(len(done)),
-            "agents": float(world.agents),
-            "won": float(world.held[task.data["goal"]] > 0),
-        }
+        await self._agent(world, policy, (1, task.data["goal"]), done=done, depth=0)
+        won = float(world.held[task.data["goal"]] > 0)
+        metrics = {"turns": float(len(done)), "agents": float(world.agents), "won": won}
         return Episode(tuple(done) if policy.wants_trajectory else (), metrics)
 
     async def _agent(
-        self, world: World, policy: Policy, goal: str, *, done: list[Trajectory], depth: int
+        self, world: World, policy: Policy, goal: tuple[int, str], *, done: list[Trajectory], depth: int
     ) -> str:
-        """Let an agent work on `goal`; returns its message, all that its parent sees."""
-        chat, turns, message = (
-            [Message("user", f"{self._rules}Make {goal}.")],
-            list[TrajectoryBuilder](),
-            None,
-        )
-        number, _, item = goal.partition(" ")
+        """Let an agent work on so many of an item; returns its message, all that its parent sees."""
+        number, item = goal
+        chat = [Message("user", f"{self._rules}Make {number} {item}.")]
+        turns, message = list[TrajectoryBuilder](), None
         world.agents += 1
         while message is None and world.steps > 0:
             world.steps -= 1
-            turns.append(TrajectoryBuilder(policy))
-            turns[-1].add_prompt(chat)
-            said = (await turns[-1].generate()).text
+            turn = TrajectoryBuilder(policy)
+            turn.add_prompt(chat)
+            try:
+                said = (await turn.generate()).text
+            except AstraflowError as error:
+                if error.reason != "ENGINE_REFUSED" or not turns:
+                    raise
+                break  # its chat is longer than the engine's context: what it did so far counts
+            turns.append(turn)
             actions = ACTION.findall(said)
             if actions and actions[-1][0] == "finish":
                 message = actions[-1][1]
                 break
             seen = "no action" if not actions else ""
             if actions and actions[-1][0] == "spawn":
-                wanted = [text.strip() for kind, text in actions if kind == "spawn"][: self._spawns]
-                if depth + 1 >= self._depth or not all(map(_AMOUNT.fullmatch, wanted)):
+                asked = [_amount(text) for kind, text in actions if kind == "spawn"][: self._spawns]
+                wanted = [each for each in asked if each]
+                if depth + 1 >= self._depth or len(wanted) < len(asked):
                     seen = "cannot spawn"
                 else:
-                    seen = "\n".join(
-                        [
-                            await self._agent(world, policy, each, done=done, depth=depth + 1)
-                            for each in wanted
-                        ]
-                    )
+                    said_by = [
+                        await self._agent(world, policy, each, done=done, depth=depth + 1) for each in wanted
+                    ]
+                    seen = "\n".join(said_by)
             elif actions:
                 seen = world.do(*actions[-1])
             chat += [Message("assistant", said), Message("user", seen)]
-        has_it = message is not None and world.held[item] >= int(number)
+        has_it = message is not None and world.held[item] >= number
         reward = float(has_it) / (1 + depth if self._depth_discount else 1)
         done += [turn.build(reward=reward, metrics={"depth": float(depth)}) for turn in turns]
-        return message if message is not None else "out of steps"
+        return message if message is not None else "ended without an answer"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.errors import RecipeError
 from astraflow.plugins import Demonstration, Message, TaskSpec
 
@@ -22,12 +23,12 @@ WIDTH = 12
 """Items of a level; those of the first are basic."""
 
 
-class Goals:
+class Goals(GeneratedTasks):
     """Endless goals that take up to `levels` crafts one after the other; called by the dataflow server."""
 
     def __init__(self, *, seed: int, levels: int = 3, folder: Path | None = None) -> None:
         """`folder` holds TextCraft's `recipes`, of which goals take two crafts at least; else they are generated."""
-        self._seed = seed
+        super().__init__(seed=seed)
         self._recipes, self._makes = read_recipes(folder) if folder else (RECIPES, {})
         lowest = 2 if folder else 1
         found = [item for item in self._recipes if lowest <= level(item, self._recipes) <= levels]
@@ -37,16 +38,9 @@ class Goals:
                 f"{folder} has {len(found)} items of {lowest} to {levels} crafts; two are the least, one held out"
             )
 
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return self._task(f"train-{index}", held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its goal is that of no training task and no demonstration."""
-        return self._task(f"heldout-{index}", held_out=True)
-
-    def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
-        goal = random.Random(f"{task_id}/{self._seed}").choice(self._goals[held_out])
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """A goal; one that is held out is that of no training task and no demonstration."""
+        goal = rng.choice(self._goals[held_out])
         recipes = closure(goal, self._recipes)
         makes = {item: self._makes[item] for item in recipes if self._makes.get(item, 1) > 1}
         return TaskSpec(task_id, (), {"goal": goal, "recipes": recipes, "makes": makes, "problem": goal})

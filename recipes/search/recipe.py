@@ -15,7 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.data.task_files import RowTasks, read_rows
+from astraflow.errors import RecipeError
 from astraflow.plugins import Demonstration, Message, Score, TaskSpec
 
 ASK = (
@@ -39,6 +41,13 @@ class Questions(RowTasks[dict[str, Any]]):
         fields = {"split": str, "question": str, "answer": str}
         rows = read_rows(folder / "questions.jsonl", fields=fields, remedy=BRING)
         train, test = ([row for row in rows if row["split"] == split] for split in ("train", "test"))
+        if not (train and test):
+            found = ", ".join(
+                f"{number} {name!r}" for name, number in Counter(row["split"] for row in rows).items()
+            )
+            raise RecipeError(
+                f"{folder / 'questions.jsonl'} has rows of split {found}; it needs train and test"
+            )
         super().__init__(train=train, heldout=test, seed=seed)
 
     def task(self, task_id: str, row: dict[str, Any]) -> TaskSpec:
@@ -55,27 +64,25 @@ class ExactMatch:
         said, wanted = (_words(text) for text in (given[-1] if given else "", str(task.data["answer"])))
         common = (Counter(said) & Counter(wanted)).total()
         f1 = 2 * common / (len(said) + len(wanted)) if common else 0.0
-        return Score(float(said == wanted), {"f1": f1, "answered": float(bool(given))})
+        return Score(float(bool(given) and said == wanted), {"f1": f1, "answered": float(bool(given))})
 
 
 def _words(text: str) -> list[str]:
-    plain = unicodedata.normalize("NFKD", text.lower()).encode("ascii", "ignore").decode() or text.lower()
+    plain = "".join(
+        each for each in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(each)
+    )
     return [word for word in re.findall(r"\w+", plain) if word not in ("a", "an", "the")]
 
 
-class Doors:
+class Doors(GeneratedTasks):
     """Endless questions which door a box's key opens; called by the dataflow server at small size."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return _task(f"train-{index}", _box(random.Random(f"train/{self._seed}/{index}"), held_out=False))
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its box occurs in no training task and no demonstration."""
-        return _task(f"heldout-{index}", _box(random.Random(f"heldout/{self._seed}/{index}"), held_out=True))
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """A box; one that is held out occurs in no training task and no demonstration."""
+        box = _box(rng, held_out=held_out)
+        key = key_of(box)
+        data = {"answer": f"door{door_of(key)}", "support": [f"box{box}", f"key{key}"]}
+        return TaskSpec(task_id, (Message("user", f"box{box}?"),), data)
 
 
 def key_of(box: int) -> int:
@@ -114,12 +121,6 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
 
 def _box(rng: random.Random, *, held_out: bool) -> int:
     return rng.choice([box for box in NUMBERS if (box % 9 == 0) is held_out])
-
-
-def _task(task_id: str, box: int) -> TaskSpec:
-    key = key_of(box)
-    data = {"answer": f"door{door_of(key)}", "support": [f"box{box}", f"key{key}"]}
-    return TaskSpec(task_id, (Message("user", f"box{box}?"),), data)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Used by recipe.py on dataflow servers and trainers, by shop.py where it is serve
 
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -62,14 +63,15 @@ def _webshop_product(item: Mapping[str, Any], described: Mapping[str, Any], *, p
     features, full = item.get("small_description") or [], item.get("full_description") or ""
     named = (item.get("customization_options") or {}).items()
     try:
-        prices = [float(price.replace(",", "")) for price in (item.get("pricing") or "$100").split("$")[1:3]]
-        options = {
-            name.lower(): tuple(each["value"].strip().lower() for each in values)
+        said = (item.get("pricing") or "$100").split("$")[1:3]
+        prices = [float(re.sub(r"[^\d.]", "", price)) for price in said]  # such as `$7 - $9`, `$1,200.00`
+        options = {  # as the site shows them, which is what people chose from
+            name.lower(): tuple(each["value"].strip().replace("/", " | ").lower() for each in values)
             for name, values in named
             if values
         }
         middle = sum(prices) / len(prices)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecipeError(
             f"{place}: pricing {item.get('pricing')!r}, customization_options {item.get('customization_options')!r}: "
             "give $PRICE or $LOW$HIGH, and a list of {value: …} for each name"

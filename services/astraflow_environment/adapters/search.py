@@ -12,6 +12,8 @@ from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
 
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.S)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+MAX_QUERY_CHARS = 10_000
+"""Of the contract; what a policy writes beyond it is left out."""
 _HINT = "Write <search>what to look for</search>, or <answer>the answer</answer>."
 
 
@@ -39,7 +41,7 @@ class Search:
         tags = sorted([*_SEARCH.finditer(action.content), *_ANSWER.finditer(action.content)], key=_place)
         if tags and tags[-1].re is _ANSWER:
             return Observation(done=True, metrics=self._metrics())
-        shown = await self._search(tags[-1][1].strip()) if tags else _HINT
+        shown = await self._search(tags[-1][1].strip()[:MAX_QUERY_CHARS]) if tags else _HINT
         return Observation(messages=(Message("user", shown),), metrics=self._metrics())
 
     async def close(self) -> None:

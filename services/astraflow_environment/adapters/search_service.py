@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from astraflow.data.task_files import read_rows
 from astraflow.errors import RecipeError
 from astraflow_environment.adapters.dense_index import DenseIndex, embedder, sentence_transformer
+from astraflow_environment.adapters.search import MAX_QUERY_CHARS
 
 _FIELDS = {"doc_id": str, "title": str, "text": str}
 
@@ -24,7 +25,7 @@ _FIELDS = {"doc_id": str, "title": str, "text": str}
 class SearchRequest(BaseModel):
     """One search."""
 
-    query: Annotated[str, Field(max_length=10_000)]
+    query: Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
     top_k: Annotated[int, Field(ge=1, le=100)] = 5
 
 

@@ -24,11 +24,14 @@ _FETCH = "pip install 'astraflow[alfworld]' && alfworld-download, then serve ~/.
 class TextWorld:
     """A game made by `tw-make`: the task's `data["game"]` is a file below `games`."""
 
+    package = "textworld"
+    """Whose games these are, and the extra that brings it."""
+
     def __init__(self, *, games: Path, admissible: bool = True, reward: str = "score") -> None:
         """`admissible` lists the possible commands with every observation; `reward` is `score` (its gain, of the
         maximum) or `won`.
         """
-        _require("textworld")
+        _require(self.package)
         self._games = games
         self._admissible = admissible
         self._reward = reward
@@ -94,12 +97,13 @@ class AlfWorld(TextWorld):
     `pddl_problem`, and `data["game"]` is an `id`. The reward is 1 when the task is done.
     """
 
+    package = "alfworld"
+
     def __init__(self, *, games: Path, admissible: bool = True, parse_cache: bool = True) -> None:
         """`parse_cache` remembers parsed grammar, which is most of a step's time. Raises RecipeError where the package,
         or any game, is missing, and with file and line for a malformed row.
         """
         super().__init__(games=games, admissible=admissible, reward="won")
-        _require("alfworld")
         if parse_cache:
             remember_parses()
         self._rows = _rows(games)

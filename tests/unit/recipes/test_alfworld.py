@@ -1,6 +1,7 @@
 """The recipe of ALFWorld: its games in a service of their own, and a generated household at small size."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -61,10 +62,19 @@ def test_games_are_found_as_alfworld_lays_them_out_and_as_json_lines(tmp_path: P
         for trial in range(number):
             game = tmp_path / split / "pick_and_place_simple-Mug-None-Desk-1" / f"trial_{trial}"
             game.mkdir(parents=True)
-            (game / "game.tw-pddl").write_text("{}")
+            (game / "game.tw-pddl").write_text('{"solvable": true}')
+    for name, content in (
+        ("pick_and_place_simple-Pen-None-Bed-1", '{"solvable": false}'),
+        ("pick_and_place_simple-Pot-None-Bed-1", "{}"),
+        ("pick_and_place_with_movable_recep-Pen-Cup-Bed-1", '{"solvable": true}'),
+        ("look_at_obj_in_light-AppleSliced-None-Bed-1", '{"solvable": true}'),
+    ):
+        (tmp_path / "train" / name / "trial_0").mkdir(parents=True)
+        (tmp_path / "train" / name / "trial_0" / "game.tw-pddl").write_text(content)
     row = {"id": "pick_heat_then_place_in_recep-Egg-None-Sink-2/trial_9", "task": "…", "pddl_problem": "…"}
     (tmp_path / "extra.jsonl").write_text(json.dumps(row))
     games = recipe.Games(seed=0, folder=tmp_path, heldout="extra")
+    assert games.tasks_per_epoch == 3
     names = {games.train(index).data["game"] for index in range(3)}
     assert names == {f"train/pick_and_place_simple-Mug-None-Desk-1/trial_{n}/game.tw-pddl" for n in range(3)}
     assert games.heldout(0).data == {"game": row["id"]}
@@ -74,7 +84,9 @@ def test_games_are_found_as_alfworld_lays_them_out_and_as_json_lines(tmp_path: P
     )
 
 
-async def test_missing_games_a_malformed_row_and_a_missing_package_are_named(tmp_path: Path) -> None:
+async def test_missing_games_a_malformed_row_and_a_missing_package_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = f"run.dataset.with.folder={tmp_path}"
     with pytest.raises(PluginError, match=r"no file .*train\.jsonl.*alfworld-download"):
         async with played("alfworld", folder, scratch=tmp_path, served={"AlfWorld": "127.0.0.1:1"}):
@@ -83,14 +95,20 @@ async def test_missing_games_a_malformed_row_and_a_missing_package_are_named(tmp
     with pytest.raises(RecipeError, match=r"train\.jsonl:2: no 'task'"):
         recipe.Games(seed=0, folder=tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecipeError, match=r"no game\.tw-pddl below it: pip install .* alfworld-download"):
+    with pytest.raises(
+        RecipeError, match=r"has 0 game\.tw-pddl below it, .*: pip install .* alfworld-download"
+    ):
         recipe.Games(seed=0, folder=tmp_path, train="empty")
     with pytest.raises(RecipeError, match=r"train\.jsonl:2: no 'task'"):
         text_games._rows(tmp_path)
     with pytest.raises(RecipeError, match=r"no game\.tw-pddl and no JSON lines: .* alfworld-download"):
         text_games._rows(tmp_path / "empty")
-    with pytest.raises(RecipeError, match=r"no_such_game is missing .* games/bin/pip install .*no_such_game"):
-        text_games._require("no_such_game")
+    for package, game in (("alfworld", text_games.AlfWorld), ("textworld", text_games.TextWorld)):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(
+            RecipeError, match=rf"{package} is missing .* install 'astraflow\[environment,{package}\]'"
+        ):
+            game(games=tmp_path)
 
 
 def walks(step: Callable[[Any, list[str]], str]) -> Callable[[str], str]:

@@ -10,6 +10,7 @@ import pytest
 
 from astraflow.errors import RecipeError
 from astraflow.plugins import TaskSpec
+from astraflow_raas.engine.base import EngineRefused
 from support.recipes import PlayedRecipe, played, recipe_code
 
 recipe = recipe_code("crafting")
@@ -71,7 +72,7 @@ async def test_an_agent_earns_by_its_own_goal_and_not_by_its_parent_s(
             goal = re.findall(r"Make \d+ (\w+)\.", prompt)[-1]
             if goal != task.data["goal"]:
                 return child or works(prompt)
-            made = f"<spawn>1 {next(iter(task.data['recipes'][goal]))}</spawn>"
+            made = f"<spawn>1\n  {next(iter(task.data['recipes'][goal]))}</spawn>"
             return "<finish>done</finish>" if "made" in prompt.rpartition(".¶")[2] else made
 
         episode = await crafting.episode(task, crafter=answer)
@@ -80,13 +81,31 @@ async def test_an_agent_earns_by_its_own_goal_and_not_by_its_parent_s(
 
 
 @pytest.mark.parametrize(
-    "said", ["", "<craft>1 nothing</craft>", "<spawn>many</spawn>", "<get>9999 bak</get>"]
+    "said",
+    ["", "<craft>1 nothing</craft>", "<spawn>many</spawn>", "<spawn>0 bak</spawn>", "<get>9999 bak</get>"],
 )
 async def test_who_never_finishes_earns_nothing_and_stops_with_the_budget(said: str, tmp_path: Path) -> None:
     async with played("crafting/small.yaml", "raas.workflow.with.max_steps=5", scratch=tmp_path) as crafting:
         task = crafting.dataset.train(0)
         assert task is not None
         assert await earned(crafting, task, lambda _: said) == ([0.0] * 5, 1.0)
+
+
+async def test_an_agent_whose_chat_outgrows_the_engine_ends_and_its_turns_count(tmp_path: Path) -> None:
+    async with played("crafting/small.yaml", scratch=tmp_path) as crafting:
+        task = crafting.dataset.train(0)
+        assert task is not None
+
+        def answer(prompt: str) -> str:
+            if prompt.count("<assistant>") > room:
+                raise EngineRefused("the prompt is longer than the context")
+            return "<inventory></inventory>"
+
+        room = 3
+        assert await earned(crafting, task, answer) == ([0.0] * 3, 1.0)
+        room = 0
+        with pytest.raises(EngineRefused):
+            await earned(crafting, task, answer)
 
 
 def test_actions_tell_what_is_possible() -> None:

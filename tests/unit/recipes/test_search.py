@@ -13,7 +13,8 @@ import uvicorn
 
 from astraflow.data.task_files import read_rows
 from astraflow.errors import PluginError
-from astraflow.plugins import MissingCapability, TaskSpec
+from astraflow.plugins import Message, MissingCapability, TaskSpec
+from astraflow_environment.adapters.search import Search
 from astraflow_environment.adapters.search_service import PassageIndex, SearchIndex, search_app
 from support.recipes import played, recipe_code, task_data
 
@@ -23,19 +24,20 @@ ROOM = "raas.workflow.with.max_tokens=4096"  # scripted policies have a token a 
 
 @asynccontextmanager
 async def searchable(index: SearchIndex) -> AsyncIterator[str]:
-    """The override of a recipe that searches in `index`, served on loopback."""
+    """The URL of a service on loopback that searches in `index`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(search_app(index), log_level="error", lifespan="off"))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            yield environment(f"http://127.0.0.1:{port}/search")
+            yield f"http://127.0.0.1:{port}/search"
         finally:
             server.should_exit = True
             await serving
 
 
 def environment(url: str) -> str:
+    """The override of a recipe that searches there."""
     use = "astraflow_environment.adapters.search:Search"
     return f'raas.workflow.with.environment={{use: "{use}", with: {{url: "{url}", top_k: 5}}}}'
 
@@ -66,8 +68,8 @@ async def test_a_question_of_two_hops_is_answered_by_two_searches_and_not_by_one
         if row["kind"] == "capital_via_highest_point"
     )
     async with (
-        searchable(factbook) as where,
-        played("search", f"run.dataset.with.folder={folder}", where, scratch=tmp_path) as search,
+        searchable(factbook) as url,
+        played("search", f"run.dataset.with.folder={folder}", environment(url), scratch=tmp_path) as search,
     ):
         task = search.dataset.heldout(number)
         assert task is not None
@@ -95,8 +97,8 @@ def test_every_real_question_has_its_answer_in_a_passage_that_supports_it(factbo
 
 async def test_boxes_lead_to_doors_by_two_searches(doors: PassageIndex, tmp_path: Path) -> None:
     async with (
-        searchable(doors) as where,
-        played("search/small.yaml", where, ROOM, scratch=tmp_path) as search,
+        searchable(doors) as url,
+        played("search/small.yaml", environment(url), ROOM, scratch=tmp_path) as search,
     ):
         task = search.dataset.heldout(0)
         assert task is not None
@@ -116,6 +118,14 @@ async def test_boxes_lead_to_doors_by_two_searches(doors: PassageIndex, tmp_path
         assert (episode.metrics["environment.recall"], episode.metrics["environment.searches"]) == (1.0, 2.0)
 
 
+async def test_a_query_that_is_longer_than_the_contract_allows_is_cut(doors: PassageIndex) -> None:
+    async with searchable(doors) as url:
+        search = Search(url=url, top_k=1)
+        await search.reset(TaskSpec("t", ()))
+        seen = await search.step(Message("assistant", f"<search>box47 {'zebra ' * 2000}</search>"))
+    assert seen.messages[0].content.startswith("box47: inside lies key")
+
+
 def test_each_hop_of_the_small_size_is_the_best_passage(doors: PassageIndex) -> None:
     for box in recipe.NUMBERS:
         for query in (f"box{box}", f"key{recipe.key_of(box)}"):
@@ -125,17 +135,20 @@ def test_each_hop_of_the_small_size_is_the_best_passage(doors: PassageIndex) -> 
 
 
 @pytest.mark.parametrize(
-    ("said", "reward", "f1"),
+    ("said", "answer", "reward", "f1"),
     [
-        ("<answer>Sao Tome</answer>", 1.0, 1.0),
-        ("<answer>Tome</answer> <answer>The São Tomé!</answer>", 1.0, 1.0),
-        ("<answer>Tome</answer>", 0.0, 2 / 3),
-        ("São Tomé", 0.0, 0.0),
-        ("<answer></answer>", 0.0, 0.0),
+        ("<answer>Sao Tome</answer>", "São Tomé", 1.0, 1.0),
+        ("<answer>Tome</answer> <answer>The São Tomé!</answer>", "São Tomé", 1.0, 1.0),
+        ("<answer>Tome</answer>", "São Tomé", 0.0, 2 / 3),
+        ("São Tomé", "São Tomé", 0.0, 0.0),
+        ("<answer></answer>", "São Tomé", 0.0, 0.0),
+        ("<answer>Москва 2</answer>", "москва 2", 1.0, 1.0),
+        ("<answer>Киев 2</answer>", "Москва 2", 0.0, 1 / 2),
+        ("I do not know.", "The", 0.0, 0.0),
     ],
 )
-def test_answers_are_compared_by_their_words(said: str, reward: float, f1: float) -> None:
-    score = recipe.ExactMatch()(TaskSpec("t", (), {"answer": "São Tomé"}), said)
+def test_answers_are_compared_by_their_words(said: str, answer: str, reward: float, f1: float) -> None:
+    score = recipe.ExactMatch()(TaskSpec("t", (), {"answer": answer}), said)
     assert (score.reward, score.metrics["f1"]) == (reward, pytest.approx(f1))
 
 
@@ -153,12 +166,17 @@ async def test_without_a_service_the_episode_is_given_back_with_the_command(tmp_
 
 async def test_a_missing_folder_and_a_malformed_question_are_named(tmp_path: Path) -> None:
     folder = f"run.dataset.with.folder={tmp_path}"
-    for words in ("give the folder that holds questions.jsonl", "questions.jsonl:1: no 'answer'"):
+    asked = {"split": "train", "question": "Where?"}
+    for words, row in (
+        ("give the folder that holds questions.jsonl", asked),
+        ("questions.jsonl:1: no 'answer'", asked | {"split": "dev", "answer": "There."}),
+        ("questions.jsonl has rows of split 1 'dev'; it needs train and test", {}),
+    ):
         with pytest.raises(PluginError) as caught:
             async with played("search", folder, scratch=tmp_path):
                 pass
         assert words in caught.value.message
-        (tmp_path / "questions.jsonl").write_text(json.dumps({"split": "train", "question": "Where?"}))
+        (tmp_path / "questions.jsonl").write_text(json.dumps(row))
 
 
 def test_no_held_out_box_is_trained_on_or_demonstrated() -> None:

@@ -153,10 +153,10 @@ def item(asin: str, **differing: object) -> dict[str, object]:
         "name": "Fir Soft Mug with Lid",
         "query": "mugs",
         "product_category": "Kitchen › Tableware › Mugs",
-        "pricing": "$12.00$14.00",
+        "pricing": "$12.00 - $14.00",
         "small_description": ["Keeps tea warm"],
         "full_description": "A mug.",
-        "customization_options": {"Color": [{"value": "Red "}, {"value": "blue"}], "Fit": None},
+        "customization_options": {"Color": [{"value": "Red "}, {"value": "Blue/White"}], "Fit": None},
     }
     return mug | differing
 
@@ -192,7 +192,8 @@ async def test_a_webshop_folder_is_read_as_it_is(tmp_path: Path) -> None:
     shop = recipe.Shop(folder=folder)
     await shop.reset(task)
     assert "b01 Fir Soft Mug with Lid $13" in shop.act("search[soft mug]").messages[0].content
-    assert "color: red, blue" in shop.act("click[B01]").messages[0].content
+    assert "color: red, blue | white" in shop.act("click[B01]").messages[0].content
+    shop.act("click[blue | white]")
     shop.act("click[red]")
     assert shop.act("click[buy now]").reward == 1.0
 
