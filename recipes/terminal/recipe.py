@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from itertools import count
 
+from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.data.task_folders import FolderTasks
 from astraflow.plugins import Demonstration, Message, TaskSpec
 
@@ -21,22 +22,12 @@ if [ "$(cat {target})" = {number} ]; then echo 1; else echo 0; fi > /logs/verifi
 """
 
 
-class Copies:
+class Copies(GeneratedTasks):
     """Endless tasks such as `Copy ant to bee.`, where ant holds a number."""
 
-    def __init__(self, *, seed: int) -> None:
-        self._seed = seed
-
-    def train(self, index: int) -> TaskSpec:
-        """Training task `index`."""
-        return self._task(f"train-{index}", held_out=False)
-
-    def heldout(self, index: int) -> TaskSpec:
-        """Held-out task `index`; its two names come together in no training task and no demonstration."""
-        return self._task(f"heldout-{index}", held_out=True)
-
-    def _task(self, task_id: str, *, held_out: bool) -> TaskSpec:
-        source, target, number = _draw(random.Random(f"{task_id}/{self._seed}"), held_out=held_out)
+    def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
+        """Two names; those that are held out come together in no training task and no demonstration."""
+        source, target, number = _draw(rng, held_out=held_out)
         asked = (Message("user", instruction(source, target)),)
         return TaskSpec(task_id, asked, {"task": task_id, "files": folder(source, target, number)})
 

@@ -33,6 +33,7 @@ class Terminal(Tools):
         self,
         *,
         folder: Path | None = None,
+        heldout: Path | None = None,
         built: bool = False,
         calls: Literal["tools", "text"] = "tools",
         max_turns: int = 50,
@@ -41,8 +42,9 @@ class Terminal(Tools):
         max_output_chars: int = 8000,
         limits: SandboxLimits | None = None,
     ) -> None:
-        """`folder` holds the tasks that a task's data names, `built` as for the data set. `turn_timeout_s` of the
-        workflow must exceed `command_s` + `grade_s`. Raises MissingCapability without a sandbox.
+        """`folder` holds the tasks that a task's data names; it, `heldout` and `built` are as for the data set.
+        `turn_timeout_s` of the workflow must exceed `command_s` + `grade_s`. Raises MissingCapability without a
+        sandbox.
         """
         require_sandbox()
         super().__init__(
@@ -50,7 +52,8 @@ class Terminal(Tools):
             timeout_s=command_s + _MARGIN_S,
             max_output_chars=max_output_chars * 2,
         )
-        self._folder, self._built, self._reads_text = folder, built, calls == "text"
+        self._folders = [each for each in (folder, heldout) if each]
+        self._built, self._reads_text = built, calls == "text"
         self._max_turns, self._command_s, self._grade_s = max_turns, command_s, grade_s
         self._kept = max_output_chars
         self._limits = limits or SandboxLimits()
@@ -131,17 +134,19 @@ class Terminal(Tools):
         if "files" in data:
             files = {path: str(text).encode() for path, text in data["files"].items()}
             return parse_task(data["task"], files, where=f"task {data['task']}", built=self._built)
-        if self._folder is None:
+        if not self._folders:
             raise MissingCapability(
                 'this environment has no folder of tasks; give it one: --with \'{"folder": "FOLDER"}\''
             )
-        place = self._folder / Path(data["task"]).name
-        if not (place / "task.toml").is_file():
+        places = [folder / Path(data["task"]).name for folder in self._folders]
+        found = next((place for place in places if (place / "task.toml").is_file()), None)
+        if found is None:
+            where = " or ".join(str(folder.absolute()) for folder in self._folders)
             raise MissingCapability(
-                f"no task {data['task']!r} in {self._folder.absolute()} on this machine; bring the folder that "
-                "the data set reads"
+                f"no task {data['task']!r} in {where} on this machine; give `folder`, and `heldout` where it has one, "
+                "as for the data set"
             )
-        return read_task(place, built=self._built)
+        return read_task(found, built=self._built)
 
     def _metrics(self) -> dict[str, float]:
         return {name: float(count) for name, count in self._counts.items()}

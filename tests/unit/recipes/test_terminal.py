@@ -14,7 +14,8 @@ from support.sandbox import needs_bubblewrap
 
 recipe = recipe_code("terminal")
 USE = "astraflow_environment.adapters.terminal:Terminal"
-HERE = f"raas.workflow.with.environment={{{{use: '{USE}', with: {{{{folder: '{{}}'}}}}}}}}"
+HERE = f"raas.workflow.with.environment={{{{use: '{USE}', with: {{}}}}}}"
+"""The environment in this process, with these settings."""
 
 
 def written(folder: Path, names: list[str]) -> Path:
@@ -41,8 +42,13 @@ async def test_solutions_of_a_folder_earn_1_by_its_own_tests_and_what_leaves_the
     tmp_path: Path,
 ) -> None:
     tasks, kept = written(tmp_path / "train", ["one", "two"]), written(tmp_path / "kept", ["three"])
-    folders = f"run.dataset.with={{folder: '{tasks}', heldout: '{kept}'}}"
-    async with played("terminal", folders, HERE.format(kept), scratch=tmp_path) as terminal:
+    folders = f"{{folder: '{tasks}', heldout: '{kept}'}}"
+    data = f"run.dataset.with={folders}"
+    async with played("terminal", data, HERE.format(folders), scratch=tmp_path) as terminal:
+        trained = terminal.dataset.train(0)
+        assert trained is not None
+        solution = (tasks / trained.data["task"] / "solution" / "solve.sh").read_text().splitlines()
+        assert (await terminal.episode(trained, agent=tool_calls(solution))).trajectories[0].reward == 1.0
         task = terminal.dataset.heldout(0)
         assert task is not None
         assert (task.data["task"], task.messages[0].content) == ("three", "Copy ant to bee.")
@@ -97,9 +103,8 @@ async def test_a_missing_folder_and_a_malformed_task_are_named(tmp_path: Path) -
         (tmp_path / "none", "run.dataset.with.folder=FOLDER"),
         (tasks, "one/task.toml:2: agent.timeout"),
     ):
+        here = HERE.format(f"{{folder: '{folder}'}}")
         with pytest.raises(PluginError) as caught:
-            async with played(
-                "terminal", f"run.dataset.with.folder={folder}", HERE.format(folder), scratch=tmp_path
-            ):
+            async with played("terminal", f"run.dataset.with.folder={folder}", here, scratch=tmp_path):
                 pass
         assert words in caught.value.message
