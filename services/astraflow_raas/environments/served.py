@@ -34,8 +34,8 @@ class ServedEnvironments:
         if name not in self._connections:
             known = ", ".join(self._connections) or "none"
             raise MissingCapability(
-                f"this node knows no served environment {name!r} (known: {known}); start it with "
-                f"--environment {name}=HOST:PORT"
+                f"this node knows no served environment {name!r} (known: {known}); serve it with `astraflow "
+                f"environment --use MODULE:CLASS --port PORT`, and start the node with --environment {name}=HOST:PORT"
             )
 
     def open(self, name: str, *, turn_timeout_s: float) -> RemoteEnvironment:

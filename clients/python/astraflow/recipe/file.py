@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 MAX_CODE_BYTES = 1024 * 1024
-_MAX_ERRORS = 20
 """Of all files of a recipe's code together."""
 MAX_CODE_FILES = 500
+_MAX_ERRORS = 20
 _EXTENDS = "extends"
 MAX_EXTENDED = 8
 """Files that a recipe may extend, one through the other."""
