@@ -291,5 +291,10 @@ async def test_people_and_programs_list_and_show_samples_by_command(world: World
     shown = (await astraflow("show", listed[0]["sample_id"], "--json")).json
     assert (shown["token_ids"], shown["logprobs"][4:]) == (list(range(8)), [-0.5] * 4)
     printed = await astraflow("show", listed[0]["sample_id"])
-    assert "0 1 2 3 4 5 6 7" in printed.output
+    assert "0 1 2 3 [v0]4 5 6 7" in printed.output
+    assert "0.5 over the mean of 2 of its group)" in printed.output
+    assert (await astraflow("list", "--role", "nobody")).output == "the archive has no such sample (yet)\n"
+    assert (await astraflow("list", "--min-tokens", "9", "--json")).json == []
+    unread = await astraflow("list", "--text", "four")
+    assert (unread.status, "--tokenizer" in unread.errors) == (2, True)
     assert (await astraflow("show", "nonsense")).status == 2

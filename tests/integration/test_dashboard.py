@@ -212,6 +212,9 @@ async def test_a_sample_is_shown_with_its_texts_and_exported_with_all_of_it(
 
     lines = (await page.get("/api/export", params={"request": asked, "format": "jsonl"})).text.splitlines()
     assert [json.loads(line)["sample_id"] for line in lines] == sample_ids
+    chosen = {"request": asked, "format": "jsonl", "text": "FOUR"}
+    (line,) = (await page.get("/api/export", params=chosen)).text.splitlines()
+    assert json.loads(line)["sample_id"] == sample_ids[1]
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -238,6 +241,8 @@ async def test_the_command_exports_the_same(world: World, tmp_path: Path, suffix
 
         texts = [row["text"] for row in parquet.read_table(to).to_pylist()]
     assert texts[0] == "".join(turn.text for turn in EPISODE)
+    found = await asyncio.to_thread(run, "samples", "list", "--text", "IS 194", "--json", *named)
+    assert {each["item"]["source"] for each in found.json} == {"word-problems"}
     again = await asyncio.to_thread(run, "samples", "export", "--to", str(to), *named)
     assert "it exists already" in again.errors
 
@@ -255,6 +260,9 @@ async def test_without_a_tokenizer_in_the_store_ids_are_shown_and_why(
     ).json()
     assert shown["texts"] is None
     assert "the tokenizer cannot be read" in shown["no_texts"]
+    sought = {"request": json.dumps({"run_id": world.run_id}), "text": "eggs"}
+    found = (await page.get("/api/search", params=sought)).json()
+    assert (found["samples"], found["searched"], found["no_texts"]) == ([], 1, shown["no_texts"])
 
 
 async def test_a_run_of_100_000_steps_is_thinned_before_it_is_sent(

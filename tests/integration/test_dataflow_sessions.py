@@ -68,6 +68,9 @@ async def test_versions_are_announced_at_the_start_and_as_they_come(world: World
     trainer, node = await world.started(dataset="Unevaluated")
     async with working(world) as session:
         assert (await soon(session.versions)).version == 0
+        await asyncio.sleep(0.05)
+        await session.credits(0, solver=0)
+        await world.until(lambda now: now.nodes[0].follow_duration.ToMilliseconds() >= 50)
         await node.work(2)
         await trainer.train(1, base_version=0)
         assert (await soon(session.versions)).version == 1

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 _READ_AT_ONCE = 32
 MAX_SEARCHED, MAX_EXPORTED = 500, 5000
-"""Samples that one search reads, and that one export has."""
+"""Samples that one search reads, and that one export reads."""
 _TOKENIZER = "tokenizer.json"
 
 
@@ -46,14 +46,18 @@ class Samples:
         return sample_values(content, texts) | {"no_texts": missing}
 
     async def search(self, request: pb.ListSamplesRequest, text: str) -> dict[str, Any]:
-        """Return the samples of a page whose text has `text`, whatever its case; `searched` says how many were read."""
+        """Return the samples of a page whose text has `text`, whatever its case; `searched` says how many were read,
+        `no_texts` why the last of them has none.
+        """
         found: list[dict[str, Any]] = []
-        searched = 0
+        searched, missing = 0, ""
         while searched < MAX_SEARCHED and len(found) < (request.page_size or 50):
             page = await self._page(request)
             samples = await self._values(request.run_id, [sample.sample_id for sample in page.samples])
             searched += len(samples)
-            found += [sample for sample in samples if text.casefold() in _text(sample).casefold()]
+            if samples:
+                _, missing = await self._texts_of(request.run_id, samples[-1]["policy_id"])
+            found += [sample for sample in samples if _has(sample, text)]
             request.page_token = page.next_page_token
             if not page.next_page_token:
                 break
@@ -61,33 +65,37 @@ class Samples:
         for sample in listed:
             for name in ("token_ids", "texts", "loss_mask", "logprobs", "trainer_logprobs"):
                 del sample[name]
-        return {"samples": listed, "next_page_token": request.page_token, "searched": searched}
+        return {
+            "samples": listed,
+            "next_page_token": request.page_token,
+            "searched": searched,
+            "no_texts": missing,
+        }
 
-    async def exported(self, request: pb.ListSamplesRequest, kind: str) -> tuple[AsyncIterator[bytes], str]:
-        """Return a file of at most MAX_EXPORTED samples, and its media type. Raises InvalidArgumentError for another
-        kind than `jsonl` and `parquet`, and as ListSamples.
+    async def exported(
+        self, request: pb.ListSamplesRequest, kind: str, *, text: str = ""
+    ) -> tuple[AsyncIterator[bytes], str]:
+        """Return a file of the first MAX_EXPORTED samples, those of them whose text has `text`, and its media type.
+        Raises InvalidArgumentError for another kind than `jsonl` and `parquet`, and as ListSamples.
         """
         first = await self._page(request)  # what is refused is refused before the file begins
         if kind == "jsonl":
-            return self._lines(request, first), "application/jsonl"
+            return self._lines(self._all(request, first, text)), "application/jsonl"
         if kind == "parquet":
-            return self._table(request, first), "application/vnd.apache.parquet"
+            return self._table(self._all(request, first, text)), "application/vnd.apache.parquet"
         raise InvalidArgumentError(f"format {kind!r}: give jsonl or parquet")
 
-    async def _lines(
-        self, request: pb.ListSamplesRequest, first: pb.ListSamplesResponse
-    ) -> AsyncIterator[bytes]:
-        async for sample in self._all(request, first):
+    @staticmethod
+    async def _lines(samples: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        async for sample in samples:
             yield json.dumps(sample, ensure_ascii=False).encode() + b"\n"
 
-    async def _table(
-        self, request: pb.ListSamplesRequest, first: pb.ListSamplesResponse
-    ) -> AsyncIterator[bytes]:
-        samples = [sample async for sample in self._all(request, first)]
-        yield await asyncio.to_thread(parquet, samples)
+    @staticmethod
+    async def _table(samples: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        yield await asyncio.to_thread(parquet, [sample async for sample in samples])
 
     async def _all(
-        self, request: pb.ListSamplesRequest, page: pb.ListSamplesResponse
+        self, request: pb.ListSamplesRequest, page: pb.ListSamplesResponse, text: str
     ) -> AsyncIterator[dict[str, Any]]:
         left = MAX_EXPORTED
         while True:
@@ -95,7 +103,8 @@ class Samples:
                 request.run_id, [sample.sample_id for sample in page.samples][:left]
             ):
                 left -= 1
-                yield sample
+                if _has(sample, text):
+                    yield sample
             if not page.next_page_token or left <= 0:
                 return
             request.page_token = page.next_page_token
@@ -147,6 +156,10 @@ class Samples:
 
 def _text(sample: dict[str, Any]) -> str:
     return "".join(sample["texts"] or ())
+
+
+def _has(sample: dict[str, Any], text: str) -> bool:
+    return text.casefold() in _text(sample).casefold()
 
 
 def _excerpt(text: str, wanted: str) -> str:

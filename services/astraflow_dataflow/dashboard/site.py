@@ -162,8 +162,13 @@ class Dashboard:
     async def _search(self, request: str, text: str) -> Response:
         return JSONResponse(await self._samples.search(self._listing(request), text))
 
-    async def _export(self, request: str, format: str) -> Response:  # noqa: A002 - the name in the address
-        content, media_type = await self._samples.exported(self._listing(request), format)
+    async def _export(
+        self,
+        request: str,
+        format: str,  # noqa: A002 - the name in the address
+        text: str = "",
+    ) -> Response:
+        content, media_type = await self._samples.exported(self._listing(request), format, text=text)
         named = {"Content-Disposition": f'attachment; filename="samples.{format}"'}
         return StreamingResponse(content, media_type=media_type, headers=named)
 

@@ -479,6 +479,7 @@ _NODE_FIELDS: Mapping[bytes, _Field] = {
     b"join_ms": ("join_time", _time),
     b"environment_fault_ms": ("environment_fault_time", _time),
     b"task_ms": ("task_duration", lambda value: timedelta(milliseconds=int(float(value)))),
+    b"follow_ms": ("follow_duration", lambda value: timedelta(milliseconds=int(value))),
 }
 """What is kept of a node: the field of its status, and how its bytes are read."""
 _NODE_LISTS = tuple((name.encode(), name) for name in ("weight_faults", "engine_loads", "engine_faults"))

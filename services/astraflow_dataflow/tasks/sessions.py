@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
@@ -40,6 +40,25 @@ HEARTBEAT_S = 3.0
 _CONNECTED_MS = 15_000
 # Wake-ups of many groups arrive in bursts: one lease call answers them together.
 _SETTLE_S = 0.002
+
+
+class Following:
+    """How long the node of a session takes from the notice of a version until it serves it."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[tuple[str, int], float] = {}
+
+    def told(self, policy_id: str, version: int, *, now_s: float) -> None:
+        """A version is announced to the node now."""
+        self._told_s[policy_id, version] = now_s
+
+    def served(self, serving: Mapping[str, int], *, now_s: float) -> dict[str, int]:
+        """It serves these versions: what is kept of it, where one of them is new."""
+        taken_s = [now_s - at_s for told, at_s in self._told_s.items() if serving.get(told[0]) == told[1]]
+        self._told_s = {
+            told: at_s for told, at_s in self._told_s.items() if serving.get(told[0], -1) < told[1]
+        }
+        return {"follow_ms": round(1000 * max(taken_s))} if taken_s else {}
 
 
 class WorkSession:
@@ -78,6 +97,7 @@ class WorkSession:
         self._serving: dict[str, int] = {}
         self._faults: list[version_pb2.WeightFault] = []
         self._announced: dict[str, int] = {}
+        self._following = Following()
         self._lost: list[str] = []
         self._drained = False
         self._drain_reason = ""
@@ -209,6 +229,7 @@ class WorkSession:
                 "bounded_by": credits_given.bounded_by,
                 "engine_loads": _stored(credits_given.engine_loads),
                 "engine_faults": _stored(credits_given.engine_faults),
+                **self._following.served(self._serving, now_s=self._now_s()),
             }
         )
 
@@ -282,6 +303,7 @@ class WorkSession:
             newest = await self._versions.for_nodes(self._context, policy_id, self._announced.get(policy_id))
             if newest:
                 self._announced[policy_id] = newest[-1].version
+                self._following.told(policy_id, newest[-1].version, now_s=self._now_s())
                 found += newest
         return found
 

@@ -130,7 +130,7 @@ def test_samples_are_chosen_by_what_they_are(archive: Archive) -> None:
     archive.add(
         [
             row(0, reward=0.0, min_version=1, max_version=3),
-            row(1, reward=1.0, min_version=3, max_version=3, source="math"),
+            row(1, reward=1.0, min_version=3, max_version=3, source="math", role="checker"),
             row(2, step=2, reward=0.5, min_version=4, max_version=4, reason="stale"),
             row(3, step=3, policy_id="judge", reward=-1.0, min_version=9, max_version=9, reason="filtered"),
         ],
@@ -144,6 +144,10 @@ def test_samples_are_chosen_by_what_they_are(archive: Archive) -> None:
         ({"reasons": ["stale", "filtered"]}, ["t3", "t2"]),
         ({"source": "math"}, ["t1"]),
         ({"task_id": "task0"}, ["t0", "t1"]),
+        ({"role": "checker"}, ["t1"]),
+        ({"role": "judge"}, ["t3"]),
+        ({"min_tokens": 7}, ["t3", "t2"]),
+        ({"max_tokens": 5}, ["t0"]),
         ({"min_reward": 0.5}, ["t1", "t2"]),
         ({"max_reward": 0.0}, ["t3", "t0"]),
         ({"version": 3}, ["t0", "t1"]),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +51,7 @@ class Chosen:
     """Which samples are listed."""
 
     policy: Annotated[str, typer.Option(help="Of this policy.")] = ""
+    role: Annotated[str, typer.Option(help="Of this role.")] = ""
     steps: Annotated[
         str, typer.Option(metavar="FIRST:LAST", help="Of these steps; `12`, `12:` and `:12`, too.")
     ] = ""
@@ -63,6 +65,11 @@ class Chosen:
     )
     min_reward: Annotated[float | None, typer.Option(help="With at least this reward.")] = None
     max_reward: Annotated[float | None, typer.Option(help="With at most this reward.")] = None
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="With at least so many tokens.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="With at most so many tokens.")] = None
+    text: Annotated[
+        str, typer.Option(help="With this in its text, whatever its case; needs --tokenizer.")
+    ] = ""
 
     def request(self, run_id: str) -> pb.ListSamplesRequest:
         """What to ask for. Raises InvalidArgumentError for steps that are none."""
@@ -78,6 +85,9 @@ class Chosen:
             version=self.version,
             min_reward=self.min_reward,
             max_reward=self.max_reward,
+            role=self.role,
+            min_tokens=self.min_tokens,
+            max_tokens=self.max_tokens,
             page_size=_PAGE,
         )
 
@@ -88,11 +98,14 @@ def list_(
     options: RunOptions,
     chosen: Chosen,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 50,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with the policy's tokenizer.json, for --text.")
+    ] = None,
 ) -> None:
     """List samples by policy, step and time."""
-    request = chosen.request(options.run_id)
+    texts = None if tokenizer is None else TokenTexts.read(tokenizer)
     with options.client() as client:
-        found = list(islice(_listed(client, request), limit + 1))
+        found = list(islice(_found(client, chosen, run_id=options.run_id, texts=texts), limit + 1))
     shown, more = found[:limit], len(found) > limit
     if options.json_:
         print_json([as_json(sample) for sample in shown])
@@ -123,13 +136,14 @@ def show(
     with options.client() as client:
         request = pb.GetSamplesRequest(run_id=options.run_id, sample_ids=[sample])
         (content,) = client.call(client.samples.GetSamples, request, timeout_s=_TIMEOUT_S).samples
+        advantage = _advantage(client, content.sample, run_id=options.run_id)
     if options.json_:
         print_json(sample_values(content, texts))
         return
     item = content.sample.item
     typer.echo(
         f"{item.trajectory_id} of {content.sample.policy_id}, step {content.sample.step}: {content.sample.reason}, "
-        f"reward {item.reward:g}, task {item.task_id}, versions {item.min_version} to {item.max_version}"
+        f"reward {item.reward:g}{advantage}, task {item.task_id}, versions {item.min_version} to {item.max_version}"
     )
     screen, compares = console(), bool(content.trainer_logprobs)
     typer.echo(_BY_DIFFERENCE if compares else _BY_ENGINE)
@@ -161,14 +175,45 @@ def export(
         raise InvalidArgumentError(f"--to {to}: it exists already; name a new file")
     texts = None if tokenizer is None else TokenTexts.read(tokenizer)
     with options.client() as client:
-        request = chosen.request(options.run_id)
-        ids = [sample.sample_id for sample in islice(_listed(client, request), limit)]
-        samples = [sample_values(content, texts) for content in _contents(client, request.run_id, ids)]
+        found = _found(client, chosen, run_id=options.run_id, texts=texts)
+        ids = [sample.sample_id for sample in islice(found, limit)]
+        samples = [sample_values(content, texts) for content in _contents(client, options.run_id, ids)]
     if to.suffix == ".jsonl":
         to.write_text("".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
     else:
         to.write_bytes(parquet(samples))
     typer.echo(f"{len(samples)} samples are in {to}")
+
+
+def _found(client: Client, chosen: Chosen, *, run_id: str, texts: TokenTexts | None) -> Iterator[Sample]:
+    """The samples that were chosen; where a text is wanted, the tokens of all others are read for it."""
+    listed = _listed(client, chosen.request(run_id))
+    if not chosen.text:
+        return listed
+    if texts is None:
+        raise InvalidArgumentError("--text needs --tokenizer FOLDER: what is in the archive are token ids")
+    wanted, ids = chosen.text.casefold(), (sample.sample_id for sample in listed)
+    return (
+        content.sample
+        for part in iter(lambda: list(islice(ids, _READ_AT_ONCE)), [])
+        for content in _contents(client, run_id, part)
+        if wanted in "".join(map(texts.of, decode_columns(content.trajectory).token_ids.tolist())).casefold()
+    )
+
+
+def _advantage(client: Client, sample: Sample, *, run_id: str) -> str:
+    """How far the reward is from the mean of those of its group that the archive has, or nothing."""
+    same = pb.ListSamplesRequest(
+        run_id=run_id, policy_id=sample.policy_id, task_id=sample.item.task_id, page_size=_PAGE
+    )
+    rewards = [
+        each.item.reward
+        for each in client.call(client.samples.ListSamples, same, timeout_s=_TIMEOUT_S).samples
+        if each.item.group_id == sample.item.group_id
+    ]
+    if len(rewards) < 2:
+        return ""
+    return f" ({sample.item.reward - fmean(rewards):+.3g} over the mean of {len(rewards)} of its group)"
 
 
 def _contents(client: Client, run_id: str, sample_ids: Sequence[str]) -> Iterator[pb.SampleContent]:
@@ -182,10 +227,15 @@ def _contents(client: Client, run_id: str, sample_ids: Sequence[str]) -> Iterato
 
 def coloured(content: pb.SampleContent, texts: TokenTexts | None) -> Text:
     """Return the tokens: dim where nothing is known, else by trainer less engine where the trainer's part is there,
-    and by the engine alone where not.
+    and by the engine alone where not. Turns begin with their role, and `[v12]` stands where version 12 begins.
     """
     shown, compares = Text(), bool(content.trainer_logprobs)
-    for token in _tokens(content, texts):
+    turns, versions = _begins(content)
+    for place, token in enumerate(_tokens(content, texts)):
+        if place in turns:
+            shown.append(f"\n{turns[place]}\n" if place else f"{turns[place]}\n", style="bold")
+        if place in versions:
+            shown.append(f"[v{versions[place]}]", style="bold")
         value = token.difference if compares else token.engine
         shown.append(
             f"{token.text} " if texts is None else token.text, style=_style(value, compares=compares)
@@ -195,13 +245,27 @@ def coloured(content: pb.SampleContent, texts: TokenTexts | None) -> Text:
 
 def differences(content: pb.SampleContent, texts: TokenTexts | None) -> Table:
     """Return a line for each token: what engine and trainer made of it, in columns; for where there are no colours."""
-    figures = ("engine", "trainer", "trainer - engine")
+    figures = ("version", "engine", "trainer", "trainer - engine")
     rows = table("token", *figures, right=figures)
-    for token in _tokens(content, texts):
+    (turns, versions), version = _begins(content), ""
+    for place, token in enumerate(_tokens(content, texts)):
+        if place in turns:
+            rows.add_row(Text(turns[place], style="bold"))
+        version = str(versions.get(place, version))
         values = (token.engine, token.trainer, token.difference)
         cells = ["" if value is None else f"{value:.4f}" for value in values]
-        rows.add_row(Text(token.text if texts is None else repr(token.text)), *cells)
+        shown = Text(token.text if texts is None else repr(token.text))
+        rows.add_row(shown, version if token.engine is not None else "", *cells)
     return rows
+
+
+def _begins(content: pb.SampleContent) -> tuple[dict[int, str], dict[int, int]]:
+    """Which turn, by role and reward, and which version begins at which token."""
+    turns = {
+        span.start: f"{span.role or 'turn'}{f', reward {span.reward:g}' if span.reward else ''}:"
+        for span in content.trajectory.turn_spans
+    }
+    return turns, {span.start: span.version for span in content.trajectory.version_spans}
 
 
 @dataclass(frozen=True, kw_only=True)

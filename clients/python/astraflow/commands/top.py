@@ -54,25 +54,12 @@ app = typer.Typer(add_completion=False)
 
 PAGES = ("run", "steps", "nodes", "why", "events", "runs")
 STEP_FIGURES = (
-    *("reward_mean", "truncated_fraction", "loss", "entropy", "grad_norm", "mismatch_kl"),
-    *(
-        "ratio_p99",
-        "clip_fraction_up",
-        "clip_fraction_down",
-        "staleness_mean",
-        "data.ready",
-        "data.outstanding",
-    ),
-    *(
-        "turns_mean",
-        "completion_tokens_mean",
-        "completion_tokens_max",
-        "wait_s",
-        "train_s",
-        "publish_wait_s",
-        "learning_rate",
-    ),
-)
+    "reward_mean", "reward_p10", "reward_p50", "reward_p90", "num_zero_variance_groups", "truncated_fraction",
+    "loss", "entropy", "grad_norm", "mismatch_kl", "ratio_p99", "clip_fraction_up", "clip_fraction_down",
+    "staleness_mean", "staleness_in_flight_mean", "staleness_in_queue_mean", "data.ready", "data.outstanding",
+    "turns_mean", "completion_tokens_mean", "completion_tokens_p50", "completion_tokens_max",
+    "wait_s", "train_s", "publish_wait_s", "learning_rate",
+)  # fmt: skip
 """What is shown of steps, in this order, by the names that trainers and the server give."""
 _POINTS, _EVENTS = 40, 30
 EveryOption = Annotated[

@@ -93,7 +93,7 @@ function F.join(keys, a)
     if call('HGET', N, 'drain') ~= 'poison' then call('HDEL', N, 'drain') end
     call('HSET', N, 'join_ms', now)
     history.event(P, 'node_joined', a.node, (known and 'came back' or 'new') .. (a.pool ~= '' and ', pool ' .. a.pool or '') .. (a.region ~= '' and ', region ' .. a.region or ''))
-    call('HDEL', N, 'task_ms')
+    call('HDEL', N, 'task_ms', 'follow_ms')
   end
   call('SADD', K.nodes(P), a.node)
   call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,

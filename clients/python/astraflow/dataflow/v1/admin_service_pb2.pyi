@@ -364,6 +364,7 @@ class NodeStatus(_message.Message):
     ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
     POISONED_FIELD_NUMBER: _builtins.int
     TASK_DURATION_FIELD_NUMBER: _builtins.int
+    FOLLOW_DURATION_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -450,6 +451,12 @@ class NodeStatus(_message.Message):
     def task_duration(self) -> _duration_pb2.Duration:
         """Mean time of whole training tasks on it, of which the newest counts a fifth; 0 before the first."""
 
+    @_builtins.property
+    def follow_duration(self) -> _duration_pb2.Duration:
+        """From the notice of the newest version that it took up until it served it: fetching, applying and swapping; 0 before
+        the first.
+        """
+
     def __init__(
         self,
         *,
@@ -485,10 +492,11 @@ class NodeStatus(_message.Message):
         engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
         poisoned: _builtins.int = ...,
         task_duration: _duration_pb2.Duration | None = ...,
+        follow_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour", "task_duration", b"task_duration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "follow_duration", b"follow_duration", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour", "task_duration", b"task_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "poisoned", b"poisoned", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "task_duration", b"task_duration", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "follow_duration", b"follow_duration", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "poisoned", b"poisoned", "pool", b"pool", "price_per_hour", b"price_per_hour", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "task_duration", b"task_duration", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015

@@ -27,7 +27,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from astraflow.rollout.v1 import trajectory_pb2 as astraflow_dot_rollout_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/dataflow/v1/sample_service.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/dataflow/v1/sample.proto\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"\xd9\x02\n\x12ListSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x10\n\x08min_step\x18\x03 \x01(\x04\x12\x10\n\x08max_step\x18\x04 \x01(\x04\x12(\n\x07reasons\x18\x05 \x03(\tB\x17\xfa\xf3\x18\x13@@J\x0f[a-z0-9_]{1,64}\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x0f\n\x07task_id\x18\x07 \x01(\t\x12\x17\n\nmin_reward\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nmax_reward\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07version\x18\n \x01(\x04H\x02\x88\x01\x01\x12\"\n\tpage_size\x18\x0b \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\x1b\n\npage_token\x18\x0c \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x04\x42\r\n\x0b_min_rewardB\r\n\x0b_max_rewardB\n\n\x08_version\"^\n\x13ListSamplesResponse\x12.\n\x07samples\x18\x01 \x03(\x0b\x32\x1d.astraflow.dataflow.v1.Sample\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x11GetSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1f\n\nsample_ids\x18\x02 \x03(\tB\x0b\xfa\xf3\x18\x07 \x80\x04\x38\x01@@\"\x99\x01\n\rSampleContent\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.Sample\x12\x34\n\ntrajectory\x18\x02 \x01(\x0b\x32 .astraflow.rollout.v1.Trajectory\x12#\n\x10trainer_logprobs\x18\x03 \x01(\x0c\x42\t\xfa\xf3\x18\x05\x30\x80\x80\x80\x02\"K\n\x12GetSamplesResponse\x12\x35\n\x07samples\x18\x01 \x03(\x0b\x32$.astraflow.dataflow.v1.SampleContent2\xb5\x02\n\rSampleService\x12p\n\x0bListSamples\x12).astraflow.dataflow.v1.ListSamplesRequest\x1a*.astraflow.dataflow.v1.ListSamplesResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12m\n\nGetSamples\x12(.astraflow.dataflow.v1.GetSamplesRequest\x1a).astraflow.dataflow.v1.GetSamplesResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*astraflow/dataflow/v1/sample_service.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/dataflow/v1/sample.proto\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"\xb7\x03\n\x12ListSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpolicy_id\x18\x02 \x01(\t\x12\x10\n\x08min_step\x18\x03 \x01(\x04\x12\x10\n\x08max_step\x18\x04 \x01(\x04\x12(\n\x07reasons\x18\x05 \x03(\tB\x17\xfa\xf3\x18\x13@@J\x0f[a-z0-9_]{1,64}\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x0f\n\x07task_id\x18\x07 \x01(\t\x12\x17\n\nmin_reward\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nmax_reward\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07version\x18\n \x01(\x04H\x02\x88\x01\x01\x12\"\n\tpage_size\x18\x0b \x01(\rB\x0f\xfa\xf3\x18\x0b\x11\x00\x00\x00\x00\x00@\x8f@P\x01\x12\x1b\n\npage_token\x18\x0c \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x04\x12\x0c\n\x04role\x18\r \x01(\t\x12\x17\n\nmin_tokens\x18\x0e \x01(\x04H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0f \x01(\x04H\x04\x88\x01\x01\x42\r\n\x0b_min_rewardB\r\n\x0b_max_rewardB\n\n\x08_versionB\r\n\x0b_min_tokensB\r\n\x0b_max_tokens\"^\n\x13ListSamplesResponse\x12.\n\x07samples\x18\x01 \x03(\x0b\x32\x1d.astraflow.dataflow.v1.Sample\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"D\n\x11GetSamplesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1f\n\nsample_ids\x18\x02 \x03(\tB\x0b\xfa\xf3\x18\x07 \x80\x04\x38\x01@@\"\x99\x01\n\rSampleContent\x12-\n\x06sample\x18\x01 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.Sample\x12\x34\n\ntrajectory\x18\x02 \x01(\x0b\x32 .astraflow.rollout.v1.Trajectory\x12#\n\x10trainer_logprobs\x18\x03 \x01(\x0c\x42\t\xfa\xf3\x18\x05\x30\x80\x80\x80\x02\"K\n\x12GetSamplesResponse\x12\x35\n\x07samples\x18\x01 \x03(\x0b\x32$.astraflow.dataflow.v1.SampleContent2\xb5\x02\n\rSampleService\x12p\n\x0bListSamples\x12).astraflow.dataflow.v1.ListSamplesRequest\x1a*.astraflow.dataflow.v1.ListSamplesResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x12m\n\nGetSamples\x12(.astraflow.dataflow.v1.GetSamplesRequest\x1a).astraflow.dataflow.v1.GetSamplesResponse\"\n\xca\xf3\x18\x02\x03\x04\xd0\xf3\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,15 +52,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLESERVICE'].methods_by_name['GetSamples']._loaded_options = None
   _globals['_SAMPLESERVICE'].methods_by_name['GetSamples']._serialized_options = b'\312\363\030\002\003\004\320\363\030\001'
   _globals['_LISTSAMPLESREQUEST']._serialized_start=181
-  _globals['_LISTSAMPLESREQUEST']._serialized_end=526
-  _globals['_LISTSAMPLESRESPONSE']._serialized_start=528
-  _globals['_LISTSAMPLESRESPONSE']._serialized_end=622
-  _globals['_GETSAMPLESREQUEST']._serialized_start=624
-  _globals['_GETSAMPLESREQUEST']._serialized_end=692
-  _globals['_SAMPLECONTENT']._serialized_start=695
-  _globals['_SAMPLECONTENT']._serialized_end=848
-  _globals['_GETSAMPLESRESPONSE']._serialized_start=850
-  _globals['_GETSAMPLESRESPONSE']._serialized_end=925
-  _globals['_SAMPLESERVICE']._serialized_start=928
-  _globals['_SAMPLESERVICE']._serialized_end=1237
+  _globals['_LISTSAMPLESREQUEST']._serialized_end=620
+  _globals['_LISTSAMPLESRESPONSE']._serialized_start=622
+  _globals['_LISTSAMPLESRESPONSE']._serialized_end=716
+  _globals['_GETSAMPLESREQUEST']._serialized_start=718
+  _globals['_GETSAMPLESREQUEST']._serialized_end=786
+  _globals['_SAMPLECONTENT']._serialized_start=789
+  _globals['_SAMPLECONTENT']._serialized_end=942
+  _globals['_GETSAMPLESRESPONSE']._serialized_start=944
+  _globals['_GETSAMPLESRESPONSE']._serialized_end=1019
+  _globals['_SAMPLESERVICE']._serialized_start=1022
+  _globals['_SAMPLESERVICE']._serialized_end=1331
 # @@protoc_insertion_point(module_scope)

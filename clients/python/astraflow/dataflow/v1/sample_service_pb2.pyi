@@ -38,6 +38,9 @@ class ListSamplesRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run; empty means the only run."""
     policy_id: _builtins.str
@@ -60,6 +63,12 @@ class ListSamplesRequest(_message.Message):
     """At most this many samples; default 50."""
     page_token: _builtins.str
     """`next_page_token` of the previous page; empty for the first."""
+    role: _builtins.str
+    """Role; of a sample that names none, its policy."""
+    min_tokens: _builtins.int
+    """Least number of tokens."""
+    max_tokens: _builtins.int
+    """Largest number of tokens."""
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """`trained`, or reasons for which trajectories were dropped; any of them."""
@@ -79,21 +88,32 @@ class ListSamplesRequest(_message.Message):
         version: _builtins.int | None = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        role: _builtins.str = ...,
+        min_tokens: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_version", b"_version", "max_reward", b"max_reward", "min_reward", b"min_reward", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_max_tokens", b"_max_tokens", "_min_reward", b"_min_reward", "_min_tokens", b"_min_tokens", "_version", b"_version", "max_reward", b"max_reward", "max_tokens", b"max_tokens", "min_reward", b"min_reward", "min_tokens", b"min_tokens", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_version", b"_version", "max_reward", b"max_reward", "max_step", b"max_step", "min_reward", b"min_reward", "min_step", b"min_step", "page_size", b"page_size", "page_token", b"page_token", "policy_id", b"policy_id", "reasons", b"reasons", "run_id", b"run_id", "source", b"source", "task_id", b"task_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_max_tokens", b"_max_tokens", "_min_reward", b"_min_reward", "_min_tokens", b"_min_tokens", "_version", b"_version", "max_reward", b"max_reward", "max_step", b"max_step", "max_tokens", b"max_tokens", "min_reward", b"min_reward", "min_step", b"min_step", "min_tokens", b"min_tokens", "page_size", b"page_size", "page_token", b"page_token", "policy_id", b"policy_id", "reasons", b"reasons", "role", b"role", "run_id", b"run_id", "source", b"source", "task_id", b"task_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
     _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
     _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
