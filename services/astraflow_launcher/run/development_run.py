@@ -317,6 +317,7 @@ class DevelopmentRun:
             await self._until(
                 self._trainers_ended, metrics, doing="finishing the step" if self._trains else "ending"
             )
+            self._supervisor.raise_failures()  # a trainer that has failed has ended, too
             started_by_hand = Part.RAAS in self._options.without and await self._num_nodes() > 0
             has_nodes = Part.RAAS not in self._options.without or started_by_hand
             if self._trains and has_nodes and observer.observation.versions:
