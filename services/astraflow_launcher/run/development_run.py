@@ -373,8 +373,7 @@ class DevelopmentRun:
         self._goal_met = self._options.goal is not None and self._options.goal.met(observation)
         return self._goal_met or observation.run_finished
 
-    def _trainers_ended(self, observation: Observation) -> bool:
-        del observation
+    def _trainers_ended(self, _: Observation) -> bool:
         return all(child.finished.is_set() for child in self._trainer_ranks)
 
     async def _stop_trainers(self) -> None:
