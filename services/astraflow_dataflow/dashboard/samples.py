@@ -53,10 +53,9 @@ class Samples:
         searched, missing = 0, ""
         while searched < MAX_SEARCHED and len(found) < (request.page_size or 50):
             page = await self._page(request)
-            samples = await self._values(request.run_id, [sample.sample_id for sample in page.samples])
+            samples, why = await self._values(request.run_id, [sample.sample_id for sample in page.samples])
             searched += len(samples)
-            if samples:
-                _, missing = await self._texts_of(request.run_id, samples[-1]["policy_id"])
+            missing = why if samples else missing
             found += [sample for sample in samples if _has(sample, text)]
             request.page_token = page.next_page_token
             if not page.next_page_token:
@@ -99,9 +98,9 @@ class Samples:
     ) -> AsyncIterator[dict[str, Any]]:
         left = MAX_EXPORTED
         while True:
-            for sample in await self._values(
-                request.run_id, [sample.sample_id for sample in page.samples][:left]
-            ):
+            wanted = [sample.sample_id for sample in page.samples][:left]
+            samples, _ = await self._values(request.run_id, wanted)
+            for sample in samples:
                 left -= 1
                 if _has(sample, text):
                     yield sample
@@ -121,12 +120,13 @@ class Samples:
             found += cast("pb.GetSamplesResponse", answer).samples
         return found
 
-    async def _values(self, run_id: str, sample_ids: Sequence[str]) -> list[dict[str, Any]]:
-        values = []
-        for content in await self._contents(run_id, sample_ids):
-            texts, _ = await self._texts_of(run_id, content.sample.policy_id)
-            values.append(sample_values(content, texts))
-        return values
+    async def _values(self, run_id: str, sample_ids: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+        """The samples, and why the last of them has no texts; a policy's are looked for once."""
+        contents = await self._contents(run_id, sample_ids)
+        policies = {each.sample.policy_id for each in contents}
+        texts = {policy_id: await self._texts_of(run_id, policy_id) for policy_id in policies}
+        values = [sample_values(each, texts[each.sample.policy_id][0]) for each in contents]
+        return values, texts[contents[-1].sample.policy_id][1] if contents else ""
 
     async def _texts_of(self, run_id: str, policy_id: str) -> tuple[TokenTexts | None, str]:
         """The policy's token texts, or why there are none."""
