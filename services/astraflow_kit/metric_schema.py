@@ -75,7 +75,7 @@ _ENTRIES = (
     _gauge("astraflow_dataflow_acceptance", "Share of groups that survive filters.", "run", "policy"),
     _gauge("astraflow_dataflow_trajectories", "Trajectories of a run by place.", "run", "place"),
     _gauge("astraflow_dataflow_conservation_error", "Trajectories unaccounted for: a defect.", "run"),
-    _gauge("astraflow_dataflow_weight_faults", "Faulty weight versions that nodes report.", "run"),
+    _gauge("astraflow_dataflow_weight_faults", "Weight versions with wrong bytes that nodes report.", "run"),
     _gauge("astraflow_dataflow_plugin_faults", "Faults of a plug-in so far.", "run", "kind", "plugin"),
     _gauge(
         "astraflow_dataflow_shadow_decisions", "Tasks or groups a shadow decided on.", "run", "kind", "plugin"

@@ -101,6 +101,14 @@ async def test_a_restarted_server_is_missed_and_found_again(served: World, proce
         await until(pilot, lambda: "answers again, it was away 1 time" in app.head().plain)
 
 
+async def test_a_tick_while_the_screen_is_taken_down_is_nothing(
+    served: World, process: DataflowProcess
+) -> None:
+    async with shown(process.address, SIZES[0]) as (app, _):
+        await app.screen.remove_children()
+        app.action_pause()
+
+
 async def test_the_run_before_and_after_is_a_key_away(served: World, process: DataflowProcess) -> None:
     await served.create_run(name="other")
     async with shown(process.address, SIZES[0]) as (app, pilot):

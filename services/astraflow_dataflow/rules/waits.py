@@ -1,12 +1,13 @@
 """Waits: what each stage of the data path waits for now, since when, and what would release it.
 
-Pure: computed from one audit, the nodes and the evaluations. A wait is named by (stage, policy, reason);
-`WaitBook` remembers when each was first seen in this process. Called by reporting, shown by Status and `why`.
+Pure: computed from one audit, the nodes and the evaluations. A wait is named by (stage, policy, reason).
+Called by reporting, shown by Status and `why`.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
@@ -28,6 +29,25 @@ _BATCH_RELEASES = {
     "selector": "the selector takes groups; it is asked again when another one is ready",
     "batch_needs": "other groups become ready; when none are to come, or after dataflow.batch_needs.max_wait_s, the "
     "step takes those that are",
+}
+
+# What is the matter with a weight store, as trainers and nodes report it, and what ends it.
+_STORE = {
+    "store_missing": ("the weight store is not there", "mount it, or bring its folder back (none is made)"),
+    "store_read_only": (
+        "the weight store may not be written",
+        "mount it read-write, or mend its owner and mode",
+    ),
+    "store_full": ("the weight store is full", "make room in it"),
+    "store_unreachable": (
+        "the weight store does not answer, or fails",
+        "bring it, or the network to it, back",
+    ),
+}
+# What ends it for a node that cannot activate a version.
+_ACTIVATED = {
+    "weight_fault": "the damaged object is repaired; `astraflow weights verify {version}` names it",
+    **{reason: f"{remedy}; the node goes on by itself" for reason, (_, remedy) in _STORE.items()},
 }
 
 # What only a trainer knows: the stage that shows it, what it is when the trainer says no more, and what ends it.
@@ -53,22 +73,10 @@ _REPORTED = {
         "the trainer ends by itself after ASTRAFLOW_TRAINING_STALL_S and is started again with the same batch; "
         "the log of the trainer has the stack (training.hung)",
     ),
-    "store_missing": (
-        "publish",
-        "the weight store is not there",
-        "mount it, or bring its folder back; the trainer goes on by itself, and nothing is made in its place",
-    ),
-    "store_read_only": (
-        "publish",
-        "the weight store may not be written",
-        "mount it read-write, or give its folder back to the trainer's user; the trainer goes on by itself",
-    ),
-    "store_full": ("publish", "the weight store is full", "make room in it; the trainer goes on by itself"),
-    "store_unreachable": (
-        "publish",
-        "the weight store does not answer, or fails",
-        "bring it, or the network to it, back; the trainer goes on by itself",
-    ),
+    **{
+        reason: ("publish", meaning, f"{remedy}; the trainer goes on by itself")
+        for reason, (meaning, remedy) in _STORE.items()
+    },
 }
 _REPORT_LIFE_MS = 15_000
 """A trainer that waits says so every 2 s: what it said longer ago than this is not known any more."""
@@ -99,22 +107,6 @@ class Wait:
     since_ms: int | None = None
     progress: float | None = None
     """How far a long phase has come, in [0, 1]."""
-
-
-class WaitBook:
-    """Remembers since when each wait has lasted. Times are milliseconds of Redis' clock."""
-
-    def __init__(self) -> None:
-        self._since_ms: dict[tuple[str, str, str], int] = {}
-
-    def waited_ms(self, waits: Iterable[Wait], *, now_ms: int) -> list[tuple[Wait, int]]:
-        """Return each wait with how long it has lasted, and forget those that are over."""
-        current = {(wait.stage, wait.policy_id, wait.reason): wait for wait in waits}
-        self._since_ms = {key: self._since_ms.get(key, now_ms) for key in current}
-        return [
-            (wait, max(0, now_ms - (wait.since_ms if wait.since_ms is not None else self._since_ms[key])))
-            for key, wait in current.items()
-        ]
 
 
 def current_waits(
@@ -184,18 +176,21 @@ def archive_waits(archive: ArchiveState, *, now_ms: int) -> Iterator[Wait]:
 
 
 def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
-    """One wait per policy that a node cannot bring up to date."""
-    found = [(node.node_id, fault) for node in connected for fault in node.weight_faults]
-    for policy_id in sorted({fault.policy_id for _, fault in found}):
-        own = [(node_id, fault) for node_id, fault in found if fault.policy_id == policy_id]
+    """One wait per policy that a node cannot bring up to date, and reason."""
+    found: dict[tuple[str, str], list[tuple[str, WeightFault]]] = {}
+    for node in connected:
+        for fault in node.weight_faults:
+            reason = fault.waiting_for if fault.waiting_for in _ACTIVATED else "weight_fault"
+            found.setdefault((fault.policy_id, reason), []).append((node.node_id, fault))
+    for (policy_id, reason), own in sorted(found.items(), key=itemgetter(0)):
         node_id, fault = own[0]
         more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
         yield Wait(
             stage="activate",
-            reason="weight_fault",
+            reason=reason,
             policy_id=policy_id,
-            detail=f"{node_id} serves an older version: {_place(fault)}: {fault.problem}{more}",
-            released_by=f"the damaged object is repaired; `astraflow weights verify {fault.version}` names it",
+            detail=f"{node_id} cannot activate {_place(fault)}: {fault.problem}{more}",
+            released_by=_ACTIVATED[reason].format(version=fault.version),
         )
 
 

@@ -61,7 +61,9 @@ class RunGauges:
     ) -> None:
         """The connected nodes, and the newest version of each policy with how far they are behind it."""
         self._set("nodes_connected", len(connected))
-        self._set("weight_faults", sum(len(node.weight_faults) for node in connected))
+        self._set(
+            "weight_faults", sum(not fault.waiting_for for node in connected for fault in node.weight_faults)
+        )
         for version in versions:
             policy = version.policy_id
             lags = (node.version_lags[policy] for node in connected if policy in node.version_lags)

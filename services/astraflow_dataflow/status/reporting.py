@@ -20,7 +20,7 @@ from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import Wait, WaitBook, archive_waits, current_waits
+from astraflow_dataflow.rules.waits import Wait, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.autoscaling import autoscaling_message, stored
@@ -30,6 +30,7 @@ from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.step_history import Columns, StepHistory
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
+from astraflow_dataflow.status.wait_book import WaitBook
 from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions

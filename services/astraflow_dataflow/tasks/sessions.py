@@ -245,6 +245,7 @@ class WorkSession:
                     tensor=fault.tensor,
                     tile=fault.tile if fault.HasField("tile") else None,
                     problem=fault.problem,
+                    waiting_for=fault.waiting_for,
                 )
         self._faults = list(reported)
         return _stored(reported)

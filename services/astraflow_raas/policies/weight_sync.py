@@ -32,6 +32,7 @@ from astraflow_weights.errors import (
     CorruptPart,
     MirrorMismatch,
     StoreRefused,
+    Unavailable,
     VerificationFailed,
 )
 from astraflow_weights.mirror.lock import Hold
@@ -82,17 +83,17 @@ class WeightSync(LoopService):
         self._nobody_loads.set()
         self.num_verification_failures = 0
         """Versions refused because their bytes did not verify."""
-        self._bad_bytes: version_pb2.WeightFault | None = None
+        self._held_up: version_pb2.WeightFault | None = None
         self._unproven: dict[int, version_pb2.WeightFault] = {}
         self.holding = False
         """True while a newer version waits for evaluations of the served one."""
 
     @property
     def fault(self) -> version_pb2.WeightFault | None:
-        """What is wrong with the bytes of the version to be activated, or with what an engine makes of them; None
-        when nothing is known to be.
+        """What is wrong with the bytes of the version to be activated, with their store, or with what an engine makes
+        of them; None when nothing is known to be.
         """
-        return self._bad_bytes or next(iter(self._unproven.values()), None)
+        return self._held_up or next(iter(self._unproven.values()), None)
 
     @property
     def announced_version(self) -> int | None:
@@ -304,8 +305,8 @@ class WeightSync(LoopService):
         return held
 
     def _clear_fault(self) -> None:
-        if self._bad_bytes is not None:
-            self._bad_bytes = None
+        if self._held_up is not None:
+            self._held_up = None
             self._policy.on_change()
 
     def _failed(self, announced: version_pb2.Version, error: AstraflowError) -> None:
@@ -313,8 +314,8 @@ class WeightSync(LoopService):
         damaged = isinstance(error, VerificationFailed | CorruptPart | CorruptManifest)
         if damaged:
             self.num_verification_failures += 1
-        if damaged or self.source.damage is not None:
-            self._bad_bytes = _fault(announced, error if damaged else self.source.damage or error)
+        if damaged or self.source.damage is not None or isinstance(error, Unavailable):
+            self._held_up = _fault(announced, error if damaged else self.source.damage or error)
             self._policy.on_change()
         self._metrics.increment(
             "astraflow_raas_version_failures_total", policy=announced.policy_id, reason=error.reason
@@ -330,6 +331,8 @@ def _fault(announced: version_pb2.Version, error: AstraflowError) -> version_pb2
     fault = version_pb2.WeightFault(
         policy_id=announced.policy_id, version=announced.version, problem=error.message[:_MAX_PROBLEM_CHARS]
     )
+    if isinstance(error, Unavailable):
+        fault.waiting_for = error.wait
     if isinstance(error, VerificationFailed):
         fault.version, fault.tensor = error.version, error.tensor
         if error.tile is not None:

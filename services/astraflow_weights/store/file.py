@@ -174,7 +174,10 @@ class FileStore:
 
     def _guard(self, operation: Callable[[], T], *, key: str) -> T:
         try:
-            return operation()
+            done = operation()
+            if not self._identity:
+                self._is_there()
+            return done
         except (FileNotFoundError, IsADirectoryError) as error:
             self._is_there()
             raise ObjectNotFound(f"{self.uri} has no object {key!r}") from error

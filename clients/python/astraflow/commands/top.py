@@ -318,10 +318,15 @@ class Top(App[None]):
     def _show(self) -> None:
         self._show_head()
         for name, page in pages(self._look, width=self.size.width).items():
-            self.query_one(f"#page-{name}", Static).update(Printable(page))
+            self._put(f"#page-{name}", Printable(page))
 
     def _show_head(self) -> None:
-        self.query_one("#head", Static).update(self.head())
+        self._put("#head", self.head())
+
+    def _put(self, selector: str, text: RenderableType) -> None:
+        # While the screen is taken down the clock still ticks, and there is nothing left to write on.
+        for place in self.query(selector).results(Static):
+            place.update(text)
 
     def head(self) -> Text:
         """Return the line about the server: who it is, whether it answers, how old the figures are."""

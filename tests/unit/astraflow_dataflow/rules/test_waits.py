@@ -9,7 +9,7 @@ from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
 from astraflow_dataflow.records import Audit, Life, Refused
 from astraflow_dataflow.rules.faults import PluginFault
-from astraflow_dataflow.rules.waits import Wait, WaitBook, current_waits
+from astraflow_dataflow.rules.waits import current_waits
 from support.dataflow_snapshots import AUDIT, EVALUATION, NODE, POLICY, node
 
 
@@ -127,19 +127,6 @@ def test_a_finished_run_waits_for_nothing() -> None:
     assert reasons(dataclasses.replace(AUDIT, life=Life.FINISHED)) == []
 
 
-def test_a_wait_is_timed_from_its_first_sight_and_forgotten_when_it_ends() -> None:
-    book, wait = WaitBook(), Wait(stage="lease", reason="no_node", detail="", released_by="")
-    assert book.waited_ms([wait], now_ms=1000) == [(wait, 0)]
-    assert book.waited_ms([wait], now_ms=4000) == [(wait, 3000)]
-    assert book.waited_ms([], now_ms=5000) == []
-    assert book.waited_ms([wait], now_ms=6000) == [(wait, 0)]
-
-
-def test_a_wait_that_redis_timed_keeps_that_time() -> None:
-    wait = Wait(stage="batch", reason="ready_groups", detail="", released_by="", since_ms=500)
-    assert WaitBook().waited_ms([wait], now_ms=1000) == [(wait, 500)]
-
-
 def test_plugins_that_failed_are_named_one_of_each_kind() -> None:
     faults = [fault("filter", name="a:A"), fault("filter", name="b:B"), fault("selector"), fault("curator")]
     waits = current_waits(AUDIT, [NODE], [], faults=faults)
@@ -173,9 +160,33 @@ def test_a_policy_whose_bytes_a_node_cannot_verify_waits_to_be_activated() -> No
     (wait,) = [wait for wait in current_waits(AUDIT, [*faulty, NODE], []) if wait.stage == "activate"]
     assert (wait.reason, wait.policy_id) == ("weight_fault", "solver")
     assert wait.detail == (
-        "n1 serves an older version: version 5, tensor 'w', tile 3: its parts are damaged (and 1 more)"
+        "n1 cannot activate version 5, tensor 'w', tile 3: its parts are damaged (and 1 more)"
     )
     assert wait.released_by == "the damaged object is repaired; `astraflow weights verify 5` names it"
+
+
+def test_a_node_whose_weight_store_is_away_waits_for_the_store() -> None:
+    problem = "file:///mnt/runs is not mounted"
+    faults = [
+        WeightFault(policy_id="solver", version=5, problem=problem, waiting_for="store_missing"),
+        WeightFault(policy_id="solver", version=5, problem="its parts are damaged"),
+    ]
+    apart = [node(node_id=f"n{number}", weight_faults=[fault]) for number, fault in enumerate(faults)]
+    waits = [wait for wait in current_waits(AUDIT, apart, []) if wait.stage == "activate"]
+    assert [(wait.reason, wait.policy_id) for wait in waits] == [
+        ("store_missing", "solver"),
+        ("weight_fault", "solver"),
+    ]
+    assert waits[0].detail == f"n0 cannot activate version 5: {problem}"
+    assert (
+        waits[0].released_by
+        == "mount it, or bring its folder back (none is made); the node goes on by itself"
+    )
+
+
+def test_what_a_later_node_lacks_is_a_weight_fault() -> None:
+    later = WeightFault(policy_id="solver", version=5, problem="?", waiting_for="store_asleep")
+    assert ("activate", "weight_fault") in reasons(AUDIT, node(weight_faults=[later]))
 
 
 def test_every_wait_says_what_would_release_it() -> None:

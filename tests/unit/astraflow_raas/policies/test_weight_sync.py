@@ -250,6 +250,33 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
     await eventually(lambda: serving.sync.fault is None, what="the fault is over")
 
 
+def unmounted(root: Path) -> Callable[[], None]:
+    """Leave an empty mount point; the result brings the store back."""
+    away = root.rename(root.with_name("away"))
+    root.mkdir()
+
+    def bring_back() -> None:
+        root.rmdir()
+        away.rename(root)
+
+    return bring_back
+
+
+async def test_a_store_that_is_not_mounted_is_named_until_it_is(serving: Setup) -> None:
+    announced = serving.trainer.publish()
+    bring_back = unmounted(Path(serving.store.uri.removeprefix("file://")))
+    serving.sync.announce(announced)
+    await eventually(lambda: serving.sync.fault is not None, what="the server is told")
+    fault = serving.sync.fault
+    assert fault is not None
+    assert (fault.policy_id, fault.version, fault.waiting_for) == (POLICY, 1, "store_missing")
+    assert "it is not mounted" in fault.problem
+    assert (serving.policy.version, serving.sync.num_verification_failures) == (0, 0)
+    bring_back()
+    await serving.serves(1)
+    await eventually(lambda: serving.sync.fault is None, what="the fault is over")
+
+
 async def test_a_version_the_store_does_not_list_yet_is_waited_for(serving: Setup) -> None:
     serving.sync.announce(version_pb2.Version(policy_id=POLICY, version=1))
     await asyncio.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,23 @@ def test_a_store_that_was_used_is_never_made_again(
     away.rename(root)
     assert store.put_if_absent("a/b", b"2") is PutResult.EXISTS
     assert [item.key for item in store.list("")] == ["a/b"]
+
+
+@pytest.mark.parametrize("read", [lambda store: store.get("a/b"), lambda store: list(store.list(""))])
+def test_a_store_that_was_only_read_is_missed_as_well(
+    tmp_path: Path, read: Callable[[file.FileStore], object]
+) -> None:
+    root, away = tmp_path / "store", tmp_path / "away"
+    file.FileStore(root).put_if_absent("a/b", b"1")
+    reader = file.FileStore(root)
+    read(reader)
+    root.rename(away)
+    root.mkdir()
+    with pytest.raises(StoreMissing, match="there is no store: it is not mounted"):
+        reader.get("a/c")
+    root.rmdir()
+    away.rename(root)
+    assert reader.get("a/b") == b"1"
 
 
 def test_another_store_in_its_place_is_not_written_to(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ type Credits struct {
 	// what it sent since, so that leases that cross this message on the wire are not granted twice. Unset: nothing is
 	// subtracted.
 	LeasesReceived *uint64 `protobuf:"varint,6,opt,name=leases_received,json=leasesReceived,proto3,oneof" json:"leases_received,omitempty"`
-	// Versions that this node cannot activate because their bytes are wrong, now.
+	// Versions that this node cannot activate now: their bytes are wrong, or their store is away.
 	WeightFaults []*WeightFault `protobuf:"bytes,7,rep,name=weight_faults,json=weightFaults,proto3" json:"weight_faults,omitempty"`
 	// Episodes that the node would run at once, those it runs included: by the load of its engines, at most what the
 	// recipe allows. For status; `tasks` says what it takes now.

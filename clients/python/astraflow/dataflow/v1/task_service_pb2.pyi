@@ -181,7 +181,7 @@ class Credits(_message.Message):
 
     @_builtins.property
     def weight_faults(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightFault]:
-        """Versions that this node cannot activate because their bytes are wrong, now."""
+        """Versions that this node cannot activate now: their bytes are wrong, or their store is away."""
 
     @_builtins.property
     def engine_loads(self) -> _containers.RepeatedCompositeFieldContainer[_engine_load_pb2.EngineLoad]:

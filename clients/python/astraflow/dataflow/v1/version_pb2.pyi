@@ -138,6 +138,7 @@ class WeightFault(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     TILE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     policy_id: _builtins.str
     """Policy."""
     version: _builtins.int
@@ -148,6 +149,10 @@ class WeightFault(_message.Message):
     """Tile of the tensor (2^21 elements each), where it is one tile."""
     problem: _builtins.str
     """For people."""
+    waiting_for: _builtins.str
+    """What is the matter with the store that has the version, where that is the reason: a slug of `why` such as
+    `store_missing`; empty when bytes are wrong.
+    """
     def __init__(
         self,
         *,
@@ -156,10 +161,11 @@ class WeightFault(_message.Message):
         tensor: _builtins.str = ...,
         tile: _builtins.int | None = ...,
         problem: _builtins.str = ...,
+        waiting_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tile", b"_tile", "tile", b"tile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tile", b"_tile", "policy_id", b"policy_id", "problem", b"problem", "tensor", b"tensor", "tile", b"tile", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tile", b"_tile", "policy_id", b"policy_id", "problem", b"problem", "tensor", b"tensor", "tile", b"tile", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tile: _TypeAlias = _typing.Literal["tile"]  # noqa: Y015
     _WhichOneofArgType__tile: _TypeAlias = _typing.Literal["_tile", b"_tile"]  # noqa: Y015

@@ -178,7 +178,7 @@ export type Credits = Message<"astraflow.dataflow.v1.Credits"> & {
   leasesReceived?: bigint | undefined;
 
   /**
-   * Versions that this node cannot activate because their bytes are wrong, now.
+   * Versions that this node cannot activate now: their bytes are wrong, or their store is away.
    *
    * @generated from field: repeated astraflow.dataflow.v1.WeightFault weight_faults = 7;
    */
