@@ -5,17 +5,20 @@
 
 import os
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from astraflow.dataflow.v1.run_service_pb2 import DeleteRunResponse
 from support.chromium import look, require_browser
 from support.dataflow_fixtures import pytest_generate_tests, redis_binary, redis_url, valkey, world
 from support.dataflow_world import World, served
 from support.recorded_run import Turn, pages, record
-from support.tokens import keys_file, token
+from support.tokens import OTHER_KEY, jwk, keys_file, token
 
 __all__ = ["pytest_generate_tests", "redis_binary", "redis_url", "valkey", "world"]
 
@@ -103,8 +106,14 @@ async def test_every_page_of_a_long_run_is_small_and_drawn_without_errors_and_by
         {"name": "samples", "hash": "#/run/recorded/samples", "wait": first_sample, **picture("samples")},
         {
             "name": "sample", "hash": "#/run/recorded/samples", "wait": first_sample, "click": [first_sample],
-            "then": ".turns .token", "full": True, **picture("sample"),
+            "then": ".turns .token", "full": True, "focus": ".turns", "keys": ["ArrowDown"] * 2, **picture("sample"),
         },
+        {
+            "name": "found", "hash": "#/run/recorded/samples", "wait": first_sample, "axe": False,
+            "fill": {"[name=min_tokens]": "27", "[name=text]": "EGGS"}, "click": [".filters [type=submit]"],
+            "then": ".exports a[href*=min_tokens][href*=EGGS]",
+        },
+        {"name": "no-sample", "hash": "#/run/recorded/sample/nonsense", "wait": ".body .empty .what", "axe": False},
         {"name": "compare", "hash": "#/compare/recorded", "wait": DRAWN, **picture("compare")},
         {"name": "dark", "hash": "#/run/recorded/progress", "wait": DRAWN, "dark": True, **picture("dark")},
         {"name": "dark-weights", "hash": "#/run/recorded/weights", "wait": "table", "dark": True},
@@ -120,13 +129,17 @@ async def test_every_page_of_a_long_run_is_small_and_drawn_without_errors_and_by
     print(f"transferred bytes {sizes}\nfirst paint, ms {paints}")  # noqa: T201 - `pytest -s` shows it
     assert max(sizes.values()) <= MAX_BYTES  # how soon it is painted is for a quiet machine
     # The browser itself tells of an answer that is an error, which is what a run that is gone gets.
-    report["console"] = [line for line in report["console"] if "404" not in line]
+    report["console"] = [line for line in report["console"] if not {"400", "404"} & set(line.split())]
     require_clean(report)
     assert "rollout-bound: the trainer waits" in seen["progress"]["text"]
     assert "63 of 64" in seen["progress"]["text"]
     assert "It was deleted, or is on another server" in seen["gone"]["text"]
     assert "(2 behind)" in seen["weights"]["text"]
     assert "Use the calculator for arithmetic." in seen["sample"]["text"]
+    assert "token 20 of 27" in seen["sample"]["text"], "keys walk through tokens"
+    assert ("arithmetic" in seen["found"]["text"], "word-problems" in seen["found"]["text"]) == (True, False)
+    assert "nonsense" in seen["no-sample"]["text"]
+    assert all("rollout-bound" in seen[name]["text"] for name in (*CURVES, *TABLES, "runs", "compare"))
 
 
 async def test_nothing_that_a_model_a_node_or_a_task_says_acts_on_the_page(
@@ -167,25 +180,37 @@ async def test_nothing_that_a_model_a_node_or_a_task_says_acts_on_the_page(
             }
             for number, sample_id in enumerate(ids)
         ]
+        refused = {"wait": ".empty .what", "axe": False}
+        visits += [
+            {"name": f"refused-{number}", "hash": f"#/run/{quote(said, safe='')}", **refused}
+            for number, said in enumerate(PAYLOADS)
+        ]
         report = await look(address, visits)
+    report["console"] = [line for line in report["console"] if "404" not in line]
     require_clean({**report, "visits": {}})
     assert len(ids) == len(PAYLOADS)
+    said_by = {name: " ".join(seen["text"].split()) for name, seen in report["visits"].items()}
     for number, payload in enumerate(PAYLOADS):
-        assert " ".join(payload.split()) in " ".join(report["visits"][f"sample-{number}"]["text"].split())
+        pages_of_it = (f"sample-{number}", f"refused-{number}", "timeline", "data", "throughput", "samples")
+        assert [name for name in pages_of_it if " ".join(payload.split()) not in said_by[name]] == []
 
 
-async def test_a_page_follows_its_run_and_says_when_the_server_was_started_anew(
+async def test_a_page_follows_its_run_and_says_when_the_server_was_started_anew_and_the_run_deleted(
     world: World, tmp_path: Path
 ) -> None:
     trainer, node = await world.started(dataset="Counting", archive="{}")
-    port = 0
+    port, steps_taken = 0, count(1)
 
     async def told(what: str) -> None:
         nonlocal serving, port
         if what == "train":
-            await node.work(2, version=0)
-            batch = (await trainer.acquire(1)).batch
+            step = next(steps_taken)
+            await node.work(2, version=step - 1)
+            batch = (await trainer.acquire(step, base_version=step - 1)).batch
             await trainer.ack(batch, TRAINED, metrics={"reward_mean": 0.5, "wait_s": 3.0, "train_s": 1.0})
+            await trainer.publish(version=step, step=step)
+        if what == "delete":
+            await world.ask(DeleteRunResponse, force=True)
         if what == "stop":
             await serving.__aexit__(None, None, None)
         if what == "start":
@@ -195,36 +220,70 @@ async def test_a_page_follows_its_run_and_says_when_the_server_was_started_anew(
     serving = pages(world)
     address = await serving.__aenter__()
     port = int(address.rpartition(":")[2])
-    steps = [
+    steps: list[dict[str, Any]] = [
         {"say": "train", "until": "the trainer waits 75%"},
         {"say": "stop", "until": "The server does not answer"},
         {"say": "start", "until": "The server was started anew", "forgive": True},
+        {"say": "train", "grows": ".runhead .tiles dd"},
+        {"say": "delete", "until": "It was deleted, or is on another server", "forgive": True},
     ]
     follow = {"hash": f"#/run/{world.run_id}/progress", "wait": ".nosteps", "steps": steps}
     report = await look(address, follow=follow, told=told)
     await serving.__aexit__(None, None, None)
-    assert report["steps"] == [step["until"] for step in steps]
+    assert report["steps"] == [step.get("until", 2) for step in steps]
     require_clean(report)
+
+
+async def test_a_token_that_ends_while_a_page_is_open_is_asked_for_again(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path) as world:
+        await world.started(dataset="Counting")
+    async with served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world:
+        serving = pages(world)
+        address = await serving.__aenter__()
+
+        async def told(what: str) -> None:
+            nonlocal serving
+            keys_file(tmp_path, jwk(OTHER_KEY))
+            await serving.__aexit__(None, None, None)
+            serving = pages(world, port=int(address.rpartition(":")[2]))
+            await serving.__aenter__()
+
+        steps = [{"say": "end", "until": "This server asks for a token"}]
+        follow = {"hash": "#/run/run/progress", "wait": ".nosteps", "steps": steps}
+        mine = token("ada", "viewer", runs=["run"])
+        report = await look(address, follow=follow, told=told, token=mine)
+        await serving.__aexit__(None, None, None)
+    assert report["steps"] == ["This server asks for a token"]
 
 
 async def test_what_is_missing_is_said_with_its_remedy(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path) as world, pages(world) as address:
-        empty = await look(address, [{"name": "none", "hash": "#/", "wait": ".empty .what"}])
-        await world.started(dataset="Counting")
-        visits = [
-            {"name": "progress", "hash": "#/run/run/progress", "wait": ".nosteps"},
-            {"name": "samples", "hash": "#/run/run/samples", "wait": ".body .empty .what"},
-            {"name": "data", "hash": "#/run/run/data", "wait": ".body .empty .what"},
-        ]
+        nothing: dict[str, Any] = {"wait": ".empty .what"}
+        empty = await look(
+            address,
+            [{"name": "runs", "hash": "#/"} | nothing, {"name": "compare", "hash": "#/compare"} | nothing],
+        )
+        await world.create_run(dataset="Counting")
+        says = {tab: {"wait": ".nosteps", "axe": tab == "progress"} for tab in (*CURVES, "policies")}
+        says |= {tab: {"wait": ".body .empty .what"} for tab in ("samples", "data", "throughput", "weights")}
+        visits = [{"name": tab, "hash": f"#/run/run/{tab}", **how} for tab, how in says.items()]
+        visits += [{"name": "compare", "hash": "#/compare/run", "wait": ".chart .empty"}]
+        visits += [{"name": "gone", "hash": "#/compare/gone"} | nothing]
         missing = await look(address, visits)
     # What the browser says of an answer that is a refusal.
-    missing["console"] = [line for line in missing["console"] if "409" not in line]
+    missing["console"] = [line for line in missing["console"] if not {"404", "409"} & set(line.split())]
     for report in (empty, missing):
         require_clean(report)
-    assert "astraflow dev" in empty["visits"]["none"]["text"]
-    assert "No step is finished yet" in missing["visits"]["progress"]["text"]
-    assert "dataflow: {archive: {}}" in missing["visits"]["samples"]["text"]
-    assert "keeps no archive" in missing["visits"]["data"]["text"]
+    assert all("astraflow dev quickstart" in seen["text"] for seen in empty["visits"].values())
+    said = {name: seen["text"] for name, seen in missing["visits"].items()}
+    assert all("No step is finished yet" in said[tab] for tab in (*CURVES, "policies"))
+    assert "dataflow: {archive: {}}" in said["samples"]
+    assert "keeps no archive" in said["data"]
+    assert all("astraflow raas --join" in said[tab] for tab in ("throughput", "weights"))
+    assert "No finished step has this figure yet" in said["compare"]
+    assert "It was deleted, or is on another server" in said["gone"]
 
     async with (
         served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
@@ -236,9 +295,10 @@ async def test_what_is_missing_is_said_with_its_remedy(redis_url: str, tmp_path:
             [
                 {"name": "runs", "hash": "#/", "wait": ".empty .what"},
                 {"name": "run", "hash": "#/run/run", "wait": ".empty .what"},
+                {"name": "compare", "hash": "#/compare/run", "wait": ".empty .what"},
             ],
             token=mine,
         )
     assert "no run that you may see" in report["visits"]["runs"]["text"]
-    assert "Your token is not for this" in report["visits"]["run"]["text"]
+    assert all("Your token is not for this" in report["visits"][name]["text"] for name in ("run", "compare"))
     assert report["violations"] == []

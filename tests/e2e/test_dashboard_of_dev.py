@@ -17,6 +17,13 @@ STEP = ".runhead .tiles dd"
 """The first figure of a run."""
 
 
+DRAWN, FILLED = ".plot:not([hidden]) canvas", ".body .card"
+PAGES = {
+    **dict.fromkeys(("stability", "freshness", "trainer"), DRAWN),
+    **dict.fromkeys(("throughput", "weights", "data", "policies", "timeline"), FILLED),
+    "samples": ".body table a, .body .empty .what",
+}
+"""The other tabs, and what is there once they are filled."""
 STEPS = [{"say": "steps", "grows": STEP}]
 AND_HANGS = [
     {"say": "SIGSTOP", "until": "The server has answered nothing"},
@@ -40,7 +47,7 @@ async def test_the_page_that_dev_names_signs_in_and_follows_the_steps(
             for process in files.processes("-m astraflow_dataflow"):
                 process.send_signal(signal.Signals[what])
 
-    with dev(tmp_path, "--steps", "1000", "--no-open"):
+    with dev(tmp_path, "--steps", "1000", "--no-open", "--set", "dataflow.archive={}"):
         wait_for(lambda: files.steps_taken() >= 2)
         address, entry = re.findall(
             r"dashboard: http://(\S+)/, signed in by (\S+);", files.stderr.read_text()
@@ -48,7 +55,15 @@ async def test_the_page_that_dev_names_signs_in_and_follows_the_steps(
         report = await look(
             address,
             entry=entry,
-            visits=[{"name": "shape", "hash": f"#/run/{RUN_ID}/shape", "wait": "canvas", "settle": 500}],
+            visits=[
+                {"name": "runs", "hash": "#/", "wait": "table", "axe": False},
+                {"name": "shape", "hash": f"#/run/{RUN_ID}/shape", "wait": "canvas", "settle": 500},
+                *(
+                    {"name": tab, "hash": f"#/run/{RUN_ID}/{tab}", "wait": wait, "axe": False}
+                    for tab, wait in PAGES.items()
+                ),
+                {"name": "compare", "hash": f"#/compare/{RUN_ID}", "wait": DRAWN, "axe": False},
+            ],
             follow={"hash": f"#/run/{RUN_ID}/progress", "wait": "canvas", "steps": steps},
             told=told,
         )
@@ -58,4 +73,7 @@ async def test_the_page_that_dev_names_signs_in_and_follows_the_steps(
     assert len(report["steps"]) == len(steps)
     assert 2 < shown[0] <= shown[-1]
     # The run's own figures, not those of a record.
-    assert "Turns an episode" in report["visits"]["shape"]["text"]
+    texts = {name: seen["text"] for name, seen in report["visits"].items()}
+    assert "Turns an episode" in texts["shape"]
+    assert "node-1" in texts["weights"]
+    assert all(RUN_ID in text for text in texts.values())

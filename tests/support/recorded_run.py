@@ -40,6 +40,7 @@ POOLS = ("h100", "a100", "spot")
 _CHUNK = 500
 Floats = NDArray[np.float64]
 _STEP_MS = 6000
+_OF_ROLE = (("reward_mean", 0.0), ("reward_p10", -0.2), ("reward_p90", 0.15))
 
 
 @asynccontextmanager
@@ -128,14 +129,28 @@ async def _write_steps(world: World, policy: str, num_steps: int, *, seed: int) 
     for version in range(max(0, newest - 200), newest + 1):
         message = version_pb2.Version(
             policy_id=policy, version=version, sequence=version, manifest_sha256=b"." * 32, step=version,
-            delta_bytes=61_000_000 + version % 37 * 400_000, density=0.016 + version % 11 * 0.0004,
+            delta_bytes=(61_000_000 + version % 37 * 400_000) // seed, density=(0.016 + version % 11 * 0.0004) / seed,
         )  # fmt: skip
         stored = b"%d sha " % (now_ms - (newest - version) * _STEP_MS) + message.SerializeToString()
         await redis.raw("HSET", keys.of("versions", policy), version, stored)
     await redis.raw("HSET", keys.of("policy", policy), "version", newest)
+    await _write_evaluations(world, policy, num_steps, rewards=table["reward_mean"])
     await redis.raw("RPUSH", keys.of("recent", policy), *[f"{reward:.2f} 1" for reward in (0.9, 0.85)])
     for age, bound in ((0, 900_000), (1, 300_000), (2, 60_000), (3, 900)):
         await redis.raw("HSET", keys.of("staleness", policy), age, bound)
+
+
+async def _write_evaluations(world: World, policy: str, num_steps: int, *, rewards: Floats) -> None:
+    """About twenty, each a little below the reward of its step."""
+    keys, redis = Keys(world.run_id), world.dataflow.connection
+    for version in range(0, num_steps, max(1, num_steps // 20)):
+        name, total = f"{policy}-{version}", f"{256 * (rewards[version] - 0.05):.3f}"
+        await redis.raw(
+            *("HSET", keys.of("evaluation", name), "versions", f"{policy} {version}", "state", "complete"),
+            *("planned", 256, "done", 256, f"samples {policy}", 256),
+            *(f"s reward {policy} {policy}", total, f"n reward {policy} {policy}", 256),
+        )
+        await redis.raw("ZADD", keys.of("evaluations"), version, name)
 
 
 def _counts(step: int) -> str:
@@ -173,7 +188,11 @@ def figures(num_steps: int, *, seed: int) -> dict[str, Floats]:
         "entropy": 0.62 - 0.35 * at + noise(0.01),
         "grad_norm": np.abs(0.4 + noise(0.08)),
         "loss": noise(0.02),
+        **{f"{name}/proposer": reward + offset for name, offset in _OF_ROLE},
+        **{f"{name}/checker": 0.8 * reward + offset for name, offset in _OF_ROLE},
         "staleness_mean": np.clip(1.1 + noise(0.2), 0, None),
+        "staleness_in_flight_mean": np.clip(0.4 + noise(0.1), 0, None),
+        "staleness_in_queue_mean": np.clip(0.7 + noise(0.1), 0, None),
         "staleness_max": np.clip(np.round(3 + noise(0.8)), 0, None),
         "num_stale_tokens": np.clip(300 + noise(80), 0, None),
         "completion_tokens_mean": 600 + 350 * at + noise(30),
@@ -220,6 +239,7 @@ async def _write_nodes(
         fields: dict[str, str | int] = {
             "serving": json.dumps(serving), "tokens": 10**9 + number, "engine_restarts": int(number == 3),
             "waiting_for": "" if number % 9 else "staleness_window", "engine_loads": json.dumps(loads),
+            "follow_ms": 4000 + 2500 * (number // 3 % 3) + 20 * number,
         }  # fmt: skip
         connected_ms = 0 if number == num_nodes - 1 else 3_600_000
         held = [f"task-{number}-{place}" for place in range(25 + number % 7)]

@@ -59,6 +59,7 @@ export interface NodeStatus {
   engine_faults: { reason: string; detail: string; policy_id: string }[];
   poisoned: number;
   task_s: number | null;
+  follow_s: number | null;
 }
 
 export interface Evaluation {
@@ -251,24 +252,28 @@ export const samples = (query: SampleQuery): Promise<{ samples: Sample[]; next_p
 export const search = (
   query: SampleQuery,
   text: string,
-): Promise<{ samples: Sample[]; next_page_token: string; searched: number }> =>
+): Promise<{ samples: Sample[]; next_page_token: string; searched: number; no_texts: string }> =>
   get("/api/search", { request: JSON.stringify(query), text });
 
 export const sample = (run_id: string, sample_id: string): Promise<Content> =>
   get("/api/sample", { run_id, sample_id });
 
-export const exportAddress = (query: SampleQuery, format: "jsonl" | "parquet"): string =>
-  `/api/export?${new URLSearchParams({ request: JSON.stringify(query), format })}`;
+export const exportAddress = (query: SampleQuery, text: string, format: "jsonl" | "parquet"): string =>
+  `/api/export?${new URLSearchParams({ request: JSON.stringify(query), text, format })}`;
 
 export interface Listener {
   status: (status: Status) => void;
   /** `text` is for people; empty while all is well. */
   trouble: (text: string) => void;
+  /** The server answers, but not this; a unary call says why. */
+  refused: () => void;
 }
 
 /** Longer than a server with nothing to say says so. */
 const SILENCE_MS = 12_000;
 const PATIENCE_MS = 30_000;
+/** Until what was refused is asked for again. */
+const REFUSED_MS = 5_000;
 
 /** Follows the status of a run until `close`. It reconnects for ever, and says when the server is silent or was started anew. */
 export class Watch {
@@ -277,6 +282,7 @@ export class Watch {
   private lost = 0;
   private timer = 0;
   private silence = 0;
+  private was_refused = false;
   private closed = false;
 
   constructor(
@@ -308,6 +314,7 @@ export class Watch {
 
   private open(): void {
     const query = new URLSearchParams({ request: JSON.stringify({ run_id: this.run_id, interval_duration: "2s" }) });
+    this.was_refused = false;
     const source = new EventSource(`/api/rpc/AdminService/Watch?${query}`);
     this.source = source;
     this.heard();
@@ -318,10 +325,14 @@ export class Watch {
     });
     source.addEventListener("refused", (event) => {
       this.listener.trouble((JSON.parse(event.data) as { message: string }).message);
+      this.was_refused = true;
+      this.listener.refused();
     });
-    source.addEventListener("bye", () => this.again(0));
+    source.addEventListener("bye", () => this.again(this.was_refused ? REFUSED_MS : 0));
     source.onerror = () => {
+      const is_answered = source.readyState === EventSource.CLOSED;
       this.lose("The server does not answer; what is shown is what it said last. Trying again …");
+      if (is_answered) this.listener.refused();
     };
   }
 

@@ -209,8 +209,11 @@ function under(chart: uPlot, lines: Line[], caption: Caption): void {
   });
 }
 
-const short = (value: number, unit: Unit): string =>
-  unit === "%" || unit === "s" || unit === "B" ? figure(value, unit) : number(value);
+/** What is written at a tick; ticks are sums, so that their 0 is only near it. */
+function short(tick: number, unit: Unit): string {
+  const value = Math.abs(tick) < 1e-12 ? 0 : tick;
+  return unit === "%" || unit === "s" || unit === "B" ? figure(value, unit) : number(value);
+}
 
 function spread(_chart: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
   if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];

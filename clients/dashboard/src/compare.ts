@@ -4,7 +4,9 @@ import { Chart, join } from "./charts";
 import { el, empty, fill } from "./dom";
 import { drawing, type Group, type OfPolicy } from "./groups";
 import { seriesOf } from "./run";
+import { noRun } from "./runs";
 import { drop, keep } from "./theme";
+import { whyOf } from "./words";
 import type { Refused, View } from "./view";
 
 const MAX_RUNS = 6;
@@ -40,15 +42,18 @@ export function compareView(content: HTMLElement, chosen: string[], refused: Ref
       },
     }), run.run_id));
     const grid = el("div.grid");
-    fill(content, el("h1", {}, "Compare runs"), el("fieldset.choices.card", {}, el("legend", {}, `Runs, ${MAX_RUNS} at most`), ...boxes), el("h2", {}, "Curves"), grid);
+    const reasons = el("div");
+    fill(content, el("h1", {}, "Compare runs"), el("fieldset.choices.card", {}, el("legend", {}, `Runs, ${MAX_RUNS} at most`), ...boxes), reasons, el("h2", {}, "Curves"), grid);
     if (chosen.length === 0) {
-      grid.replaceWith(empty(all.length ? "Choose runs to see their curves beside each other." : "This server has no run that you may see."));
+      grid.replaceWith(all.length ? empty("Choose runs to see their curves beside each other.") : noRun());
       return;
     }
     const asked = chosen.slice(0, MAX_RUNS);
-    const found: OfPolicy[] = (await Promise.all(asked.map(async (id) => {
-      const policies = (await status(id)).policies.filter((policy) => !policy.frozen && !policy.external);
-      return seriesOf(id, policies, COMPARED, id);
+    const states = await Promise.all(asked.map(status));
+    fill(reasons, el("ul.why", {}, ...states.map((each) => el("li", {}, el("strong", {}, each.run_id), ` ${whyOf(each)}`))));
+    const found: OfPolicy[] = (await Promise.all(states.map(async (each) => {
+      const policies = each.policies.filter((policy) => !policy.frozen && !policy.external);
+      return seriesOf(each.run_id, policies, COMPARED, each.run_id);
     }))).flat().map((each, colour) => ({ ...each, colour, label: each.label }));
     if (closed) return;
     for (const curve of COMPARED.curves) {

@@ -74,10 +74,23 @@ export const GROUPS: Group[] = [
       {
         title: "Reward by role",
         unit: "",
-        help: "Mean of each role that the policy plays.",
-        missing: "The recipe names no roles whose rewards are told apart.",
+        help: "Mean of each role that the policy plays; the band is its 10th to 90th percentile.",
+        missing: "No finished step tells the rewards of roles apart.",
         lines: (names) =>
-          names.filter((name) => /^reward_mean\b.+/.test(name)).map((name) => ({ label: name.replace(/^reward_mean[._/]?/, ""), of: name })),
+          names.filter((name) => name.startsWith("reward_mean/")).map((name) => {
+            const role = name.slice("reward_mean/".length);
+            return { label: role, of: name, low: `reward_p10/${role}`, high: `reward_p90/${role}` };
+          }),
+      },
+      {
+        title: "Reward, percentiles",
+        unit: "",
+        help: "Of the trajectories of a step: a tenth are below the lowest line, half below the middle one.",
+        lines: [
+          { label: "10th", of: "reward_p10", dashed: true },
+          { label: "median", of: "reward_p50" },
+          { label: "90th", of: "reward_p90", dashed: true },
+        ],
       },
       {
         title: "Groups without signal",
@@ -141,6 +154,15 @@ export const GROUPS: Group[] = [
         lines: [
           { label: "mean", of: "staleness_mean" },
           { label: "largest", of: "staleness_max", dashed: true },
+        ],
+      },
+      {
+        title: "Staleness, where it arose",
+        unit: "versions",
+        help: "Means. In flight: newest less oldest version that sampled a trajectory. In queue: version that the step starts from, less that newest.",
+        lines: [
+          { label: "in flight", of: "staleness_in_flight_mean" },
+          { label: "in queue", of: "staleness_in_queue_mean" },
         ],
       },
       {

@@ -47,7 +47,7 @@ function header(): void {
 }
 
 /** Asks for a token. It goes to the server in a form and stays in a cookie that no script reads. */
-function signIn(why: string): void {
+function signIn(why: string): HTMLElement {
   const field = el("input", { type: "password", name: "token", id: "token", required: true, autocomplete: "off", spellcheck: "false" });
   const said = el("p.refused", { role: "alert" }, why);
   const form = el(
@@ -71,21 +71,21 @@ function signIn(why: string): void {
       })
       .catch(() => { said.textContent = "The server does not answer; try again."; });
   });
-  fill(content, form);
-  field.focus();
+  window.setTimeout(() => field.focus(), 0);
+  return form;
 }
 
 /** Says what a refusal means here, and what would help. */
 export function refused(error: unknown): HTMLElement {
   if (!(error instanceof Refusal)) throw error;
-  if (error.status === 401) signIn(error.why === "missing" ? "" : error.message);
+  if (error.status === 401) return signIn(error.why === "missing" ? "" : error.message);
   if (error.status === 403) {
     return told("Your token is not for this.", error.message, " Ask an operator for a token of this run, then sign out and in.");
   }
   if (error.status === 404) {
     return told("There is no such run here.", `${error.message}. It was deleted, or is on another server: `, el("a", { href: "#/" }, "see the runs"), ".");
   }
-  return told("The server cannot answer this now.", error.message);
+  return told(error.status === 400 ? "This cannot be asked." : "The server cannot answer this now.", error.message);
 }
 
 const told = (what: string, ...how: Child[]): HTMLElement => el("div.empty", {}, el("h1.what", {}, what), el("p", {}, ...how));
@@ -120,11 +120,8 @@ async function start(): Promise<void> {
     show();
   } catch (error) {
     header();
-    const said = refused(error);
-    if ((error as Refusal).status !== 401) {
-      fill(content, said);
-      window.setTimeout(() => void start(), 3000);
-    }
+    fill(content, refused(error));
+    if ((error as Refusal).status !== 401) window.setTimeout(() => void start(), 3000);
   }
 }
 

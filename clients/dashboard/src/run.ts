@@ -1,7 +1,7 @@
 // One run: what it waits for on top, then one tab of figures at a time, live.
-import { events, steps, versions, Watch, type Policy, type RunEvent, type Status, type Version } from "./api";
+import { events, Refusal, status as statusOf, steps, versions, Watch, type NodeStatus, type Policy, type RunEvent, type Status, type Version } from "./api";
 import { Chart, type Drawing } from "./charts";
-import { append, el, empty, fill, table } from "./dom";
+import { append, code, el, empty, fill, table } from "./dom";
 import { ago, bytes, clock, count, figure, moment, number, percent, seconds } from "./format";
 import { DATA_PLANE, drawing, GROUPS, needed, type Curve, type Group, type OfPolicy } from "./groups";
 import { sampleView, samplesView } from "./samples";
@@ -35,13 +35,20 @@ export function runView(content: HTMLElement, run_id: string, rest: string[], re
   let last: Status | null = null;
   let tab: Tab | null = null;
   let shown = "";
+  let at = rest;
   let steps_done = "";
   let timer = 0;
+  let broken = false;
   let closed = false;
   trouble.hidden = true;
   document.title = `${run_id} · AstraFlow`;
 
-  const fail = (error: unknown): void => { if (!closed) fill(body, refused(error)); };
+  /** What a server that is away did not give is asked for again once it answers. */
+  const fail = (error: unknown): void => {
+    if (closed) return;
+    broken = error instanceof Refusal && [0, 503].includes(error.status);
+    fill(body, refused(error));
+  };
 
   const reload = (): void => {
     if (timer || closed) return;
@@ -54,9 +61,9 @@ export function runView(content: HTMLElement, run_id: string, rest: string[], re
   const open = (path: string[]): void => {
     const name = path[0] === "sample" ? "samples" : path[0] || "progress";
     const key = path.join("/");
-    if (key === shown && tab) return;
+    if (key === shown && tab && !broken) return;
     tab?.close();
-    shown = key;
+    [shown, at, broken] = [key, path, false];
     fill(tabs, ...TABS.map(([id, title]) =>
       el("a", { href: `#/run/${encodeURIComponent(run_id)}/${id}`, "aria-current": id === name ? "page" : undefined }, title)));
     fill(body);
@@ -75,10 +82,8 @@ export function runView(content: HTMLElement, run_id: string, rest: string[], re
       last = status;
       drawHead(head, status);
       drawWhy(why, status);
-      if (first) {
-        fill(content, head, trouble, why, tabs, body);
-        open(rest);
-      }
+      if (first) fill(content, head, trouble, why, tabs, body);
+      if (first || broken) open(at);
       tab?.draw(status);
       const done = status.policies.map((policy) => policy.last_finished_step).join(" ");
       if (done !== steps_done && !first) reload();
@@ -88,11 +93,24 @@ export function runView(content: HTMLElement, run_id: string, rest: string[], re
       if (closed) return;
       trouble.textContent = text;
       trouble.hidden = text === "";
-      if (last === null && text) {
-        import_status(run_id).catch((error: unknown) => { if (!closed) fill(content, refused(error)); });
-      }
+      if (last === null && text) void explain();
     },
+    refused: () => { if (last !== null) void explain(); },
   });
+
+  /** Why there is no stream. What only the reader can mend takes the place of the figures, and is not asked for again. */
+  async function explain(): Promise<void> {
+    try {
+      await statusOf(run_id);
+    } catch (error) {
+      if (closed) return;
+      const is_final = error instanceof Refusal && [401, 403, 404].includes(error.status);
+      if (is_final) watch.close();
+      if (is_final || last === null) fill(content, refused(error));
+      else if (error instanceof Refusal && error.status) trouble.textContent = error.message;
+      if (is_final) last = null;
+    }
+  }
 
   return {
     close: () => {
@@ -107,12 +125,6 @@ export function runView(content: HTMLElement, run_id: string, rest: string[], re
       return true;
     },
   };
-}
-
-/** Why the stream of a run does not begin: asked once more in a way that says so. */
-async function import_status(run_id: string): Promise<void> {
-  const { status } = await import("./api");
-  await status(run_id);
 }
 
 const trained = (status: Status): Policy[] => status.policies.filter((policy) => !policy.frozen && !policy.external);
@@ -188,7 +200,7 @@ function curvesTab(body: HTMLElement, run_id: string, group: Group, withHeldOut 
   const make = (curve: Curve): Chart => keep(new Chart({ ...curve, group: run_id }));
   const heldOut = withHeldOut
     ? keep(new Chart({ title: "Held-out reward", unit: "", help: "Of complete evaluations on tasks that are not trained on.", xLabel: "version",
-        missing: "No evaluation is complete yet, or the recipe has none.", group: `${run_id} versions` }))
+        missing: "No evaluation is complete yet; dataflow.evaluation in the recipe says how often there is one.", group: `${run_id} versions` }))
     : null;
   append(body, [el("h2", {}, group.title, el("span.about", {}, group.about)), chooser, grid]);
   for (const [index, curve] of group.curves.entries()) {
@@ -244,13 +256,16 @@ function heldOutOf(status: Status): Drawing {
   return { x, lines };
 }
 
+const noNode = (what: string): HTMLElement => empty(what,
+  "Start one: ", code("astraflow raas --join ADDRESS"), ", or ", code("--join-file FILE"), " with what ", code("astraflow join-token"), " printed, where tokens are on.");
+
 function throughputTab(body: HTMLElement): Tab {
   const place = el("div");
   append(body, [el("h2", {}, "Throughput", el("span.about", {}, "What do the nodes do, by pool and region?")), place]);
   return {
     draw: (status) => {
       if (status.nodes.length === 0) {
-        fill(place, empty("No node has joined this run.", "Start one with the join string of the server: astraflow raas --join ADDRESS."));
+        fill(place, noNode("No node has joined this run."));
         return;
       }
       fill(place, el("div.card", {}, el("h3", {}, "Pools"), table("Pools and regions", [
@@ -318,7 +333,9 @@ function weightsTab(body: HTMLElement, run_id: string): Tab {
   append(body, [el("h2", {}, "Weights", el("span.about", {}, "What do versions cost, and does every node follow?")),
     el("div.grid", {}, size.element, density.element, rate.element), map]);
   return {
-    draw: (status) => fill(map, el("div.card", {}, el("h3", {}, "Version lag, node by policy"), versionMap(status))),
+    draw: (status) => fill(map,
+      el("div.card", {}, el("h3", {}, "How soon regions follow"), el("p.help", {}, "From the notice of a version until a node serves it: fetching, applying and swapping."), regionTable(status)),
+      el("div.card", {}, el("h3", {}, "Version lag, node by policy"), versionMap(status))),
     load: async (status) => {
       const found = await Promise.all(trained(status).map(async (policy) => (await versions(run_id, policy.policy_id)).versions.reverse()));
       const parts = (show: (list: Version[], index: number) => number | null): Drawing => {
@@ -340,10 +357,24 @@ function weightsTab(body: HTMLElement, run_id: string): Tab {
   };
 }
 
+function regionTable(status: Status): HTMLElement {
+  const found = new Map<string, NodeStatus[]>();
+  for (const node of status.nodes.filter((each) => each.connected)) found.set(node.region, [...(found.get(node.region) ?? []), node]);
+  if (found.size === 0) return noNode("No node is connected.");
+  const taken = (nodes: NodeStatus[]): number[] => nodes.map((node) => node.follow_s).filter((each): each is number => each !== null && each > 0).sort((a, b) => a - b);
+  return table("How soon regions follow", [
+    { head: "Region", cell: ([region]) => region || "(none)" },
+    { head: "Nodes", number: true, cell: ([, nodes]) => count(nodes.length) },
+    { head: "Median", number: true, cell: ([, nodes]) => seconds(taken(nodes)[Math.floor(taken(nodes).length / 2)]) },
+    { head: "Longest", number: true, cell: ([, nodes]) => seconds(taken(nodes).at(-1)) },
+    { head: "Versions behind, most", number: true, cell: ([, nodes]) => count(Math.max(0, ...nodes.flatMap((node) => Object.values(node.version_lags)))) },
+  ], [...found.entries()].sort(([a], [b]) => a.localeCompare(b)));
+}
+
 function versionMap(status: Status): HTMLElement {
   const nodes = status.nodes.filter((node) => node.connected).slice(0, MAX_MAPPED);
   const ids = status.policies.filter((policy) => !policy.external).map((policy) => policy.policy_id);
-  if (nodes.length === 0) return empty("No node is connected.");
+  if (nodes.length === 0) return noNode("No node is connected.");
   return table("Versions behind, by node and policy", [
     { head: "Node", cell: (node) => el("span.id", {}, node.node_id) },
     { head: "Region", cell: (node) => node.region || "(none)" },

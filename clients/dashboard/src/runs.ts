@@ -2,11 +2,14 @@
 import { runs, status, type Run, type Status } from "./api";
 import { code, el, empty, fill, table } from "./dom";
 import { ago, count, figure, percent } from "./format";
-import { stateBadge } from "./words";
+import { stateBadge, whyOf } from "./words";
 import type { Refused, View } from "./view";
 
 const EVERY_MS = 5000;
 const MAX_ASKED = 20;
+
+export const noRun = (): HTMLElement => empty("This server has no run that you may see.",
+  code("astraflow dev quickstart"), " makes one on this machine; ", code("astraflow runs create"), " on a server.");
 
 export function runsView(content: HTMLElement, refused: Refused): View {
   let closed = false;
@@ -27,8 +30,7 @@ export function runsView(content: HTMLElement, refused: Refused): View {
 
   const draw = (found: Run[], states: (Status | null)[]): void => {
     if (found.length === 0) {
-      fill(content, el("h1", {}, "Runs"), empty("This server has no run that you may see.",
-        code("astraflow dev recipes/quickstart"), " makes one on this machine; ", code("astraflow runs create"), " on a server."));
+      fill(content, el("h1", {}, "Runs"), noRun());
       return;
     }
     const rows = found.map((run, index) => ({ run, state: states[index] ?? null }));
@@ -51,6 +53,7 @@ export function runsView(content: HTMLElement, refused: Refused): View {
       { head: "Reward", number: true, cell: (row) => trained(row.state).map((policy) => figure(policy.recent_training_reward, "")).join(" / ") },
       { head: "Trainer waits", number: true, cell: (row) => row.state?.balances.map((each) => percent(each.trainer_wait_share)).join(" / ") },
       { head: "Nodes", number: true, cell: (row) => (row.state ? count(row.state.nodes.filter((node) => node.connected).length) : "–") },
+      { head: "Why", cell: (row) => (row.state ? el("span.detail", {}, whyOf(row.state)) : "–") },
       { head: "Made", cell: (row) => ago(row.run.create_time) },
     ], rows);
     fill(content, el("div.heading", {}, el("h1", {}, "Runs"), found.length > 1 ? compare : null), el("div.card", {}, list));

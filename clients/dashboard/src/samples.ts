@@ -25,7 +25,7 @@ const NO_ARCHIVE = [
   "the server needs ", code("pip install 'astraflow[archive]'"), ".",
 ];
 
-/** A list of samples with its filters. Those that the rpc does not know (role, length, text) are applied on top. */
+/** A list of samples with its filters. */
 export function samplesView(body: HTMLElement, run_id: string, refused: Refused): Tab {
   const policy = el("select", { name: "policy_id" }, el("option", { value: "" }, "all")) as HTMLSelectElement;
   const reason = el("select", { name: "reason" }, el("option", { value: "" }, "all"), el("option", { value: "trained" }, "trained")) as HTMLSelectElement;
@@ -50,16 +50,10 @@ export function samplesView(body: HTMLElement, run_id: string, refused: Refused)
   const query = (): SampleQuery => {
     const given = values();
     const asked: SampleQuery = { run_id, page_size: PAGE };
-    for (const name of ["policy_id", "source", "task_id"]) if (given[name]) asked[name] = given[name];
-    for (const name of ["min_reward", "max_reward", "min_step", "max_step", "version"]) if (given[name]) asked[name] = Number(given[name]);
+    for (const name of ["policy_id", "role", "source", "task_id"]) if (given[name]) asked[name] = given[name];
+    for (const name of ["min_reward", "max_reward", "min_tokens", "max_tokens", "min_step", "max_step", "version"]) if (given[name]) asked[name] = Number(given[name]);
     if (given.reason) asked.reasons = [given.reason];
     return asked;
-  };
-  const wanted = (each: Sample): boolean => {
-    const given = values();
-    if (given.role && (each.item.role || each.policy_id) !== given.role) return false;
-    if (given.min_tokens && each.item.num_tokens < Number(given.min_tokens)) return false;
-    return !(given.max_tokens && each.item.num_tokens > Number(given.max_tokens));
   };
 
   const look = async (page_token: string): Promise<void> => {
@@ -67,25 +61,24 @@ export function samplesView(body: HTMLElement, run_id: string, refused: Refused)
     const asked = { ...query(), page_token };
     if (!page_token) fill(place, el("p.empty", {}, text ? "Reading samples …" : "Loading …"));
     try {
-      const page = text ? await search(asked, text) : await samples(asked);
+      const sought = text ? await search(asked, text) : null;
+      const page = sought ?? (await samples(asked));
       found = [...(page_token ? found : []), ...page.samples];
       next = page.next_page_token;
-      paint("searched" in page ? (page.searched as number) : null);
+      paint(sought ? `${count(sought.searched)} samples were read for this text. ${sought.no_texts}` : null);
     } catch (error) {
       more.hidden = true;
-      const missing = (error as { slug?: string }).slug === "FAILED_PRECONDITION";
-      fill(place, missing ? empty((error as Error).message, ...NO_ARCHIVE) : refused(error));
+      fill(place, told(error, run_id, refused));
     }
   };
 
-  const paint = (searched: number | null): void => {
-    const shown = found.filter(wanted);
+  const paint = (searched: string | null): void => {
     more.hidden = !next;
     fill(exports, "Export what the filters find: ",
-      ...(["jsonl", "parquet"] as const).map((format) => el("a.button.quiet", { href: exportAddress(query(), format), download: `samples.${format}` }, format === "jsonl" ? "JSONL" : "Parquet")));
-    if (shown.length === 0) {
+      ...(["jsonl", "parquet"] as const).map((format) => el("a.button.quiet", { href: exportAddress(query(), values().text ?? "", format), download: `samples.${format}` }, format === "jsonl" ? "JSONL" : "Parquet")));
+    if (found.length === 0) {
       fill(place, empty(next ? "None on the pages that were read." : "The archive has no such sample (yet).",
-        searched !== null ? `${count(searched)} samples were read for this text.` : "A sample is written when a durable checkpoint covers its step, or when it is dropped. Fewer filters find more."));
+        searched ?? "A sample is written when a durable checkpoint covers its step, or when it is dropped. Fewer filters find more."));
       return;
     }
     fill(place, el("div.card", {}, table("Samples", [
@@ -100,7 +93,7 @@ export function samplesView(body: HTMLElement, run_id: string, refused: Refused)
       { head: "Task", cell: (each) => el("span.id", {}, each.item.task_id) },
       ...(searched === null ? [] : [{ head: "Text", cell: (each: Sample) => el("span.detail", {}, each.excerpt ?? "") }]),
       { head: "Ended", cell: (each) => ago(each.end_time) },
-    ], shown)), searched !== null ? el("p.muted", {}, `${count(searched)} samples were read for this text; “Show more” reads on.`) : null);
+    ], found)), searched !== null ? el("p.muted", {}, `${searched} “Show more” reads on.`) : null);
   };
 
   form.addEventListener("submit", (event) => { event.preventDefault(); void look(""); });
@@ -135,12 +128,19 @@ export function sampleView(body: HTMLElement, run_id: string, sample_id: string,
           .catch(() => ({ samples: [] as Sample[] }));
         fill(body, ...shown(run_id, content, group.samples));
       } catch (error) {
-        const missing = (error as { slug?: string }).slug === "FAILED_PRECONDITION";
-        fill(body, missing ? empty((error as Error).message, ...NO_ARCHIVE) : refused(error));
+        loaded = false;
+        fill(body, told(error, run_id, refused));
       }
     },
     close: () => {},
   };
+}
+
+function told(error: unknown, run_id: string, refused: Refused): HTMLElement {
+  const { slug, message } = error as { slug?: string; message: string };
+  if (slug === "FAILED_PRECONDITION") return empty(message, ...NO_ARCHIVE);
+  if (slug !== "NOT_FOUND") return refused(error);
+  return empty("There is no such sample.", `${message}: `, el("a", { href: `#/run/${encodeURIComponent(run_id)}/samples` }, "see the samples"), ".");
 }
 
 function shown(run_id: string, content: Content, ofTask: Sample[]): HTMLElement[] {

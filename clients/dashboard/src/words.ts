@@ -1,4 +1,5 @@
 // Slugs of the contracts as people say them.
+import type { Status } from "./api";
 import { el } from "./dom";
 
 export const words = (slug: string): string => slug.replaceAll("_", " ");
@@ -41,3 +42,13 @@ const STAGES: Record<string, string> = {
 };
 
 export const stage = (slug: string): string => STAGES[slug] ?? words(slug);
+
+/** Why a run is as fast as it is, or does nothing, in a sentence. */
+export function whyOf(status: Status): string {
+  if (status.stopped_for) return `stopped: ${status.stopped_for}`;
+  const several = status.balances.length > 1;
+  const said = status.balances.map((each) => (several ? `${each.policy_id}: ${each.sentence}` : each.sentence));
+  const [wait] = status.waits;
+  if (said.length === 0 && wait) said.push(`${stage(wait.stage)} waits for ${words(wait.reason)}: ${wait.detail}`);
+  return said.join("; ") || "Nothing waits.";
+}

@@ -1,5 +1,5 @@
 // Looks at the page in a real Chromium, as told by one JSON argument, and prints one JSON line of what it found:
-//   {address, entry?, visits: [{name, hash, wait, width?, height?, dark?, picture?, click?}], follow?}
+//   {address, entry?, visits: [{name, hash, wait, width?, height?, dark?, picture?, fill?, click?, then?, focus?, keys?}], follow?}
 // `entry` is a page that signs in. `follow` stays on one page while the caller changes what is behind it, each step
 // announced by a line on stdout; a step waits for a text (`until`), or until the number in an element has grown (`grows`).
 import { chromium } from "playwright-core";
@@ -68,9 +68,11 @@ async function visit(one) {
   await page.goto(`http://${asked.address}/${one.hash}`);
   await awaited(page, one, one.wait);
   if (one.settle) await page.waitForTimeout(one.settle);
-  for (const key of one.keys ?? []) await page.keyboard.press(key);
+  for (const [selector, value] of Object.entries(one.fill ?? {})) await page.fill(selector, value);
   for (const selector of one.click ?? []) { await page.click(selector); await page.waitForTimeout(150); }
   if (one.then) await awaited(page, one, one.then);
+  if (one.focus) await page.focus(one.focus);
+  for (const key of one.keys ?? []) await page.keyboard.press(key);
   const paint_ms = await page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime ?? null);
   report.visits[one.name] = { paint_ms, transferred, text: (await page.innerText("#content")).slice(0, 20000), title: await page.title(),
     wide: await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth) };
