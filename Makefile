@@ -149,8 +149,8 @@ web-tests: web ## What the dashboard's tests need besides Chromium, and the type
 	@cd $(DASHBOARD) && npm ci --silent --no-audit --no-fund && npm run --silent check && npm run --silent build
 	@echo 'web-tests: ready; tests that need it find it'
 
-pictures: $(TEST_STAMP) web-tests ## Take the manual's pictures of the dashboard anew, print what pages cost (needs Chromium)
-	@ASTRAFLOW_PICTURES=$(CURDIR)/docs/img $(PYTEST) -q -s -m ci tests/e2e/test_dashboard_in_chromium.py -k every_page
+pictures: $(TEST_STAMP) web-tests ## Take the manual's pictures of the dashboard and what pages cost anew (needs Chromium)
+	@ASTRAFLOW_PICTURES=$(CURDIR)/docs/img $(PYTEST) -q -m ci tests/e2e/test_dashboard_in_chromium.py -k every_page
 
 typescript: $(TYPESCRIPT_STAMP) ## Build the TypeScript client (needs node >= 20 and npm)
 	@cd $(TYPESCRIPT) && npm run --silent build

@@ -87,7 +87,7 @@ export function samplesView(body: HTMLElement, run_id: string, refused: Refused)
       { head: "Reason", cell: (each) => el(`span.badge.${each.reason === "trained" ? "active" : "dropped"}`, {}, words(each.reason)) },
       { head: "Reward", number: true, cell: (each) => figure(each.item.reward, "") },
       { head: "Tokens", number: true, title: "All, of these trained on", cell: (each) => `${count(each.item.num_tokens)} · ${count(each.item.num_trainable_tokens)}${each.item.truncated ? " ✂" : ""}` },
-      { head: "Versions", number: true, cell: (each) => (each.item.min_version === each.item.max_version ? count(each.item.min_version) : `${each.item.min_version}–${each.item.max_version}`) },
+      { head: "Versions", number: true, cell: (each) => versionsOf(each.item, "–") },
       { head: "Role", cell: (each) => each.item.role || each.policy_id },
       { head: "Source", cell: (each) => each.item.source },
       { head: "Task", cell: (each) => el("span.id", {}, each.item.task_id) },
@@ -143,6 +143,8 @@ function told(error: unknown, run_id: string, refused: Refused): HTMLElement {
   return empty("There is no such sample.", `${message}: `, el("a", { href: `#/run/${encodeURIComponent(run_id)}/samples` }, "see the samples"), ".");
 }
 
+const versionsOf = ({ min_version: first, max_version: last }: Sample["item"], to: string): string => (first === last ? String(first) : `${first}${to}${last}`);
+
 function shown(run_id: string, content: Content, ofTask: Sample[]): HTMLElement[] {
   const group = ofTask.filter((each) => each.item.group_id === content.item.group_id);
   const mean = group.reduce((sum, each) => sum + each.item.reward, 0) / Math.max(1, group.length);
@@ -157,7 +159,7 @@ function shown(run_id: string, content: Content, ofTask: Sample[]): HTMLElement[
     ["Reward", figure(content.item.reward, "")],
     ["Advantage in its group", group.length > 1 ? `${figure(content.item.reward - mean, "")} over the mean of ${group.length}` : "its group has no other sample here"],
     ["Tokens", `${count(content.item.num_tokens)}, of which ${count(content.item.num_trainable_tokens)} are trained on${content.item.truncated ? "; cut off by a limit" : ""}`],
-    ["Versions", `${content.item.min_version} to ${content.item.max_version}`], ["Source", content.item.source || "–"], ["Task", content.item.task_id],
+    ["Versions", versionsOf(content.item, " to ")], ["Source", content.item.source || "–"], ["Task", content.item.task_id],
     ["Episode", content.episode_id], ["Node", content.item.node_id || "–"], ["Batch", content.batch_id || "–"], ["Ended", moment(content.end_time)],
   ];
   return [
@@ -233,7 +235,7 @@ class Tokens {
       }
       const reward = turn.reward ? `, reward ${figure(turn.reward, "")}` : "";
       this.element.append(el(`article.turn.${/^[a-z]+$/.test(turn.role) ? turn.role : "other"}`, {},
-        el("h3", {}, turn.role || "turn", el("span.muted", {}, ` ${count(turn.end - turn.start)} tokens${reward}`)), text));
+        el("h3", {}, turn.role || "turn", el("span.muted", {}, ` ${count(turn.end - turn.start)} ${turn.end - turn.start === 1 ? "token" : "tokens"}${reward}`)), text));
     }
     this.element.addEventListener("mouseover", (event) => this.point(event));
     this.element.addEventListener("click", (event) => this.point(event));
