@@ -25,7 +25,7 @@ from astraflow_bench.wan import radosgw
 from astraflow_bench.wan.radosgw import RadosGateway
 from astraflow_kit.ports import free_port
 from astraflow_weights.store import open_store
-from support.containers import BASE, IMAGES, Compose, DockerDaemon
+from support.containers import BASE, IMAGES, Compose, DockerDaemon, image_name
 from support.development import wait_for
 from support.source_tree import REPOSITORY
 
@@ -144,7 +144,7 @@ def page(stack: Compose, service: str, path: str) -> str:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_is_small_labelled_and_confined(docker: DockerDaemon, image: str) -> None:
-    built, base = docker.inspect(f"astraflow/{image}:ci", "ci/base:bookworm")
+    built, base = docker.inspect(image_name(image), BASE)
     config = built["Config"]
     assert config["User"] == "10001:10001"
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
@@ -165,13 +165,13 @@ def test_an_image_is_small_labelled_and_confined(docker: DockerDaemon, image: st
         "python",
     ]
     sbom = "print(open('/opt/astraflow/sbom.cdx.json').read())"
-    components = json.loads(docker.run(*confined, f"astraflow/{image}:ci", "-c", sbom).stdout)["components"]
+    components = json.loads(docker.run(*confined, image_name(image), "-c", sbom).stdout)["components"]
     packages = [component["name"] for component in components]
     assert "astraflow" in packages
     assert ("torch" in packages) is (image in ("trainer", "raas"))
     assert [name for name in packages if name.startswith("nvidia")] == []
     tools = "import shutil; print([shutil.which(tool) for tool in ('cc', 'gcc', 'pip')])"
-    assert docker.run(*confined, f"astraflow/{image}:ci", "-c", tools).stdout.strip() == "[None, None, None]"
+    assert docker.run(*confined, image_name(image), "-c", tools).stdout.strip() == "[None, None, None]"
 
 
 def test_it_trains_the_quickstart_over_s3(stack: Compose, gateway: RadosGateway) -> None:

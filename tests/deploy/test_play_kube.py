@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.charts import need_helm
-from support.containers import IMAGES, DockerDaemon
+from support.containers import IMAGES, DockerDaemon, image_name
 from support.development import wait_for
 from support.installation import RUN, SERVER, Installation
 from support.play_kube import Podman, missing_podman
@@ -53,7 +53,7 @@ def podman(docker: DockerDaemon, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("podman")
     with Podman(folder) as podman:
         archive = folder / "images.tar"
-        docker.run("save", "--output", str(archive), *(f"astraflow/{image}:ci" for image in IMAGES))
+        docker.run("save", "--output", str(archive), *map(image_name, IMAGES))
         podman.load(archive)
         archive.unlink()
         yield podman

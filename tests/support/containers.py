@@ -2,10 +2,14 @@
 
 The base comes from debootstrap, packages from a wheelhouse that is resolved with the image's own Python. Needs root and
 what `.ci/run` installs; `missing_programs` says what lacks. All of it ends with the block.
+
+`python -m support.containers FOLDER` makes the images for a daemon that uses the folder later, as `.ci/run` does beside
+its other steps.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -13,10 +17,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +39,8 @@ _BRIDGE_NAME = "af-tests"
 BASE, BUILD_BASE = "ci/base:bookworm", "ci/build:bookworm"
 IMAGES = ("valkey", "dataflow", "tools", "trainer", "raas")
 LOCKS = REPOSITORY / "deploy/docker/locks"
+PREPARED = "CI_IMAGES"
+"""The variable that names a folder in which the images are being made, or are."""
 _COMMAND_S = 600.0
 
 
@@ -47,11 +55,9 @@ def missing_programs() -> str:
 class DockerDaemon:
     """One dockerd with its own data, socket and bridge. Use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
-        # Not below pytest's folder: the bundle of a test that fails would take images file by file.
-        self._storage = tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True)
-        self.data = Path(self._storage.name)
+        self.data = data
         """What dockerd keeps."""
         self.socket = folder / "docker.sock"
         self.address = ""
@@ -94,7 +100,6 @@ class DockerDaemon:
         for namespace in (self.folder / "exec" / "netns").glob("*"):
             # dockerd leaves it mounted, and pytest could not remove the folder.
             _run(["umount", str(namespace)], check=False)
-        self._storage.cleanup()
 
     def run(
         self, *words: str, check: bool = True, timeout_s: float = _COMMAND_S
@@ -112,7 +117,9 @@ class DockerDaemon:
         os.kill(self.inspect(container)[0]["State"]["Pid"], signal.SIGKILL)
 
     def make_images(self, images: Sequence[str] = IMAGES) -> None:
-        """Base, wheelhouse and images, each only if it is not there yet."""
+        """Base, wheelhouse and images; nothing when all images are there."""
+        if not self.run("image", "inspect", *map(image_name, images), check=False).returncode:
+            return
         if self.run("image", "inspect", BUILD_BASE, check=False).returncode:
             self._make_bases()
         wheels = self.folder / "wheels"
@@ -133,7 +140,7 @@ class DockerDaemon:
                     "--target",
                     image,
                     "--tag",
-                    f"astraflow/{image}:ci",
+                    image_name(image),
                 ]
                 self.run(*command, *options, str(REPOSITORY))
 
@@ -188,6 +195,45 @@ class DockerDaemon:
         torch = re.search(r"^torch==\S+", (LOCKS / "torch-cuda.txt").read_text(), re.MULTILINE)
         assert torch
         _run(["pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), torch[0]])
+
+
+def image_name(image: str) -> str:
+    """The name of an image of this tree."""
+    return f"astraflow/{image}:ci"
+
+
+@contextmanager
+def storage() -> Iterator[Path]:
+    """Where a daemon of the tests keeps its data: what `.ci/run` had prepared, once that has ended, or an empty folder.
+
+    Not below pytest's folder: the bundle of a test that fails would take images file by file.
+    """
+    with tempfile.TemporaryDirectory(prefix="af-", ignore_cleanup_errors=True) as empty:
+        prepared = Path(os.environ.get(PREPARED) or empty)
+        try:
+            with _alone_in(prepared):
+                yield prepared / "docker"
+        finally:
+            shutil.rmtree(prepared, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until nobody else makes or uses what a folder holds."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def prepare(folder: Path) -> None:
+    """Make the images of this tree for the daemon that uses the folder next. SIGTERM ends it in order."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with (
+        _alone_in(folder),
+        tempfile.TemporaryDirectory(prefix="af-") as own,
+        DockerDaemon(Path(own), folder / "docker") as daemon,
+    ):
+        daemon.make_images()
 
 
 class Compose:
@@ -278,3 +324,7 @@ def _run(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
     return done
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))
