@@ -3,7 +3,7 @@
 The node is a process, its engine is real and loads a wrong folder when it is told to.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,17 @@ from astraflow.plugins import VersionSpan
 from astraflow.rollout.v1.trajectory_pb2 import Episode, Trajectory
 from astraflow_raas.engine.base import Arithmetic, Generation
 from astraflow_raas.policies.canary import TOLERANCES, difference
-from astraflow_trainer.model.model import PolicyModel
-from astraflow_trainer.publish.probing import Prober
-from astraflow_trainer.ranks.reductions import OneRank
-from astraflow_weights.codec.tensors import Array
-from astraflow_weights.versions.probe import Probe, ProbeAnswer
+from astraflow_weights.versions.probe import ProbeAnswer
 from support.node_process import START_S, NodeProcess, WeightPublisher, node_of
+from support.proven_versions import Published, probe_of
 from support.scripted_dataflow import POLICY, RUN_ID, ScriptedDataflow, a_run, eventually, lease, running
 from support.scripted_dataflow import RunningServer as Server
-from support.tiny_models import TinyShape, load_reference, reference_logprobs, save_tiny_model, widened
+from support.tiny_models import TinyShape, load_reference, reference_logprobs, save_tiny_model
 from support.wrong_loader import WrongLoader, wrong_loader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 SHAPE = TinyShape(vocab_size=320, num_layers=4)
-
-
-def probe_of(model: PreTrainedModel) -> Probe:
-    probe = Prober(PolicyModel(model), ranks=OneRank()).answers()
-    assert probe is not None
-    return probe
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -129,23 +120,6 @@ async def door(shared_engine: str, tmp_path: Path) -> AsyncIterator[WrongLoader]
     wrong = save_tiny_model(tmp_path / "wrong", seed=5, shape=TinyShape(vocab_size=320))
     async with wrong_loader(shared_engine, wrong=wrong) as door:
         yield door
-
-
-class Published:
-    """Publishes versions with their probes, and keeps the newest one's model."""
-
-    def __init__(self, trainer: WeightPublisher, checkpoint: Path) -> None:
-        self._trainer = trainer
-        self.model = load_reference(checkpoint)
-
-    def next(self) -> Any:
-        return self._trainer.publish(probe=self._answers)
-
-    @torch.no_grad()
-    def _answers(self, bits: Mapping[str, Array]) -> Probe:
-        for name, parameter in PolicyModel(self.model).hf_parameters():
-            parameter.copy_(widened(bits[name]))
-        return probe_of(self.model)
 
 
 @pytest.fixture

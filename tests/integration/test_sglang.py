@@ -215,27 +215,23 @@ def log_prob_errors(
     }
 
 
-# test_sglang_changes.py proves weights in float32, too.
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
-async def test_sglang_proves_its_weights_and_wrong_ones_are_told(tmp_path: Path, dtype: str) -> None:
-    shape = TinyShape(max_positions=1024, num_layers=4)
-    right, wrong = (save_tiny_model(tmp_path / f"{seed}", seed=seed, shape=shape) for seed in (0, 1))
+@in_the_engines_loop
+async def test_sglang_proves_its_weights_and_wrong_ones_are_told(
+    engine: EngineProcess, models: list[Path], running: PauseMode
+) -> None:
+    """In float32; test_sglang_changes.py does so in bfloat16."""
+    right, wrong = models
     probe = Prober(PolicyModel(load_reference(right)), ranks=OneRank()).answers()
-    process = await started_sglang(tmp_path, right, f"--dtype={dtype}")
-    policy = ServedPolicy("solver")
-    try:
-        await process.wait_healthy(timeout_s=START_DEADLINE_S)
-        await process.engine.introduce()
-        assert process.engine.arithmetic is (Arithmetic.FLOAT32 if dtype == "float32" else Arithmetic.HALF)
-        assert await compare_answers(process.engine, policy, version=0, probe=probe)
-        await process.engine.swap(model_dir=wrong, version=1)
-        with pytest.raises(WeightsDiffer):
-            await compare_answers(process.engine, policy, version=1, probe=probe)
-        await process.engine.swap(model_dir=right, version=1, running=PauseMode.ABORT)
-        assert await compare_answers(process.engine, policy, version=1, probe=probe)
-    finally:
-        await policy.close()
-        await process.end()
+    policy, version = ServedPolicy("solver"), NUM_SWAPS + 1
+    assert engine.engine.arithmetic is Arithmetic.FLOAT32
+    await engine.engine.swap(model_dir=right, version=version, running=running)
+    assert await compare_answers(engine.engine, policy, version=version, probe=probe)
+    await engine.engine.swap(model_dir=wrong, version=version + 1, running=running)
+    with pytest.raises(WeightsDiffer):
+        await compare_answers(engine.engine, policy, version=version + 1, probe=probe)
+    await engine.engine.swap(model_dir=right, version=version + 1, running=PauseMode.ABORT)
+    assert await compare_answers(engine.engine, policy, version=version + 1, probe=probe)
+    await policy.close()
 
 
 def family(process: EngineProcess) -> list[psutil.Process]:
