@@ -44,11 +44,12 @@ RUN install -d -o 65534 -g 65534 /prometheus
 WORKDIR /prometheus
 ENTRYPOINT ["/bin/prometheus"]
 """
-# The recipe as it is, but for a shorter warm start.
+# The recipe in small, but for a warm start after which there is something to learn from.
 CREATE = """
 services:
   create-run:
-    command: [runs, create, quickstart, --store, "s3://weights/runs", --set,
+    command: [runs, create, quickstart, --store, "s3://weights/runs", --set, dataflow.group_size=8, --set,
+              dataflow.groups_per_step=4, --set, dataflow.evaluation.num_samples=8, --set,
               policies.solver.model.warm_start.steps=200]
 """
 
@@ -177,8 +178,12 @@ def test_an_image_is_small_labelled_and_confined(docker: DockerDaemon, image: st
 def test_it_trains_the_quickstart_over_s3(stack: Compose, gateway: RadosGateway) -> None:
     reaches(stack, 5)
     store = open_store("s3://weights/runs", settings=gateway.settings())
+
+    def parts() -> int:
+        return sum("/parts/" in found.key for found in store.list(""))
+
     # A snapshot and deltas: the newest are on their way, and a step without signal made none.
-    assert len([found for found in store.list("") if "/parts/" in found.key]) >= 2
+    wait_for(lambda: parts() >= 2, what="what was learned", timeout_s=PATIENCE_S, period_s=2.0)
 
 
 def test_nodes_have_no_credentials_of_the_store(stack: Compose) -> None:
