@@ -5,6 +5,7 @@ No fixture here is asked for by name; shared fakes and servers live in `tests/su
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -27,6 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test downloads a model.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# What a shell runs in its background ignores SIGINT, and processes that tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine must not fail a property, hence no deadline.
 hypothesis.settings.register_profile("test", deadline=None, max_examples=50, derandomize=True)

@@ -33,10 +33,13 @@ def test_a_study_that_is_killed_takes_its_runs_with_it(number: signal.Signals, t
     with subprocess.Popen(
         command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True
     ) as study:
-        until(pids.exists)
-        started = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
-        study.send_signal(number)
-        assert study.wait(60) != 0
+        try:
+            until(pids.exists)
+            started = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+            study.send_signal(number)
+            assert study.wait(60) != 0
+        finally:
+            study.kill()
     until(lambda: not any(gone_on(process) for process in started))
     assert not (tmp_path / "quickstart-study.jsonl").exists(), "what was killed is no result"
 
