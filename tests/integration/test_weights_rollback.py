@@ -78,7 +78,8 @@ async def test_going_back_makes_and_announces_one_version(started: Started) -> N
 
 
 async def test_a_trainer_claims_at_once_after_going_back(started: Started) -> None:
-    assert (await started.rollback(1)).status == 0
+    told = await started.rollback(1)
+    assert told.status == 0, told.errors
     claim = await started.trainer.claim()
     assert claim.version == 3
     await started.trainer.hold()
