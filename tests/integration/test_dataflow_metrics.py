@@ -29,7 +29,7 @@ def page(world: World) -> list[str]:
 async def test_the_page_is_as_long_with_many_as_with_one(
     world: World, num_groups: int, num_nodes: int
 ) -> None:
-    _, first = await world.started(dataset="Counting", max_staleness=num_groups)
+    _, first = await world.started(dataset="Counting", groups_per_step=num_groups)
     await first.make_ready(2)
     await world.status()
     before = len(page(world))

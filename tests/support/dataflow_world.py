@@ -365,7 +365,7 @@ class Node:
     async def make_ready(self, groups: int, **changes: object) -> None:
         """Complete this many tasks."""
         while groups > 0:
-            groups -= len(await self.work(groups, **changes))
+            groups -= len(await self.work(min(groups, 64), **changes))
 
 
 @dataclass
