@@ -15,13 +15,13 @@ _NAMES = """
     join join_file join_timeout_s log_format log_level max_concurrent_tasks max_prefill_tokens max_queued_requests
     max_running_requests max_turns mirror_dir model_path name node_id node_silence_s num_threads offload parent_pid
     payloads payloads_password_file plan plan_json plan_memory_gib plan_on plan_ranks policy pool port price_per_hour
-    probe_host probe_port processes public_ca publish_snapshot push_journal rank_silence_s rank_timeout_s recipe redis
-    redis_password_file region replicas request_timeout_s revoked_tokens_file run_id scaler_client_ca_file scaler_port
-    seed serve server_gone_timeout_s server_name server_silence_s session_timeout_s sessions_per_worker share_port
-    source_work_dir spool_bytes spool_episodes stay steps store_checksum_mode store_credentials_file
-    store_endpoint_url store_grant_life_s store_grants store_multipart_piece_bytes store_multipart_threshold_bytes
-    store_path_style store_profile store_range_bytes store_region threads tls_cert_file tls_client_ca_file
-    tls_key_file token_audience token_file token_keys_file traces training_stall_s use warm_start_threads weight_version
-    with_ work_dir worker_sessions worker_start_timeout_s workers
+    probe_host probe_port processes public_ca publish_snapshot push_journal rank_silence_s rank_timeout_s recipe
+    recipe_overrides redis redis_password_file region replicas request_timeout_s revoked_tokens_file run_id
+    scaler_client_ca_file scaler_port seed serve server_gone_timeout_s server_name server_silence_s session_timeout_s
+    sessions_per_worker share_port source_work_dir spool_bytes spool_episodes stay steps store_checksum_mode
+    store_credentials_file store_endpoint_url store_grant_life_s store_grants store_multipart_piece_bytes
+    store_multipart_threshold_bytes store_path_style store_profile store_range_bytes store_region threads
+    tls_cert_file tls_client_ca_file tls_key_file token_audience token_file token_keys_file traces training_stall_s
+    use warm_start_threads weight_version with_ work_dir worker_sessions worker_start_timeout_s workers
 """
 NAMES = frozenset(_NAMES.split())

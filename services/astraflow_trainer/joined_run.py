@@ -6,7 +6,7 @@ only when its digest matches. Called once, at start.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from getpass import getuser
@@ -109,9 +109,10 @@ def join_run(
     work_dir: Path,
     allow_recipe_code: bool,
     recipe_file: Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> JoinedRun:
     """Read what the run says and choose the policy; the only policy when `policy_id` is None. With `recipe_file` what
-    only the trainer reads is taken from there.
+    only the trainer reads is taken from there, with `key.path=value` overrides applied.
 
     Raises InvalidArgumentError for an unknown policy, or where the recipe's archive needs a package that is missing;
     PluginError when the recipe's code may not be used or is damaged, ConflictError when the file changes more,
@@ -125,7 +126,8 @@ def join_run(
     recipe, changes = parse_recipe(source.text, source=source.name).recipe, list[str]()
     if recipe_file is not None:
         source = replace(source, name=str(recipe_file), text=_text_of(recipe_file))
-        changed = parse_recipe(source.text, source=source.name).recipe
+    if recipe_file is not None or overrides:
+        changed = parse_recipe(source.text, source=source.name, overrides=overrides).recipe
         changes, recipe = trainer_changes(recipe, changed), changed
     joined = JoinedRun(
         run_id=run.run_id,

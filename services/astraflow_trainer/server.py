@@ -270,6 +270,7 @@ def _joined(run: run_pb2.Run, settings: TrainerSettings, *, folder: Path) -> Joi
         work_dir=folder,
         allow_recipe_code=settings.allow_recipe_code,
         recipe_file=settings.recipe,
+        overrides=settings.recipe_overrides,
     )
 
 

@@ -29,6 +29,8 @@ class TrainerSettings(JoinSettings, StoreAccess):
     recipe: Path | None = None
     """YAML file of the run's recipe with other settings of what only the trainer reads, to train by from the next step
     on; `WORK_DIR/recipe_changes.jsonl` keeps what differs, who started it so, and from which step."""
+    recipe_overrides: Annotated[tuple[str, ...], CommandOption(names=("--set",), metavar="KEY=VALUE")] = ()
+    """Override a key of the recipe; of what only the trainer reads, or any with `--plan`."""
     accept_data_loss: bool = False
     """Go on from the newest checkpoint although the server's Redis is older than that, or another one: what only that
     Redis had is given up. Take it away again once it has trained on."""

@@ -32,6 +32,7 @@ OTHER_NAMES = {
     **{(name, "http_allowed_hosts"): ["--http-allowed-host"] for name in SERVING},
     ("raas", "engine_args"): ["--engine-arg"],
     ("trainer", "plan_json"): ["--json"],
+    ("trainer", "recipe_overrides"): ["--set"],
     ("raas", "environments"): ["--environment"],
     ("environment", "with_"): ["--with"],
 }

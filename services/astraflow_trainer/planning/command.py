@@ -67,7 +67,7 @@ def model_config(policy: ResolvedPolicy) -> transformers.PreTrainedConfig:
 def _policy(settings: TrainerSettings) -> ResolvedPolicy:
     if settings.recipe is None:
         raise InvalidArgumentError("--plan needs --recipe FILE, or the name of a recipe of this release")
-    recipe = file.load_recipe(settings.recipe).recipe
+    recipe = file.load_recipe(settings.recipe, overrides=settings.recipe_overrides).recipe
     names = [name for name in recipe.policies if recipe.policy(name).train]
     name = settings.policy or (names[0] if len(names) == 1 else "")
     if name not in recipe.policies:

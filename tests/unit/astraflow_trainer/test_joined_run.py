@@ -71,6 +71,30 @@ def test_what_only_the_trainer_reads_may_come_from_another_file(tmp_path: Path) 
     assert _join(ScriptedBatches(), tmp_path).changes == ()
 
 
+def test_single_keys_may_be_set_over_the_runs_recipe_or_the_file(tmp_path: Path) -> None:
+    faster = ("trainer.optimizer.learning_rate=0.25",)
+    alone = _join(ScriptedBatches(), tmp_path, overrides=faster)
+    assert alone.policy.trainer.optimizer.learning_rate == 0.25
+    assert alone.changes == ("trainer.optimizer.learning_rate: 1e-06 → 0.25",)
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(RECIPE + "trainer: {optimizer: {learning_rate: 0.125, weight_decay: 0.5}}\n")
+    both = _join(ScriptedBatches(), tmp_path, recipe_file=changed, overrides=faster)
+    optimizer = both.policy.trainer.optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.seed=7", r"run.seed: 0 → 7"),
+        ("trainer.optimizer.learning_rat=1", r"--set trainer.optimizer.learning_rat.*learning_rate"),
+    ],
+)
+def test_a_key_that_others_read_or_nobody_is_refused(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(errors.AstraflowError, match=says):
+        _join(ScriptedBatches(), tmp_path, overrides=(override,))
+
+
 def test_a_file_that_changes_more_or_is_none_is_refused(tmp_path: Path) -> None:
     changed = tmp_path / "changed.yaml"
     changed.write_text(RECIPE.replace("somewhere", "elsewhere"))

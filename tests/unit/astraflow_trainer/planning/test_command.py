@@ -41,6 +41,13 @@ def test_as_json_the_totals_are_those_of_the_items() -> None:
         assert sum(items) == found["total"][memory] > 0
 
 
+def test_keys_that_are_set_are_reckoned_with() -> None:
+    deeper = json.loads(
+        _planned("--json", "--set", "policies.solver.model.architecture.num_hidden_layers=9").stdout
+    )
+    assert deeper["num_parameters"] > json.loads(_planned("--json").stdout)["num_parameters"]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
