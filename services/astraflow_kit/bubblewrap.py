@@ -1,15 +1,20 @@
-"""Bubblewrap: what every sandbox of ours has, and whether this machine can run one.
+"""Bubblewrap: what every sandbox of ours has, how one starts and ends, and whether this machine can run one.
 
 Invariant: within are the machine's programs and one interpreter, read-only; no network, no environment of ours, no
 capability and no user namespace to gain one. Used by the sandbox that grades programs and by that of shells.
 """
 
+import asyncio
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from astraflow.plugins import MissingCapability
 
@@ -46,6 +51,34 @@ def _system_folders() -> list[str]:
         elif folder.exists():
             words += ["--ro-bind", str(folder), str(folder)]
     return words
+
+
+async def start_session(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+    """`asyncio.create_subprocess_exec` as the leader of a session; cancelled, it ends all of it. Raises OSError.
+
+    asyncio alone kills only the first process of a start that is cancelled, and where bwrap's outer one dies that early
+    its inner one waits for it for ever.
+    """
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(*argv, start_new_session=True, **options), name="start of a session"
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.shield(asyncio.create_task(_end_started(starting), name="end of a session"))
+        raise
+
+
+async def _end_started(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
+    with suppress(OSError):
+        await end_session(await starting)
+
+
+async def end_session(leader: asyncio.subprocess.Process) -> None:
+    """Kill all of it and wait for its leader's end. Idempotent."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    await asyncio.shield(leader.wait())
 
 
 def require_bubblewrap(probe: Sequence[str], *, program: Path) -> None:

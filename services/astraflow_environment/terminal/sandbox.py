@@ -8,17 +8,15 @@ import asyncio
 import base64
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from astraflow_environment.terminal import inside
-from astraflow_kit.bubblewrap import require_bubblewrap, walls
+from astraflow_kit.bubblewrap import end_session, require_bubblewrap, start_session, walls
 
 _INSIDE = Path(inside.__file__)
 _PLACE = "/run/inside.py"
@@ -69,13 +67,12 @@ class ShellSandbox:
         cls, files: Mapping[str, bytes], *, folder: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> "ShellSandbox":
         """Start one with these files, by their paths within. Raises SandboxDied, OSError."""
-        child = await asyncio.create_subprocess_exec(
+        child = await start_session(
             *_argv(limits.disk_mb),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env={"PATH": os.defpath},
-            start_new_session=True,
             limit=2**24,
         )
         made = cls(child)
@@ -125,9 +122,7 @@ class ShellSandbox:
 
     async def close(self) -> None:
         """Kill all of it. Idempotent."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        await asyncio.shield(self._child.wait())
+        await end_session(self._child)
 
 
 @lru_cache(maxsize=1)

@@ -8,13 +8,13 @@ import asyncio
 import json
 import os
 import platform
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from astraflow.plugins import RewardFailed
+from astraflow_kit.bubblewrap import end_session, start_session
 from astraflow_raas.sandbox.bubblewrap import Sandbox
 
 
@@ -70,9 +70,7 @@ async def run_program(order: Order, *, sandbox: Sandbox, limits: ProgramLimits) 
         try:
             return await _watch(child, messages, verdict=verdict, order=order, limits=limits)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            await asyncio.shield(child.wait())
+            await end_session(child)
     finally:
         os.close(verdict)
 
@@ -80,7 +78,7 @@ async def run_program(order: Order, *, sandbox: Sandbox, limits: ProgramLimits) 
 async def _start(sandbox: Sandbox, theirs: int) -> asyncio.subprocess.Process:
     """Start the harness, which alone keeps the end `theirs` of the verdict's pipe."""
     try:
-        return await asyncio.create_subprocess_exec(
+        return await start_session(
             *sandbox.argv(),
             str(theirs),
             stdin=asyncio.subprocess.PIPE,
@@ -88,7 +86,6 @@ async def _start(sandbox: Sandbox, theirs: int) -> asyncio.subprocess.Process:
             stderr=asyncio.subprocess.DEVNULL,
             pass_fds=(theirs,),
             env={"PATH": os.defpath},
-            start_new_session=True,
         )
     except OSError as error:
         raise RewardFailed(f"cannot start a sandbox: {error}") from error

@@ -1,0 +1,44 @@
+"""A session that is called off while it starts leaves nothing."""
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from astraflow_kit.bubblewrap import end_session, start_session
+from support.scripted_dataflow import eventually
+
+FAMILY = ("sh", "-c", "sleep 600 & wait")
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def test_a_start_that_is_called_off_ends_what_was_started_already() -> None:
+    before = descendants()
+    starting = asyncio.create_task(start_session(*FAMILY, stdin=asyncio.subprocess.PIPE))
+    while not (shell := [each for each in descendants() if each not in before]):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # Nothing else runs in the loop until the shell has a child, however long that takes: the start is not over yet.
+    while not (children := shell[0].children()):
+        time.sleep(0.01)  # noqa: ASYNC251
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await eventually(lambda: not any(map(is_alive, [*shell, *children])), what="shell and child are gone")
+
+
+async def test_an_end_takes_all_of_a_session_and_may_be_called_again() -> None:
+    leader = await start_session(*FAMILY)
+    shell = psutil.Process(leader.pid)
+    await eventually(shell.children, what="the shell has a child")
+    members = [shell, *shell.children()]
+    await end_session(leader)
+    await end_session(leader)
+    await eventually(lambda: not any(map(is_alive, members)), what="shell and child are gone")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
