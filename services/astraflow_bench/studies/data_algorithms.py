@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-import numpy as np
-
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.study import (
     Arm,
-    Curve,
     Measured,
     Plot,
     Result,
     Run,
     Study,
+    curve_at,
     heldout_curve,
+    mean_until,
     paired,
     spread,
 )
@@ -88,8 +87,8 @@ def measure(run: Run) -> Measured:
     by_rollouts = [(version * per_step, reward) for version, reward in curve]
     return Measured(
         figures={
-            "at_steps": _at(curve, _STEPS),
-            "at_rollouts": _at(by_rollouts, _ROLLOUTS),
+            "at_steps": curve_at(curve, _STEPS),
+            "at_rollouts": curve_at(by_rollouts, _ROLLOUTS),
             "last": curve[-1][1],
             "per_step": per_step,
         },
@@ -106,7 +105,7 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
         ("replay", "dynamic", "rollouts", _ROLLOUTS),
     ):
         means = [
-            [_mean_until(result.measured.curves[curve], end) for result in pair]
+            [mean_until(result.measured.curves[curve], end) for result in pair]
             for pair in paired(results, one, other)
         ]
         gaps = [first - second for first, second in means if first is not None and second is not None]
@@ -116,18 +115,3 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
                 Figure(what=what, subject=subject, value=fmean(gaps), unit=spread(gaps), least=0.0)
             )
     return figures
-
-
-def _mean_until(curve: Curve, end: float) -> float | None:
-    """Mean of the curve from 0 to `end`: the trapezoidal rule; None where it ends before."""
-    last = _at(curve, end)
-    if last is None:
-        return None
-    xs, ys = zip(*[point for point in curve if point[0] < end], (end, last), strict=True)
-    return float(np.trapezoid(ys, xs)) / end
-
-
-def _at(curve: Curve, x: float) -> float | None:
-    """The curve at x; None beyond its ends."""
-    xs, ys = zip(*curve, strict=True)
-    return float(np.interp(x, xs, ys)) if xs[0] <= x <= xs[-1] else None

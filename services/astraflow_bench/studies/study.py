@@ -15,6 +15,8 @@ from statistics import fmean, stdev
 from threading import Event
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from astraflow.recipe.file import load_recipe
 from astraflow.recipe.shipped import shipped_recipes
 from astraflow_bench.figures import Figure
@@ -212,3 +214,18 @@ def mean_of(results: Sequence[Result], arm: str, figure: str) -> tuple[float, fl
     found = [one.number(figure) for one in results if one.arm == arm]
     known = [value for value in found if not math.isnan(value)]
     return (fmean(known) if known else math.nan), error_of(known), len(known)
+
+
+def mean_until(curve: Curve, end: float) -> float | None:
+    """Return the mean of the curve from 0 to `end`: the trapezoidal rule; None where it ends before."""
+    last = curve_at(curve, end)
+    if last is None:
+        return None
+    xs, ys = zip(*[point for point in curve if point[0] < end], (end, last), strict=True)
+    return float(np.trapezoid(ys, xs)) / end
+
+
+def curve_at(curve: Curve, x: float) -> float | None:
+    """Return the curve at x; None beyond its ends."""
+    xs, ys = zip(*curve, strict=True)
+    return float(np.interp(x, xs, ys)) if xs[0] <= x <= xs[-1] else None

@@ -7,10 +7,18 @@ from astraflow_bench.studies.study import Run
 from support.study_results import evaluations, result
 
 
-def test_m2po_must_be_above_clip_at_lag_32() -> None:
-    results = [result("m2po-32", 0, late=0.6), result("clip-32", 0, late=0.65), result("m2po-8", 0, late=0.6)]
-    (found,) = conclude(results)
-    assert (found.subject, found.value, found.met) == ("lag 32", pytest.approx(-0.05), False)
+def test_m2po_must_be_above_clip_at_lag_32_over_the_curve() -> None:
+    ahead = {"heldout": [(0.0, 0.4), (16.0, 0.8), (32.0, 0.6)]}
+    behind = {"heldout": [(0.0, 0.4), (16.0, 0.6), (32.0, 0.65)]}
+    results = [
+        result("m2po-32", 0, late=0.6, curves=ahead),
+        result("clip-32", 0, late=0.65, curves=behind),
+        result("m2po-8", 0, late=0.6, curves=ahead),
+    ]
+    mean, late = conclude(results)
+    # (0.4 + 0.8) / 4 + (0.8 + 0.6) / 4 = 0.65, and (0.4 + 0.6) / 4 + (0.6 + 0.65) / 4 = 0.5625.
+    assert (mean.subject, mean.value, mean.met) == ("lag 32", pytest.approx(0.0875), True)
+    assert (late.subject, late.value, late.met) == ("lag 32", pytest.approx(-0.05), None)
 
 
 def test_staleness_takes_the_last_two_evaluations_and_leaves_skipped_steps_out() -> None:
