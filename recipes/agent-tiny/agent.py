@@ -4,7 +4,10 @@ import json
 import os
 from pathlib import Path
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"agent.py needs a package: {missing}; run: pip install openai") from missing
 
 task = json.loads(Path(os.environ["ASTRAFLOW_TASK"]).read_text())
 client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
