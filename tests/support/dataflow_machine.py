@@ -108,6 +108,8 @@ class DataflowMachine(RuleBasedStateMachine):
         self.pushed: list[tuple[Node, trajectory_pb2.Episode]] = []
         self.bound: dict[int, batch_pb2.Batch] = {}
         self.voided: batch_pb2.Batch | None = None
+        """The last that was taken away, until another one is bound."""
+        self.all_voided: set[str] = set()
         self.used: Counter[str] = Counter()
 
     @initialize(filters=st.booleans(), steps=st.integers(0, 2))
@@ -495,7 +497,7 @@ class DataflowMachine(RuleBasedStateMachine):
         batch = self.bound[max(self.bound)]
         action = batches.VOID_ACTION_DISCARD if discard else batches.VOID_ACTION_RETURN
         reply = self._try(self._world(server).void(batch, action))
-        if self.voided is not None and self.voided.batch_id == batch.batch_id:
+        if batch.batch_id in self.all_voided:
             assert not isinstance(reply, str), "a repetition has the same answer"
             return
         problem = self.model.give_back(batch.step, dropped="voided" if discard else "")
@@ -503,6 +505,7 @@ class DataflowMachine(RuleBasedStateMachine):
         assert reply == (problem or groups)
         if not problem:
             self.voided = batch
+            self.all_voided.add(batch.batch_id)
 
     @precondition(lambda self: self.model.batches)
     @rule(which=st.integers(0, 9), server=any_of)

@@ -150,6 +150,12 @@ class Tour:
         self._do(self.machine.nack, which=NEWEST, server=ANY, step=1, quarantine=False)
         self._acquire(step=1)
         self._read_ahead()
+        self._do(self.machine.void, server=ANY, discard=False)
+        self._do(self.machine.nack, which=NEWEST, server=ANY, step=1, quarantine=False)
+        self._acquire(step=1)
+        self._do(self.machine.void, server=OTHER, discard=False)  # again: other batches were bound meanwhile
+        self._ack("intent")  # of the one that was taken away
+        self._read_ahead()
         self._finish("trained")
         self._do(self.machine.acquire, which=NEWEST, server=ANY, step=1, behind=1)  # not what it was read for
 
