@@ -1,6 +1,5 @@
 """A trainer whose store is unmounted, or read-only, waits for it by name, writes nothing elsewhere and goes on."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
@@ -11,6 +10,7 @@ from astraflow.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from support import trainer_process as trainers
 from support.dataflow_world import World, until
 from support.ledger_audit import audit
+from support.mount_points import unmounted
 from support.trainer_process import KILLED, TrainerProcess, census_of, forking, valkey
 
 __all__ = ["forking", "valkey"]
@@ -30,20 +30,6 @@ async def waits_for(trainer: TrainerProcess, reason: str) -> None:
         return status.waiting_for == reason
 
     await until(does, within_s=120)
-
-
-def unmounted(store: Path) -> Callable[[], None]:
-    """Leave an empty mount point; the result brings the store back."""
-    away = store.with_name("away")
-    store.rename(away)
-    store.mkdir()
-
-    def back() -> None:
-        assert list(store.iterdir()) == [], "nothing went into the mount point"
-        store.rmdir()
-        away.rename(store)
-
-    return back
 
 
 async def test_a_store_that_is_unmounted_while_a_version_is_published_is_waited_for(

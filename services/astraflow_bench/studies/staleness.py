@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import fmean
 
 from astraflow_bench.figures import Figure
@@ -32,6 +33,7 @@ _LOSSES = {
     "m2po": "{kind: m2po}",
     "m2po-clip": "{kind: m2po_clip}",
 }
+_COMPARED = (("m2po", "clip"), ("m2po-clip", "clip"), ("m2po", "none"))
 _SLEEP_S = 2.0
 _BASE = (
     "run.steps=96",
@@ -96,22 +98,20 @@ def measure(run: Run) -> Measured:
 def conclude(results: Sequence[Result]) -> list[Figure]:
     """M2PO against PPO's clip and against no bound, by paired seeds: over the whole curve, and where it ends."""
     figures = []
-    for lag in LAGS:
-        for one, other in (("m2po", "clip"), ("m2po-clip", "clip"), ("m2po", "none")):
-            pairs = paired(results, f"{one}-{lag}", f"{other}-{lag}")
-            for what, of in (("mean of the curve", _mean_reward), ("last two evaluations", _late)):
-                gaps = [of(first) - of(second) for first, second in pairs]
-                if gaps:
-                    aim = (one, other, lag, of) == ("m2po", "clip", 32, _mean_reward)
-                    figures.append(
-                        Figure(
-                            what=f"held out, {what}: {one} less {other}",
-                            subject=f"lag {lag}",
-                            value=fmean(gaps),
-                            unit=spread(gaps),
-                            least=0.0 if aim else None,
-                        )
-                    )
+    by = (("mean of the curve", _mean_reward), ("last two evaluations", _late))
+    for lag, (one, other), (what, of) in product(LAGS, _COMPARED, by):
+        gaps = [of(first) - of(second) for first, second in paired(results, f"{one}-{lag}", f"{other}-{lag}")]
+        if gaps:
+            aim = (one, other, lag, of) == ("m2po", "clip", 32, _mean_reward)
+            figures.append(
+                Figure(
+                    what=f"held out, {what}: {one} less {other}",
+                    subject=f"lag {lag}",
+                    value=fmean(gaps),
+                    unit=spread(gaps),
+                    least=0.0 if aim else None,
+                )
+            )
     return figures
 
 

@@ -162,8 +162,8 @@ class FileStore:
                 f"{self.uri}: the folder cannot be made: {error.strerror or error}; {_FOLDER_REMEDY}"
             ) from error
         identity = secrets.token_hex(_IDENTITY_BYTES).encode()
+        # What is done first in a store that nobody remembers yet makes it known.
         self._guard(lambda: self._link(self._root / _IDENTITY, identity), key=key)
-        self._is_there()
 
     def _make_folder(self, folder: Path) -> None:
         if folder == self._root or folder.is_dir():

@@ -23,6 +23,7 @@ from astraflow_weights.store.file import FileStore
 from astraflow_weights.versions.log import VersionLog
 from astraflow_weights.versions.probe import Probe, ProbeAnswer
 from support.fake_engine import FakeEngine
+from support.mount_points import unmounted
 from support.published_models import ModelPublisher, open_writer
 from support.raas_parts import generate_call, write_tokenizer
 from support.scripted_dataflow import eventually
@@ -248,18 +249,6 @@ async def test_damage_of_the_mirror_that_the_store_cannot_mend_is_told_until_it_
     away.rename(snapshot)
     await serving.serves(1)
     await eventually(lambda: serving.sync.fault is None, what="the fault is over")
-
-
-def unmounted(root: Path) -> Callable[[], None]:
-    """Leave an empty mount point; the result brings the store back."""
-    away = root.rename(root.with_name("away"))
-    root.mkdir()
-
-    def bring_back() -> None:
-        root.rmdir()
-        away.rename(root)
-
-    return bring_back
 
 
 async def test_a_store_that_is_not_mounted_is_named_until_it_is(serving: Setup) -> None:

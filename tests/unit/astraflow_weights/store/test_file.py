@@ -9,6 +9,7 @@ import pytest
 
 from astraflow_weights.errors import ObjectNotFound, StoreMissing, StoreRefused, Unavailable
 from astraflow_weights.store import PutResult, file
+from support.mount_points import unmounted
 
 
 def test_readers_do_not_make_the_folder(tmp_path: Path) -> None:
@@ -137,16 +138,14 @@ def test_a_store_that_was_used_is_never_made_again(
 def test_a_store_that_was_only_read_is_missed_as_well(
     tmp_path: Path, read: Callable[[file.FileStore], object]
 ) -> None:
-    root, away = tmp_path / "store", tmp_path / "away"
+    root = tmp_path / "store"
     file.FileStore(root).put_if_absent("a/b", b"1")
     reader = file.FileStore(root)
     read(reader)
-    root.rename(away)
-    root.mkdir()
+    bring_back = unmounted(root)
     with pytest.raises(StoreMissing, match="there is no store: it is not mounted"):
         reader.get("a/c")
-    root.rmdir()
-    away.rename(root)
+    bring_back()
     assert reader.get("a/b") == b"1"
 
 
