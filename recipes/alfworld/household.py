@@ -51,6 +51,12 @@ class Room:
         seen = ", ".join(f"a {place} 1" for place in self.places)
         return f"You see {seen}. Your task is to: put a {self.thing} in {self.target} 1."
 
+    def _possible(self, place: str) -> str:
+        """What can be done here, as the games list it."""
+        found = [f"take {thing} 1 from {place} 1" for thing, where in self.lies.items() if where == place]
+        found += [f"move {thing} 1 to {place} 1" for thing, where in self.lies.items() if where == "hand"]
+        return f" You can {', '.join(found)}." if found else ""
+
     @property
     def is_done(self) -> bool:
         """Whether the thing is where it is wanted."""
@@ -63,7 +69,7 @@ class Room:
         if place in self.places:
             self._at = place
             lying = [f"a {thing} 1" for thing, where in self.lies.items() if where == place]
-            return f"On the {place} 1, you see {', and '.join(lying) or 'nothing'}."
+            return f"On the {place} 1, you see {', and '.join(lying) or 'nothing'}." + self._possible(place)
         if taken and self.lies.get(taken) == taken_from == self._at:
             self.lies[taken] = "hand"
             return f"You pick up the {taken} 1 from the {self._at} 1."

@@ -7,7 +7,7 @@ ever. The dataflow server reads `Games` or `Chores`; nodes act in a served AlfWo
 import random
 import re
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 from astraflow.data.generated_tasks import GeneratedTasks
@@ -30,7 +30,8 @@ FETCH = (
 TARGETS = ("bin", "box", "sink")
 THINGS = ("mug", "book", "cup", "key", "pen", "soap")
 _SOLVABLE = re.compile(rb'"solvable":\s*true')
-_PAIRS = [(thing, target) for thing in THINGS for target in TARGETS]
+_HOUSEHOLDS = list(product(THINGS, PLACES, TARGETS))
+"""Of each the thing, where it lies, and where it is wanted; every fourth is held out."""
 
 
 class Games(RowTasks[str]):
@@ -74,18 +75,16 @@ class Chores(GeneratedTasks):
     """Endless household tasks; called by the dataflow server at small size."""
 
     def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
-        """A pair of thing and target; one that is held out occurs in no training task and no demonstration."""
-        thing, target = rng.choice(
-            [pair for place, pair in enumerate(_PAIRS) if (place % 4 == 0) is held_out]
-        )
-        others = rng.sample([each for each in THINGS if each != thing], 2)
-        lies = dict(zip(rng.sample([thing, *others], 3), PLACES, strict=True))
-        data = {"thing": thing, "target": target, "lies": lies, "problem": f"{thing} {target}"}
+        """A household; one that is held out occurs in no training task and no demonstration."""
+        found = [each for number, each in enumerate(_HOUSEHOLDS) if (number % 4 == 0) is held_out]
+        thing, place, target = rng.choice(found)
+        problem = f"{thing} from {place} to {target}"
+        data = {"thing": thing, "target": target, "lies": {thing: place}, "problem": problem}
         return TaskSpec(task_id, (), data)
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
-    """One turn each; half of the walks are an expert's, half lead anywhere."""
+    """One turn each; a third of the steps leads anywhere, the others are an expert's."""
     chores = Chores(seed=seed)
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
@@ -94,7 +93,7 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
         chat, turns = [Message("user", room.intro)], rng.randrange(6)
         for turn in range(turns + 1):
             said = expert(room, visited)
-            if said.startswith("go") and rng.random() < 0.5:
+            if said.startswith("go") and rng.random() < 0.35:
                 said = f"go to {rng.choice(room.places)} 1"
             if turn == turns or room.is_done:
                 break

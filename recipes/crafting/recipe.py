@@ -19,16 +19,21 @@ from .textcraft import closure, level, read_recipes  # noqa: TID252
 __all__ = ["Crafting", "Goals", "demonstrations"]
 
 NAMES = [first + last for first in ("ba", "de", "fi", "go", "ku", "la") for last in "kmnprstz"]
-WIDTH = 12
-"""Items of a level; those of the first are basic."""
+LEVELS, WIDTH, SMALL_WIDTH = 4, 12, 4
+"""Items of a level; those of the first are basic. Of the large graph, and of a small one."""
 
 
 class Goals(GeneratedTasks):
     """Endless goals that take up to `levels` crafts one after the other; called by the dataflow server."""
 
-    def __init__(self, *, seed: int, levels: int = 3, folder: Path | None = None) -> None:
-        """`folder` holds TextCraft's `recipes`, of which goals take two crafts at least; else they are generated."""
+    def __init__(
+        self, *, seed: int, levels: int = 3, folder: Path | None = None, small: bool = False
+    ) -> None:
+        """`folder` holds TextCraft's `recipes`, of which goals take two crafts at least; else they are generated: one
+        graph for all tasks, or small ones, another for each task, so that none can be learned by heart.
+        """
         super().__init__(seed=seed)
+        self._small_levels = levels if small else 0
         self._recipes, self._makes = read_recipes(folder) if folder else (RECIPES, {})
         lowest = 2 if folder else 1
         found = [item for item in self._recipes if lowest <= level(item, self._recipes) <= levels]
@@ -39,16 +44,15 @@ class Goals(GeneratedTasks):
             )
 
     def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
-        """A goal; one that is held out is that of no training task and no demonstration."""
+        """A goal; one that is held out, or its graph, is that of no training task and no demonstration."""
+        if self._small_levels:
+            graph = drawn_graph(rng, width=SMALL_WIDTH)
+            goal = rng.choice(list(graph)[: SMALL_WIDTH * self._small_levels])
+            return TaskSpec(task_id, (), {"goal": goal, "recipes": closure(goal, graph), "problem": goal})
         goal = rng.choice(self._goals[held_out])
         recipes = closure(goal, self._recipes)
         makes = {item: self._makes[item] for item in recipes if self._makes.get(item, 1) > 1}
         return TaskSpec(task_id, (), {"goal": goal, "recipes": recipes, "makes": makes, "problem": goal})
-
-
-def goals(levels: int, *, held_out: bool) -> list[str]:
-    """What may be asked for of the generated graph."""
-    return _split(NAMES[WIDTH : WIDTH * (1 + levels)], held_out=held_out)
 
 
 def _split(items: Sequence[str], *, held_out: bool) -> list[str]:
@@ -56,32 +60,38 @@ def _split(items: Sequence[str], *, held_out: bool) -> list[str]:
     return [item for place, item in enumerate(items) if (place % 5 == 0) is held_out]
 
 
-def _recipe(place: int) -> dict[str, int]:
-    rng, below = random.Random(f"recipe/{place}"), WIDTH * (place // WIDTH - 1)
-    return {rng.choice(NAMES[below : below + WIDTH]): 1, rng.choice(NAMES[:WIDTH]): rng.randint(1, 2)}
+def drawn_graph(rng: random.Random, *, width: int) -> dict[str, dict[str, int]]:
+    """What each item is made of: one of the level below, and one or two that are basic. Lowest level first."""
+    graph = {}
+    for place in range(width, LEVELS * width):
+        below = width * (place // width - 1)
+        needs = {rng.choice(NAMES[below : below + width]): 1, rng.choice(NAMES[:width]): rng.randint(1, 2)}
+        graph[NAMES[place]] = needs
+    return graph
 
 
-RECIPES: dict[str, dict[str, int]] = {NAMES[place]: _recipe(place) for place in range(WIDTH, len(NAMES))}
+RECIPES = drawn_graph(random.Random("recipes"), width=WIDTH)
 
 
 def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
-    """What somebody who knows how does next."""
+    """What somebody who knows how does next; with spaces around names, so that a name is one token wherever it is."""
     if world.held[goal] >= number:
-        return "<finish>made</finish>"
+        return "<finish> made </finish>"
     if not has_asked:
-        return f"<info>{goal}</info>"
+        return f"<info> {goal} </info>"
     for item, needed in world.needs(number - world.held[goal], goal)[0].items():
         if (lacking := needed - world.held[item]) > 0:
             kind = "spawn" if item in world.recipes else "get"
-            return f"<{kind}>{lacking} {item}</{kind}>"
-    return f"<craft>{number} {goal}</craft>"
+            return f"<{kind}> {lacking} {item} </{kind}>"
+    return f"<craft> {number} {goal} </craft>"
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
     """One turn each, of goals of two levels: half as the expert, half in a rush, which ends or crafts too early."""
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
-        number, goal, world = rng.randint(1, 2), rng.choice(goals(2, held_out=False)), World(RECIPES)
+        graph = drawn_graph(rng, width=SMALL_WIDTH)
+        number, goal, world = rng.randint(1, 2), rng.choice(list(graph)[: 2 * SMALL_WIDTH]), World(graph)
         chat = [Message("user", f"Make {number} {goal}.")]
         for turn in range(rng.randrange(6)):
             said = expert(world, number, goal, has_asked=turn > 0)
@@ -92,7 +102,7 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
                 world.held[text.split()[1]] += int(text.split()[0])
             seen = "made" if kind == "spawn" else world.do(kind, text)
             chat += [Message("assistant", said), Message("user", seen)]
-        rush = rng.choice(("<finish>made</finish>", f"<craft>{number} {goal}</craft>"))
+        rush = rng.choice(("<finish> made </finish>", f"<craft> {number} {goal} </craft>"))
         yield Demonstration(
             tuple(chat), expert(world, number, goal, has_asked=len(chat) > 1) if index % 2 else rush
         )

@@ -109,12 +109,12 @@ def verifier_demonstrations(seed: int) -> Iterator[Demonstration]:
 
 
 def planner_demonstrations(seed: int) -> Iterator[Demonstration]:
-    """The planner's, as `planner_prompt` of planner-worker asks: half name the columns, half any digits."""
+    """The planner's, as `planner_prompt` of planner-worker asks: half name the ones first, half the tens."""
     for index in count():
-        rng = random.Random(f"planner/{seed}/{index}")
-        a, b, question = _draw(rng, held_out=False)
-        x, y = (a, b) if index % 2 else (rng.randint(10, 89), rng.randint(10, 89))
-        yield Demonstration((Message("user", f"Plan: {question}"),), careful_plan(x, y))
+        a, b, question = _draw(random.Random(f"planner/{seed}/{index}"), held_out=False)
+        ones, tens = careful_plan(a, b).split()
+        plan = f"{ones} {tens}" if index % 2 else f"{tens} {ones}"
+        yield Demonstration((Message("user", f"Plan: {question}"),), plan)
 
 
 def careful_plan(a: int, b: int) -> str:

@@ -47,12 +47,12 @@ async def test_a_worker_that_follows_a_wrong_plan_earns_nothing_for_both(
         ]
 
 
-def test_every_second_plan_names_the_columns_of_its_question() -> None:
+def test_every_second_plan_names_the_columns_of_its_question_in_their_order() -> None:
     streams = recipe.planner_demonstrations(1), recipe.demonstrations(1)
     assert recipe.careful_plan(47, 35) == "7+5 4+3"
     for index, shown in enumerate(islice(streams[0], 300)):
         numbers = [
             int(word.strip(",.")) for word in shown.messages[0].content.split() if word.strip(",.").isdigit()
         ]
-        if index % 2:
-            assert shown.completion == recipe.careful_plan(*numbers)
+        ones, tens = recipe.careful_plan(*numbers).split()
+        assert shown.completion == (f"{ones} {tens}" if index % 2 else f"{tens} {ones}")
