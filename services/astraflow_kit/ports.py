@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from astraflow.errors import RequestError
 LOOPBACK = "127.0.0.1"
 _LISTEN = "0A"
 _CHOSEN, _TRIED = range(20_000, 30_000), 100
+_MOST_RESERVED = 64
+"""The last ports given; who was given an earlier one has bound it long since."""
+_reserved = deque[socket.socket]()
 
 
 class PortError(RequestError):
@@ -19,15 +23,21 @@ class PortError(RequestError):
 
 
 def free_port() -> int:
-    """A port of loopback that nobody holds now.
+    """A port of loopback that nobody holds now, and that no other process of ours is given while this one lives.
 
     Below the ports that the system gives to outgoing connections and to servers that name none: one of those
-    would take it before its user does.
+    would take it before its user does. Processes tell each other by a name of the network's namespace.
     """
     for port in random.Random().sample(_CHOSEN, _TRIED):
+        reservation = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, suppress(OSError):
+            reservation.bind(f"\0astraflow port {port}")
             probe.bind((LOOPBACK, port))
+            _reserved.append(reservation)
+            if len(_reserved) > _MOST_RESERVED:
+                _reserved.popleft().close()
             return port
+        reservation.close()
     raise PortError(f"{_TRIED} ports of {LOOPBACK} from {_CHOSEN[0]} to {_CHOSEN[-1]} are all taken")
 
 
