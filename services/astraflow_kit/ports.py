@@ -1,5 +1,6 @@
 """Listening ports: a free one, or who holds one that is taken and what to do about it."""
 
+import os
 import random
 import socket
 from collections import deque
@@ -10,10 +11,9 @@ from astraflow.errors import RequestError
 
 LOOPBACK = "127.0.0.1"
 _LISTEN = "0A"
-_CHOSEN, _TRIED = range(20_000, 30_000), 100
-_MOST_RESERVED = 64
-"""The last ports given; who was given an earlier one has bound it long since."""
-_reserved = deque[socket.socket]()
+_CHOSEN, _TRIED, _MOST_RESERVED = range(20_000, 30_000), 100, 64
+_reserved = deque[int]()
+"""Descriptors, one for each of the last ports given; who was given an earlier one has bound it long since."""
 
 
 class PortError(RequestError):
@@ -33,9 +33,9 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             reservation.bind(f"\0astraflow port {port}")
             probe.bind((LOOPBACK, port))
-            _reserved.append(reservation)
+            _reserved.append(reservation.detach())
             if len(_reserved) > _MOST_RESERVED:
-                _reserved.popleft().close()
+                os.close(_reserved.popleft())
             return port
         reservation.close()
     raise PortError(f"{_TRIED} ports of {LOOPBACK} from {_CHOSEN[0]} to {_CHOSEN[-1]} are all taken")
