@@ -86,14 +86,18 @@ def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
     return f"<craft> {number} {goal} </craft>"
 
 
+TURNS = (0, 1, 1, 2, 2, 3, 4)
+"""Which turns are shown: most often those that bring what an item is made of, which are copied from what was told."""
+
+
 def demonstrations(seed: int) -> Iterator[Demonstration]:
-    """One turn each, of goals of two levels: half as the expert, half in a rush, which ends or crafts too early."""
+    """One turn each, of goals of two levels: two in three as the expert, one in a rush, which ends or crafts early."""
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
         graph = drawn_graph(rng, width=SMALL_WIDTH)
         number, goal, world = rng.randint(1, 2), rng.choice(list(graph)[: 2 * SMALL_WIDTH]), World(graph)
         chat = [Message("user", f"Make {number} {goal}.")]
-        for turn in range(rng.randrange(6)):
+        for turn in range(rng.choice(TURNS)):
             said = expert(world, number, goal, has_asked=turn > 0)
             ((kind, text),) = ACTION.findall(said)
             if kind == "finish":
@@ -104,5 +108,5 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
             chat += [Message("assistant", said), Message("user", seen)]
         rush = rng.choice(("<finish> made </finish>", f"<craft> {number} {goal} </craft>"))
         yield Demonstration(
-            tuple(chat), expert(world, number, goal, has_asked=len(chat) > 1) if index % 2 else rush
+            tuple(chat), expert(world, number, goal, has_asked=len(chat) > 1) if index % 3 else rush
         )

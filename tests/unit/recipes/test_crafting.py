@@ -244,9 +244,9 @@ def test_small_tasks_have_graphs_of_their_own() -> None:
         assert recipe.level(task.data["goal"], task.data["recipes"]) <= 2
 
 
-def test_half_of_the_demonstrations_are_an_expert_s() -> None:
+def test_two_in_three_demonstrations_are_an_expert_s() -> None:
     """The others end or craft at once; so does an expert, where it is time."""
     shown = [(len(each.messages), each.completion) for each in islice(recipe.demonstrations(1), 4000)]
     at_once = [said for length, said in shown if length == 1]
     rushed = sum(not said.startswith("<info>") for said in at_once)
-    assert rushed / len(at_once) == pytest.approx(0.5, abs=0.05)
+    assert rushed / len(at_once) == pytest.approx(1 / 3, abs=0.08)
