@@ -87,7 +87,7 @@ def expert(world: World, number: int, goal: str, *, has_asked: bool) -> str:
 
 
 TURNS = (0, 1, 1, 2, 2, 3, 4)
-"""Which turns are shown: most often those that bring what an item is made of, which are copied from what was told."""
+"""Which turns are shown: most often those that bring what an item is made of, whose names are copied from an answer."""
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
