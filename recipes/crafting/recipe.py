@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from zlib import crc32
 
 from astraflow.data.generated_tasks import GeneratedTasks
 from astraflow.errors import RecipeError
@@ -20,7 +21,7 @@ __all__ = ["Crafting", "Goals", "demonstrations"]
 
 NAMES = [first + last for first in ("ba", "de", "fi", "go", "ku", "la") for last in "kmnprstz"]
 LEVELS, WIDTH, SMALL_WIDTH = 4, 12, 4
-"""Items of a level; those of the first are basic. Of the large graph, and of a small one."""
+"""Levels, and items of a level, in the large graph and in a small one; those of the first level are basic."""
 
 
 class Goals(GeneratedTasks):
@@ -44,11 +45,10 @@ class Goals(GeneratedTasks):
             )
 
     def task(self, task_id: str, rng: random.Random, *, held_out: bool) -> TaskSpec:
-        """A goal; one that is held out, or its graph, is that of no training task and no demonstration."""
+        """A goal; one that is held out, in a small graph with what it is made of, is that of no training task."""
         if self._small_levels:
-            graph = drawn_graph(rng, width=SMALL_WIDTH)
-            goal = rng.choice(list(graph)[: SMALL_WIDTH * self._small_levels])
-            return TaskSpec(task_id, (), {"goal": goal, "recipes": closure(goal, graph), "problem": goal})
+            goal, recipes = small_goal(rng, levels=self._small_levels, held_out=held_out)
+            return TaskSpec(task_id, (), {"goal": goal, "recipes": recipes, "problem": goal})
         goal = rng.choice(self._goals[held_out])
         recipes = closure(goal, self._recipes)
         makes = {item: self._makes[item] for item in recipes if self._makes.get(item, 1) > 1}
@@ -68,6 +68,16 @@ def drawn_graph(rng: random.Random, *, width: int) -> dict[str, dict[str, int]]:
         needs = {rng.choice(NAMES[below : below + width]): 1, rng.choice(NAMES[:width]): rng.randint(1, 2)}
         graph[NAMES[place]] = needs
     return graph
+
+
+def small_goal(rng: random.Random, *, levels: int, held_out: bool) -> tuple[str, dict[str, dict[str, int]]]:
+    """A goal of a graph drawn anew, and what it is made of; a fifth of all such pairs is held out."""
+    while True:
+        graph = drawn_graph(rng, width=SMALL_WIDTH)
+        goal = rng.choice(list(graph)[: SMALL_WIDTH * levels])
+        recipes = closure(goal, graph)
+        if (crc32(repr(recipes).encode()) % 5 == 0) is held_out:
+            return goal, recipes
 
 
 RECIPES = drawn_graph(random.Random("recipes"), width=WIDTH)
@@ -94,8 +104,8 @@ def demonstrations(seed: int) -> Iterator[Demonstration]:
     """One turn each, of goals of two levels: two in three as the expert, one in a rush, which ends or crafts early."""
     for index in count():
         rng = random.Random(f"demonstration/{seed}/{index}")
-        graph = drawn_graph(rng, width=SMALL_WIDTH)
-        number, goal, world = rng.randint(1, 2), rng.choice(list(graph)[: 2 * SMALL_WIDTH]), World(graph)
+        goal, recipes = small_goal(rng, levels=2, held_out=False)
+        number, world = rng.randint(1, 2), World(recipes)
         chat = [Message("user", f"Make {number} {goal}.")]
         for turn in range(rng.choice(TURNS)):
             said = expert(world, number, goal, has_asked=turn > 0)
