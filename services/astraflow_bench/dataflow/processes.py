@@ -140,7 +140,7 @@ def redis_process(folder: Path, port: int) -> Iterator[int]:
     """A Redis that keeps its files in the folder; its process id."""
     command = server_command(require_server(), port=port, folder=folder)
     with running(command, log=folder / "redis.log") as process:
-        wait_until_answering(port, timeout_s=_START_S)
+        wait_until_answering(port, folder=folder, timeout_s=_START_S)
         yield process.pid
 
 

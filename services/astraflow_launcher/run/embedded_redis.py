@@ -7,10 +7,13 @@ Only the command line is made here; the supervisor runs it.
 import asyncio
 import importlib.util
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from astraflow.errors import UnavailableError
 from astraflow_launcher.run.processes import Child
@@ -54,28 +57,36 @@ def server_command(binary: Path, *, port: int, folder: Path) -> tuple[str, ...]:
     )
 
 
-def wait_until_answering(port: int, *, timeout_s: float, ends: Callable[[], int] = lambda: 0) -> None:
-    """Return once the server on loopback `port` answers PING.
+def wait_until_answering(
+    port: int, *, folder: Path, timeout_s: float, ends: Callable[[], int] = lambda: 0
+) -> None:
+    """Return once the server on loopback `port` answers that keeps its data in `folder`.
 
-    Raises UnavailableError after `timeout_s`, or once `ends` counts so many ends of the server that its files must be
-    what it cannot read.
+    Raises UnavailableError after `timeout_s`, at once where another server has the port, or once `ends` counts so many
+    ends of the server that its files must be what it cannot read.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if _answers(port):
-            return
+        kept_in = _data_folder(port)
+        if kept_in is not None:
+            if Path(kept_in).resolve() == folder.resolve():
+                return
+            raise UnavailableError(
+                f"127.0.0.1:{port} is taken by another Redis, which keeps its data in {kept_in}, not in {folder}; "
+                "start again, which takes another port"
+            )
         if ends() >= _MANY_ENDS:
             raise UnavailableError(f"the Redis server on 127.0.0.1:{port} ended {ends()} times as it started")
         time.sleep(0.02)
-    raise UnavailableError(
-        f"the Redis server on 127.0.0.1:{port} did not answer PING within {timeout_s:.0f} s"
-    )
+    raise UnavailableError(f"the Redis server on 127.0.0.1:{port} did not answer within {timeout_s:.0f} s")
 
 
 async def require_answering(child: Child, port: int, *, folder: Path, timeout_s: float) -> None:
     """Return once the supervised server answers. Raises UnavailableError with the end of its log."""
     try:
-        await asyncio.to_thread(wait_until_answering, port, timeout_s=timeout_s, ends=lambda: child.restarts)
+        await asyncio.to_thread(
+            wait_until_answering, port, folder=folder, timeout_s=timeout_s, ends=lambda: child.restarts
+        )
     except UnavailableError as error:
         raise UnavailableError(
             f"{error.message}.\nThe end of its log {child.spec.log_path}:\n{child.log_tail()}\nIf it cannot read its "
@@ -97,10 +108,12 @@ async def answers(port: int, *, timeout_s: float = 5.0) -> bool:
         return False
 
 
-def _answers(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
-    except OSError:
-        return False
+def _data_folder(port: int) -> str | None:
+    """Where the server on loopback `port` keeps its data; None while none answers, or it reads its files."""
+    once = Retry(NoBackoff(), retries=0)
+    with redis.Redis(port=port, socket_timeout=0.5, decode_responses=True, retry=once) as client:
+        try:
+            client.ping()  # refused while files are read, unlike CONFIG
+            return str(client.config_get("dir")["dir"])
+        except redis.RedisError:
+            return None

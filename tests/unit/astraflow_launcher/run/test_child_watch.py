@@ -157,7 +157,7 @@ async def test_a_stopped_redis_answers_nothing_though_it_takes_connections(tmp_p
     command = embedded_redis.server_command(binary, port=port, folder=tmp_path)
     async with Supervisor(stop_grace_s=1) as supervisor:
         child = await supervisor.start(ChildSpec(name="redis", argv=command, log_path=tmp_path / "redis.log"))
-        await asyncio.to_thread(embedded_redis.wait_until_answering, port, timeout_s=30)
+        await asyncio.to_thread(embedded_redis.wait_until_answering, port, folder=tmp_path, timeout_s=30)
         assert await embedded_redis.answers(port)
         assert child.process is not None
         os.kill(child.process.pid, signal.SIGSTOP)

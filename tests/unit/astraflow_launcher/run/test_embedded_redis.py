@@ -1,6 +1,7 @@
 """The embedded server is real, durable by default, and found without configuration."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,27 +11,39 @@ from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import find_server, server_command, wait_until_answering
 
 
-def test_the_bundled_server_starts_and_answers(tmp_path: Path) -> None:
-    binary = find_server()
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """Its port, and the folder of its data."""
+    binary, port, folder = find_server(), free_port(), tmp_path / "redis"
     assert binary is not None
-    port = free_port()
-    command = server_command(binary, port=port, folder=tmp_path)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        try:
-            wait_until_answering(port, timeout_s=100)
-            assert (tmp_path / "appendonlydir").is_dir()
-        finally:
-            server.terminate()
+    folder.mkdir()
+    command = server_command(binary, port=port, folder=folder)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        yield port, folder
+        process.terminate()
 
 
-def test_a_server_that_never_answers_is_reported() -> None:
-    with pytest.raises(UnavailableError, match="did not answer PING"):
-        wait_until_answering(free_port(), timeout_s=0.1)
+def test_the_bundled_server_starts_and_answers(server: tuple[int, Path]) -> None:
+    port, folder = server
+    wait_until_answering(port, folder=folder, timeout_s=100)
+    assert (folder / "appendonlydir").is_dir()
 
 
-def test_a_server_that_ends_again_and_again_is_reported_at_once() -> None:
+def test_another_server_on_the_port_is_not_taken_for_ours(server: tuple[int, Path], tmp_path: Path) -> None:
+    port, folder = server
+    wait_until_answering(port, folder=folder, timeout_s=100)
+    with pytest.raises(UnavailableError, match=f"taken by another Redis, which keeps its data in {folder}"):
+        wait_until_answering(port, folder=tmp_path, timeout_s=100)
+
+
+def test_a_server_that_never_answers_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="did not answer within"):
+        wait_until_answering(free_port(), folder=tmp_path, timeout_s=0.1)
+
+
+def test_a_server_that_ends_again_and_again_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="ended 3 times as it started"):
-        wait_until_answering(free_port(), timeout_s=100, ends=lambda: 3)
+        wait_until_answering(free_port(), folder=tmp_path, timeout_s=100, ends=lambda: 3)
 
 
 def test_the_command_keeps_data_and_never_evicts() -> None:
