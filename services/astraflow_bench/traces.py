@@ -9,11 +9,10 @@ process that does nothing else. Called by the command `astraflow bench traces`; 
 import json
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +25,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from astraflow.plugins import TaskSpec
+from astraflow_bench.development import development_run
 from astraflow_bench.figures import Figure, cpu_seconds
 from astraflow_bench.rollout.models import QUICKSTART, SMALL
 from astraflow_kit import traces
@@ -214,9 +214,9 @@ def _turn(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path)
         return _Measured(cpu_seconds([run.pid]) - began_s, collector.received[spans_before:])
 
 
-@contextmanager
-def _run(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) -> Iterator[psutil.Popen]:
-    """`astraflow dev` of a recipe; it ends with all of its own when the block does."""
+def _run(
+    load: TracedLoad, collector: Collector, *, traced: bool, folder: Path
+) -> AbstractContextManager[psutil.Popen]:
     sizes = asdict(MODELS[load.model]).items()
     settings = [
         *(f"policies.solver.model.architecture.{name}={value}" for name, value in sizes),
@@ -227,26 +227,10 @@ def _run(load: TracedLoad, collector: Collector, *, traced: bool, folder: Path) 
         "dataflow.evaluation.final_samples=1",
     ]
     # A few steps more than are measured, so that the run does not end meanwhile.
-    words = ["dev", str(load.recipe), "--quiet", "--data-dir", str(folder)]
-    words += ["--steps", str(_FIRST_STEP + load.steps + 5)]
-    words += [word for setting in settings for word in ("--set", setting)]
-    words += ["--traces"] if traced else []
-    folder.mkdir(parents=True)
-    with (folder / "dev.log").open("wb") as output:
-        run = psutil.Popen(
-            [sys.executable, "-m", "astraflow.cli", *words],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **collector.environment},
-        )
-    try:
-        yield run
-    finally:
-        run.terminate()
-        try:
-            run.wait(timeout=60)
-        except psutil.TimeoutExpired:
-            run.kill()
+    options = ["--steps", str(_FIRST_STEP + load.steps + 5), *(["--traces"] if traced else [])]
+    return development_run(
+        load.recipe, settings, folder=folder, environment=collector.environment, options=options
+    )
 
 
 def _wait_for_step(run: psutil.Popen, folder: Path, step: int) -> None:

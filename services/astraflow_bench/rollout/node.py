@@ -6,13 +6,11 @@ keep the same number of sequences in the engine. CPU time is compared, because i
 """
 
 import asyncio
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import count
@@ -23,6 +21,7 @@ import httpx
 import psutil
 
 from astraflow.recipe.file import load_recipe
+from astraflow_bench.development import development_run
 from astraflow_bench.figures import Figure
 from astraflow_bench.rollout.callbacks import CallbackWatch
 from astraflow_bench.rollout.models import Shape
@@ -115,9 +114,9 @@ def _per(turns: Sequence[_Turn], figure: str, other: str) -> float:
     return float(median(getattr(turn, figure) / getattr(turn, other) for turn in turns))
 
 
-@contextmanager
-def _run(recipe: Path, load: Load, *, folder: Path, environment: Mapping[str, str]) -> Iterator[psutil.Popen]:
-    """`astraflow dev` of a recipe; it ends with all of its own when the block does."""
+def _run(
+    recipe: Path, load: Load, *, folder: Path, environment: Mapping[str, str]
+) -> AbstractContextManager[psutil.Popen]:
     model, shape = "policies.solver.model", load.shape
     sizes = [f"{model}.architecture.{name}={value}" for name, value in asdict(shape).items()]
     settings = [
@@ -132,28 +131,7 @@ def _run(recipe: Path, load: Load, *, folder: Path, environment: Mapping[str, st
         "dataflow.evaluation.every_versions=0",
         "dataflow.evaluation.final_samples=1",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "astraflow.cli",
-        "dev",
-        str(recipe),
-        "--data-dir",
-        str(folder),
-        "--quiet",
-    ]
-    command += [word for setting in settings for word in ("--set", setting)]
-    folder.mkdir(parents=True)
-    with (folder / "dev.log").open("wb") as output:
-        run = psutil.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment})
-    try:
-        yield run
-    finally:
-        run.terminate()
-        try:
-            run.wait(timeout=60)
-        except psutil.TimeoutExpired:
-            run.kill()
+    return development_run(recipe, settings, folder=folder, environment=environment)
 
 
 async def _until_sampling(run: psutil.Popen) -> tuple[psutil.Process, psutil.Process]:

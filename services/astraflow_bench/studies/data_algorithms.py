@@ -7,7 +7,6 @@ from the same runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.study import (
@@ -19,9 +18,9 @@ from astraflow_bench.studies.study import (
     Study,
     curve_at,
     heldout_curve,
+    mean_figure,
     mean_until,
     paired,
-    spread,
 )
 
 _ROOM = "astraflow_bench.studies.graded_sums"
@@ -111,7 +110,5 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
         gaps = [first - second for first, second in means if first is not None and second is not None]
         if gaps:
             what, subject = f"mean held out: {one} less {other}", f"equal {curve}"
-            figures.append(
-                Figure(what=what, subject=subject, value=fmean(gaps), unit=spread(gaps), least=0.0)
-            )
+            figures.append(mean_figure(what, subject, gaps, least=0.0))
     return figures

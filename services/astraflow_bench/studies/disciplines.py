@@ -14,7 +14,7 @@ from typing import Any
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.studies.durations import ideal_step_s
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, paired, spread
+from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, mean_figure, paired
 from astraflow_bench.studies.timed_team import CALL, sleeping_steps
 
 TAILS = (4, 6, 8, 10)
@@ -163,11 +163,7 @@ def conclude(results: Sequence[Result], traces: Sequence[str]) -> list[Figure]:
             ratios = [one.number("step_s") / other.number("step_s") for one, other in pairs]
             least = _LEAST_SPEED_UP if baseline == "phase" and trace != "replay" else None
             name = f"async over {baseline} barrier" if baseline != "ahead" else "async over one batch ahead"
-            figures.append(
-                Figure(
-                    what=name, subject=f"tail {trace}", value=fmean(ratios), unit=spread(ratios), least=least
-                )
-            )
+            figures.append(mean_figure(name, f"tail {trace}", ratios, least=least))
             if baseline == "phase":
                 figures += _of_phase(pairs, trace)
     return figures
@@ -177,13 +173,7 @@ def _of_phase(pairs: Sequence[tuple[Result, Result]], trace: str) -> list[Figure
     tail = f"tail {trace}"
     shares = [one.number("of_bound") for _, one in pairs]
     figures = [
-        Figure(
-            what="async, of the bound",
-            subject=tail,
-            value=fmean(shares),
-            unit=spread(shares),
-            least=_LEAST_OF_BOUND,
-        ),
+        mean_figure("async, of the bound", tail, shares, least=_LEAST_OF_BOUND),
         Figure(
             what="phase barrier on all devices, over async",
             subject=tail,
@@ -193,12 +183,7 @@ def _of_phase(pairs: Sequence[tuple[Result, Result]], trace: str) -> list[Figure
     ]
     for reward in ("solver", "verifier"):
         gaps = [other.number(reward) - one.number(reward) for one, other in pairs]
-        error = spread(gaps)
-        figures.append(
-            Figure(
-                what=f"reward of the {reward}, async less phase", subject=tail, value=fmean(gaps), unit=error
-            )
-        )
+        figures.append(mean_figure(f"reward of the {reward}, async less phase", tail, gaps))
     return figures
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
 from astraflow.recipe.shipped import shipped_recipes
 from astraflow_bench.figures import Figure
@@ -16,8 +15,8 @@ from astraflow_bench.studies.study import (
     Study,
     error_of,
     heldout_curve,
+    mean_figure,
     paired,
-    spread,
 )
 
 CONTROL = " control"
@@ -93,7 +92,5 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
         known = [gain for gain in gains if gain == gain]  # NaN where an evaluation is missing
         if known:
             least = round(2 * error_of(known), 3) if len(known) > 1 else None
-            found.append(
-                Figure(what="gain", subject=arm, value=fmean(known), unit=spread(known), least=least)
-            )
+            found.append(mean_figure("gain", arm, known, least=least))
     return found

@@ -20,9 +20,9 @@ from astraflow_bench.studies.study import (
     Run,
     Study,
     heldout_curve,
+    mean_figure,
     mean_until,
     paired,
-    spread,
 )
 from astraflow_bench.studies.timed_team import sleeping_steps
 
@@ -103,15 +103,8 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
         gaps = [of(first) - of(second) for first, second in paired(results, f"{one}-{lag}", f"{other}-{lag}")]
         if gaps:
             aim = (one, other, lag, of) == ("m2po", "clip", 32, _mean_reward)
-            figures.append(
-                Figure(
-                    what=f"held out, {what}: {one} less {other}",
-                    subject=f"lag {lag}",
-                    value=fmean(gaps),
-                    unit=spread(gaps),
-                    least=0.0 if aim else None,
-                )
-            )
+            compared = f"held out, {what}: {one} less {other}"
+            figures.append(mean_figure(compared, f"lag {lag}", gaps, least=0.0 if aim else None))
     return figures
 
 

@@ -209,6 +209,15 @@ def spread(values: Sequence[float]) -> str:
     return f"± {error_of(values):.2g} (n {len(values)})" if len(values) > 1 else "(n 1)"
 
 
+def mean_figure(
+    what: str, subject: str, values: Sequence[float], *, least: float | None = None, most: float | None = None
+) -> Figure:
+    """The mean of some seeds, with its error, as a figure."""
+    return Figure(
+        what=what, subject=subject, value=fmean(values), unit=spread(values), least=least, most=most
+    )
+
+
 def mean_of(results: Sequence[Result], arm: str, figure: str) -> tuple[float, float, int]:
     """Mean, standard error and number of a figure over the seeds of an arm; NaN where none has it."""
     found = [one.number(figure) for one in results if one.arm == arm]

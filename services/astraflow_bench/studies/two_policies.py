@@ -11,7 +11,17 @@ from statistics import fmean
 
 from astraflow_bench.figures import Figure
 from astraflow_bench.policies import APART, MAX_NO_CREDIT, trial_of
-from astraflow_bench.studies.study import Arm, Measured, Plot, Result, Run, Study, error_of, paired, spread
+from astraflow_bench.studies.study import (
+    Arm,
+    Measured,
+    Plot,
+    Result,
+    Run,
+    Study,
+    error_of,
+    mean_figure,
+    paired,
+)
 
 _POLICIES = ("solver", "verifier")
 _NOISE = 2.0
@@ -76,9 +86,7 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
         if not gaps:
             continue
         error = error_of(gaps)
-        figures.append(
-            Figure(what="reward, together less alone", subject=policy, value=fmean(gaps), unit=spread(gaps))
-        )
+        figures.append(mean_figure("reward, together less alone", policy, gaps))
         if error > 0:
             value = fmean(gaps) / error
             figures.append(

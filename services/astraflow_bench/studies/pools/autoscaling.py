@@ -22,8 +22,8 @@ from astraflow_bench.studies.study import (
     Run,
     Study,
     heldout_curve,
+    mean_figure,
     paired,
-    spread,
 )
 from astraflow_bench.studies.timed_team import sleeping_steps
 
@@ -176,14 +176,8 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
     gaps = [auto.number("heldout") - fixed.number("heldout") for auto, fixed in pairs]
     turns = max(auto.number("turns") for auto, _ in pairs)
     return [
-        Figure(
-            what="node-hours over the best fixed pool",
-            subject=arm,
-            value=fmean(ratios),
-            unit=spread(ratios),
-            most=_LEAST_RATIO,
-        ),
-        Figure(what="held-out reward, less its", subject=arm, value=fmean(gaps), unit=spread(gaps)),
+        mean_figure("node-hours over the best fixed pool", arm, ratios, most=_LEAST_RATIO),
+        mean_figure("held-out reward, less its", arm, gaps),
         Figure(what="changes of direction", subject="most of a seed", value=turns, unit="", most=3),
     ]
 

@@ -28,8 +28,8 @@ from astraflow_bench.studies.study import (
     Run,
     Study,
     heldout_curve,
+    mean_figure,
     paired,
-    spread,
 )
 from astraflow_bench.studies.timed_team import CALL, sleeping_steps
 from astraflow_bench.wan.links import Place
@@ -224,17 +224,6 @@ def conclude(results: Sequence[Result]) -> list[Figure]:
     ]
     gaps = [mixed.number("heldout") - alone.number("heldout") for alone, mixed in pairs]
     return [
-        Figure(
-            what="longer wait of the trainer, of a step",
-            subject=HETEROGENEOUS,
-            value=fmean(waits),
-            unit=spread(waits),
-            most=_MOST_WAIT,
-        ),
-        Figure(
-            what="held-out reward, less that of equal local pools",
-            subject=HETEROGENEOUS,
-            value=fmean(gaps),
-            unit=spread(gaps),
-        ),
+        mean_figure("longer wait of the trainer, of a step", HETEROGENEOUS, waits, most=_MOST_WAIT),
+        mean_figure("held-out reward, less that of equal local pools", HETEROGENEOUS, gaps),
     ]
