@@ -84,11 +84,11 @@ def program(times: int, plus: int) -> str:
 
 
 def demonstrations(seed: int) -> Iterator[Demonstration]:
-    """The solver's: half do what is asked, half something like it."""
+    """The solver's: half do what is asked, half take one number for the other."""
     for index in count():
         rng = random.Random(f"solver/{seed}/{index}")
         times, plus = _draw(rng, held_out=False)
-        written = program(times, plus) if index % 2 else _slip(rng, times, plus)
+        written = program(times, plus) if index % 2 else program(plus, times)
         yield Demonstration((Message("user", question(times, plus)),), written)
 
 
@@ -98,7 +98,7 @@ def selector_demonstrations(seed: int) -> Iterator[Demonstration]:
         rng = random.Random(f"selector/{seed}/{index}")
         times, plus = _draw(rng, held_out=False)
         right = rng.choice("AB")
-        shown = {name: program(times, plus) if name == right else _slip(rng, times, plus) for name in "AB"}
+        shown = {name: program(times, plus) if name == right else program(plus, times) for name in "AB"}
         asked = f"{question(times, plus)} A: {shown['A']} B: {shown['B']}"
         yield Demonstration((Message("user", asked),), right if index % 2 else rng.choice("AB"))
 
@@ -111,10 +111,6 @@ def tester_demonstrations(seed: int) -> Iterator[Demonstration]:
         slip = 0 if index % 2 else rng.randint(1, 9)
         cases = "".join(f"Input: {x} Output: {times * x + plus + slip}\n" for x in (0, 1))
         yield Demonstration((Message("user", f"Tests: {question(times, plus)}"),), cases)
-
-
-def _slip(rng: random.Random, times: int, plus: int) -> str:
-    return program(*rng.choice(((rng.randint(2, 9), plus), (times, rng.randint(10, 99)))))
 
 
 def _draw(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
