@@ -6,14 +6,12 @@ Only the command line is made here; the supervisor runs it.
 
 import asyncio
 import importlib.util
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from astraflow.errors import UnavailableError
 from astraflow_launcher.run.processes import Child
@@ -110,10 +108,16 @@ async def answers(port: int, *, timeout_s: float = 5.0) -> bool:
 
 def _data_folder(port: int) -> str | None:
     """Where the server on loopback `port` keeps its data; None while none answers, or it reads its files."""
-    once = Retry(NoBackoff(), retries=0)
-    with redis.Redis(port=port, socket_timeout=0.5, decode_responses=True, retry=once) as client:
-        try:
-            client.ping()  # refused while files are read, unlike CONFIG
-            return str(client.config_get("dir")["dir"])
-        except redis.RedisError:
-            return None
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection,
+            connection.makefile("rwb") as stream,
+        ):
+            stream.write(b"PING\r\nCONFIG GET dir\r\n")  # PING is refused while files are read, CONFIG is not
+            stream.flush()
+            if not stream.readline().startswith(b"+PONG"):
+                return None
+            *_, folder = [stream.readline() for _ in ("*2", "$3", "dir", "$length", "folder")]
+            return os.fsdecode(folder).rstrip("\r\n")
+    except OSError:
+        return None
