@@ -76,7 +76,9 @@ def wait_until_answering(
         if ends() >= _MANY_ENDS:
             raise UnavailableError(f"the Redis server on 127.0.0.1:{port} ended {ends()} times as it started")
         time.sleep(0.02)
-    raise UnavailableError(f"the Redis server on 127.0.0.1:{port} did not answer within {timeout_s:.0f} s")
+    raise UnavailableError(
+        f"the Redis server on 127.0.0.1:{port} did not answer PING within {timeout_s:.0f} s"
+    )
 
 
 async def require_answering(child: Child, port: int, *, folder: Path, timeout_s: float) -> None:
@@ -118,6 +120,7 @@ def _data_folder(port: int) -> str | None:
             if not stream.readline().startswith(b"+PONG"):
                 return None
             *_, folder = [stream.readline() for _ in ("*2", "$3", "dir", "$length", "folder")]
-            return os.fsdecode(folder).rstrip("\r\n")
+            # A server that ends meanwhile leaves a part of the line, or none.
+            return os.fsdecode(folder[:-2]) if folder.endswith(b"\r\n") else None
     except OSError:
         return None

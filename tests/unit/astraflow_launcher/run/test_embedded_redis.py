@@ -1,7 +1,9 @@
 """The embedded server is real, durable by default, and found without configuration."""
 
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,24 @@ def test_another_server_on_the_port_is_not_taken_for_ours(server: tuple[int, Pat
 
 
 def test_a_server_that_never_answers_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="did not answer within"):
+    with pytest.raises(UnavailableError, match="did not answer PING"):
         wait_until_answering(free_port(), folder=tmp_path, timeout_s=0.1)
+
+
+def test_a_server_that_ends_while_it_answers_is_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer_in_part() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(b"+PONG\r\n*2\r\n$3\r\ndir\r\n")
+
+        with ThreadPoolExecutor() as pool:
+            answering = pool.submit(answer_in_part)
+            with pytest.raises(UnavailableError, match="ended 3 times"):
+                wait_until_answering(port, folder=tmp_path, timeout_s=100, ends=lambda: 3)
+            answering.result()
 
 
 def test_a_server_that_ends_again_and_again_is_reported_at_once(tmp_path: Path) -> None:
