@@ -32,6 +32,8 @@ PICTURES = ("progress", "sample", "weights", "phone")
 DRAWN = "#content:has(.plot:not([hidden]) canvas):not(:has(.plot:empty:not([hidden])))"
 """There are charts, and each is drawn or says what it lacks."""
 CURVES = ("progress", "stability", "freshness", "shape", "trainer")
+FIRST_SAMPLE = ".body table a"
+"""The list of samples has come; its filters are there before."""
 TABLES = ("throughput", "weights", "data", "policies", "timeline")
 PHONE = {"width": 390, "height": 844}
 WIDE = {"width": 2560, "height": 1300}
@@ -114,16 +116,15 @@ async def test_every_page_of_a_long_run_is_small_and_drawn_without_errors_and_by
         {"name": tab, "hash": f"#/run/recorded/{tab}", "settle": 200, **how, **picture(tab)}
         for tab, how in drawn.items()
     ]
-    first_sample = ".body table a"
     visits += [
         {"name": "runs", "hash": "#/", "wait": "table", **picture("runs")},
-        {"name": "samples", "hash": "#/run/recorded/samples", "wait": first_sample, **picture("samples")},
+        {"name": "samples", "hash": "#/run/recorded/samples", "wait": FIRST_SAMPLE, **picture("samples")},
         {
-            "name": "sample", "hash": "#/run/recorded/samples", "wait": first_sample, "click": [first_sample],
+            "name": "sample", "hash": "#/run/recorded/samples", "wait": FIRST_SAMPLE, "click": [FIRST_SAMPLE],
             "then": ".turns .token", "full": True, "focus": ".turns", "keys": ["ArrowDown"] * 2, **picture("sample"),
         },
         {
-            "name": "found", "hash": "#/run/recorded/samples", "wait": first_sample, "axe": False,
+            "name": "found", "hash": "#/run/recorded/samples", "wait": FIRST_SAMPLE, "axe": False,
             "fill": {"[name=min_tokens]": "27", "[name=text]": "EGGS"}, "click": [".filters [type=submit]"],
             "then": ".exports a[href*=min_tokens][href*=EGGS]",
         },
@@ -172,14 +173,10 @@ async def test_nothing_that_a_model_a_node_or_a_task_says_acts_on_the_page(
         hostile=PAYLOADS,
     )
     async with pages(world) as address:
+        waits = dict.fromkeys(TABLES, ".body .card, .body .empty") | {"samples": FIRST_SAMPLE}
         visits = [
-            {
-                "name": tab,
-                "hash": f"#/run/recorded/{tab}",
-                "wait": ".body .card, .body .empty",
-                "axe": False,
-            }
-            for tab in (*TABLES, "samples")
+            {"name": tab, "hash": f"#/run/recorded/{tab}", "wait": wait, "axe": False}
+            for tab, wait in waits.items()
         ]
         listed = await world.dataflow.archives.of(await world.dataflow.registry.get(world.run_id))
         from astraflow.dataflow.v1.sample_service_pb2 import ListSamplesRequest
