@@ -1,12 +1,14 @@
-"""One figure of a benchmark, and the CPU time of works and of processes.
+"""One figure of a benchmark, the median of several, and the CPU time of works and of processes.
 
 Invariant: a figure with a limit is a target; one without is there to be read. Called by every measurement.
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 import psutil
 
@@ -35,6 +37,15 @@ class Figure:
         )
 
 
+def medians(rounds: Sequence[Sequence[Figure]]) -> list[Figure]:
+    """The figures of equal rounds, each with its median; a ratio's is that of the ratios within rounds."""
+    figures = []
+    for same in zip(*rounds, strict=True):
+        measured = [figure.value for figure in same if figure.value is not None]
+        figures.append(replace(same[0], value=median(measured) if measured else None))
+    return figures
+
+
 def least_cpu_seconds(runs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
     """Least CPU-seconds of each run, in turns, after one unmeasured turn: a busy machine only ever adds."""
     spent: dict[str, list[float]] = {name: [] for name in runs}
@@ -47,14 +58,24 @@ def least_cpu_seconds(runs: Mapping[str, Callable[[], object]], *, repeats: int)
     return {name: min(times) for name, times in spent.items()}
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
+def cpu_seconds(pids: Iterable[int], *, with_children: bool = True) -> float:
     """CPU time so far of these processes and of all that descend from them and live."""
     spent = 0.0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for one in [process, *process.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    times = one.cpu_times()
-                    spent += times.user + times.system
+            family = psutil.Process(pid).children(recursive=True) if with_children else []
+            spent += sum(map(_cpu_seconds_of, [pid, *(child.pid for child in family)]))
     return spent
+
+
+def _cpu_seconds_of(pid: int) -> float:
+    """0 of a process that is gone."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            # The clock of a process by its number (clock_getcpuclockid(3)): /proc counts in ticks of 10 ms.
+            return time.clock_gettime((~pid << 3) | 2)
+        return 0.0
+    with suppress(psutil.NoSuchProcess):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0

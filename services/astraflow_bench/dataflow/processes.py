@@ -74,8 +74,7 @@ class Bed:
         """CPU time of Redis, whose one core is what a fleet runs out of. Those that write its file anew, on another
         core, live now and then: with them figures would jump, and fall below nothing when one ends.
         """
-        times = psutil.Process(self.redis).cpu_times()
-        return times.user + times.system
+        return cpu_seconds([self.redis], with_children=False)
 
     def resident_bytes(self, pid: int) -> int:
         """Memory of a process."""

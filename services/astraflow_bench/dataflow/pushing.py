@@ -1,7 +1,7 @@
 """What a trajectory costs on its way in and out, and how long a batch takes, beside streams that do nothing else.
 
-Invariant: our figures and the raw ones move the same bodies, in the same section, each after a warm-up. A raw stream
-carries one trajectory a message, whatever ours packs. Called by `experiment`.
+Invariant: our figures and the raw ones move the same bodies, in the same section, in turns, each after a warm-up. A raw
+stream carries one trajectory a message, whatever ours packs. Called by `experiment`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from astraflow_bench.dataflow.driving import Driver
 from astraflow_bench.dataflow.peers import measure_peers
 from astraflow_bench.dataflow.processes import Bed, Spent, over_redis
 from astraflow_bench.dataflow.published import PublishedBuffer
-from astraflow_bench.dataflow.raw import RawCost, measure_redis, measure_streams
+from astraflow_bench.dataflow.raw import RawCost, RawStreams, measure_redis, raw_streams
 from astraflow_bench.dataflow.sizes import GROUP, PlaneSizes
 from astraflow_bench.dataflow.workload import PROMPT_TOKENS, Episodes
-from astraflow_bench.figures import Figure
+from astraflow_bench.figures import Figure, medians
 
 _TYPICAL = 2048
 _MOST_SERVER_CPU = {"single": 1.8, "packed": 1.5}
@@ -43,20 +43,31 @@ class _Raw:
 
 
 async def measure_pushes(sizes: PlaneSizes, folder: Path) -> list[Figure]:
-    """CPU, bytes a second and Redis commands of each length and form."""
+    """CPU, bytes a second and Redis commands of each length and form: medians over rounds in which all take turns."""
     figures: list[Figure] = []
     for tokens in sizes.tokens:
         count = _count(sizes, tokens)
-        async with over_redis(folder / f"{tokens}") as bed:
-            raw = await _raw(bed, folder, tokens=tokens, count=count)
-            figures += _raw_figures(raw, tokens=tokens, count=count)
-            for form in _FORMS:
-                driver = await Driver.create(bed.client, f"bench-{form}", groups_per_step=sizes.batch_groups)
-                episodes = Episodes(driver.run_id, num_response=tokens)
-                moved = partial(_moved, bed, driver, episodes, packed=form == "packed")
-                await moved(num_batches=1)  # warm
-                pushed, fetched = await moved(num_batches=count // (GROUP * sizes.batch_groups))
-                figures += _push_figures(form, tokens, count, pushed, fetched, raw)
+        message = bytes(Episodes("raw", num_response=tokens).body_bytes)
+        async with (
+            over_redis(folder / f"{tokens}") as bed,
+            raw_streams(folder, message, warm_up=max(1, count // 10)) as streams,
+        ):
+            drivers = {form: await _driver(bed, sizes, form) for form in _FORMS}
+            measure_redis(bed, message, count=count // 4 + 1)  # warm: fresh memory costs Redis page faults
+            for form, driver in drivers.items():
+                await _moved(bed, driver, tokens=tokens, num_batches=1, packed=form == "packed")
+            rounds = []
+            for _ in range(sizes.rounds):
+                raw = await _raw(bed, streams, message, count=count)
+                measured = _raw_figures(raw, tokens=tokens, count=count)
+                for form, driver in drivers.items():
+                    num_batches = count // (GROUP * sizes.batch_groups)
+                    pushed, fetched = await _moved(
+                        bed, driver, tokens=tokens, num_batches=num_batches, packed=form == "packed"
+                    )
+                    measured += _push_figures(form, tokens, count, pushed, fetched, raw)
+                rounds.append(measured)
+            figures += medians(rounds)
     return figures
 
 
@@ -78,7 +89,8 @@ async def measure_batch(sizes: PlaneSizes, folder: Path) -> list[Figure]:
             taken_s.append(time.perf_counter() - began_s)
             await driver.finish(batch)
         message = bytes(episodes.body_bytes)
-        raw_s = [(await measure_streams(folder, message, count=count))[1].seconds for _ in range(2)]
+        async with raw_streams(folder, message, warm_up=max(1, count // 10)) as streams:
+            raw_s = [(await streams.measure(message, count=count))[1].seconds for _ in range(sizes.rounds)]
         _, read = measure_redis(bed, message, count=count)
     published_s = _published_s(count)
     row = partial(Figure, what=f"batch of {count} × 2k", unit="ms")
@@ -109,19 +121,21 @@ def _count(sizes: PlaneSizes, tokens: int) -> int:
     return GROUP * sizes.batch_groups * max(1, round(sizes.batches * share))
 
 
-async def _raw(bed: Bed, folder: Path, *, tokens: int, count: int) -> _Raw:
-    message = bytes(Episodes("raw", num_response=tokens).body_bytes)
-    pushed, fetched = await measure_streams(folder, message, count=count)
-    measure_redis(bed, message, count=count // 4 + 1)  # warm: fresh memory costs Redis page faults
+async def _driver(bed: Bed, sizes: PlaneSizes, form: str) -> Driver:
+    return await Driver.create(bed.client, f"bench-{form}", groups_per_step=sizes.batch_groups)
+
+
+async def _raw(bed: Bed, streams: RawStreams, message: bytes, *, count: int) -> _Raw:
+    pushed, fetched = await streams.measure(message, count=count)
     stored, read = measure_redis(bed, message, count=count)
     return _Raw(pushed=pushed, fetched=fetched, stored=stored, read=read)
 
 
 async def _moved(
-    bed: Bed, driver: Driver, episodes: Episodes, *, num_batches: int, packed: bool
+    bed: Bed, driver: Driver, *, tokens: int, num_batches: int, packed: bool
 ) -> tuple[Spent, Spent]:
     """Push these batches and fetch them; what either took."""
-    first = driver.step
+    episodes, first = Episodes(driver.run_id, num_response=tokens), driver.step
     leases = await driver.leased(num_batches * driver.groups_per_step, prefix=f"{first}-{num_batches}-")
     with bed.spending() as pushed:
         await driver.push(leases, episodes, packed=packed)

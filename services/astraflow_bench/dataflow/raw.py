@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,31 @@ class RawCost:
     cpu_s: float
 
 
-async def measure_streams(folder: Path, message: bytes, *, count: int) -> tuple[RawCost, RawCost]:
-    """Push `count` messages, each answered, and fetch as many."""
+@dataclass(frozen=True, kw_only=True)
+class RawStreams:
+    """A server of streams that do nothing else, and calls of it."""
+
+    pid: int
+    push: Any
+    fetch: Any
+
+    async def measure(self, message: bytes, *, count: int) -> tuple[RawCost, RawCost]:
+        """Push `count` messages, each answered, and fetch as many."""
+        began_s, began_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
+        await _pushed(self.push, message, count)
+        middle_s, middle_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
+        async for _ in self.fetch(b"%d %d" % (count, len(message))):
+            pass
+        ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
+        return (
+            RawCost(seconds=middle_s - began_s, cpu_s=middle_cpu_s - began_cpu_s),
+            RawCost(seconds=ended_s - middle_s, cpu_s=ended_cpu_s - middle_cpu_s),
+        )
+
+
+@asynccontextmanager
+async def raw_streams(folder: Path, message: bytes, *, warm_up: int) -> AsyncIterator[RawStreams]:
+    """A server that has answered so many messages already."""
     port = free_port()
     command = [sys.executable, "-m", __name__, str(port)]
     with running(command, log=folder / "raw.log") as process:
@@ -45,17 +68,8 @@ async def measure_streams(folder: Path, message: bytes, *, count: int) -> tuple[
             await asyncio.wait_for(channel.channel_ready(), 60)
             push: Any = channel.stream_stream(f"/{_SERVICE}/Push")
             fetch: Any = channel.unary_stream(f"/{_SERVICE}/Fetch")
-            await _pushed(push, message, max(1, count // 10))
-            began_s, began_cpu_s = time.perf_counter(), cpu_seconds([process.pid])
-            await _pushed(push, message, count)
-            middle_s, middle_cpu_s = time.perf_counter(), cpu_seconds([process.pid])
-            async for _ in fetch(b"%d %d" % (count, len(message))):
-                pass
-            ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds([process.pid])
-    return (
-        RawCost(seconds=middle_s - began_s, cpu_s=middle_cpu_s - began_cpu_s),
-        RawCost(seconds=ended_s - middle_s, cpu_s=ended_cpu_s - middle_cpu_s),
-    )
+            await _pushed(push, message, warm_up)
+            yield RawStreams(pid=process.pid, push=push, fetch=fetch)
 
 
 async def memory_of_streams(folder: Path, *, count: int) -> float:

@@ -20,6 +20,8 @@ class PlaneSizes:
     """Groups of 8 in a batch."""
     batches: int
     """Batches of 2k-token trajectories that are pushed and fetched; of longer ones fewer, by their bytes."""
+    rounds: int
+    """Pushes and the streams beside them are measured so often, in turns; figures are medians."""
     leases: int
     streams: tuple[int, ...]
     idle_s: float
