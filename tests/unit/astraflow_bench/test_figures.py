@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from astraflow_bench.figures import Figure, cpu_seconds, least_cpu_seconds
+from astraflow_bench.figures import Figure, cpu_seconds, least_cpu_seconds, medians
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,22 @@ def test_the_cpu_time_of_a_child_counts_and_that_of_a_process_which_is_gone_does
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        # Both processes count in ticks of 10 ms, user and system time apart.
-        assert cpu_seconds([process.pid]) >= 0.25
+        assert cpu_seconds([process.pid]) >= 0.3 > cpu_seconds([process.pid], with_children=False)
         process.communicate(b"\n")
     assert cpu_seconds([process.pid]) == 0.0
+
+
+def test_of_equal_rounds_each_figure_is_the_median_of_what_was_measured() -> None:
+    def measured(*values: float | None) -> list[Figure]:
+        return [
+            Figure(what=f"{number}", subject="", value=value, unit="µs")
+            for number, value in enumerate(values)
+        ]
+
+    rounds = [measured(9.0, 2.0, None), measured(1.0, None, None), measured(3.0, 4.0, None)]
+    assert medians(rounds) == measured(3.0, 3.0, None)
+    with pytest.raises(ValueError, match="shorter"):
+        medians([measured(1.0), measured()])
 
 
 def test_works_take_turns_and_the_first_turn_does_not_count() -> None:
