@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest.mock import patch
 
 from astraflow import cli
@@ -30,9 +31,25 @@ class Ended:
         return json.loads(self.output)
 
 
+class _Written(io.StringIO):
+    """What a command writes: this thread and those that it starts. Threads that were there before, such as a server of
+    the test, write on to where they did.
+    """
+
+    def __init__(self, before: TextIO) -> None:
+        super().__init__()
+        self._before = before
+        self._others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() in self._others:
+            return self._before.write(text)
+        return super().write(text)
+
+
 def run(*arguments: str) -> Ended:
     """Run `astraflow ARGUMENTS` in this process."""
-    output, errors, status = io.StringIO(), io.StringIO(), 0
+    output, errors, status = _Written(sys.stdout), _Written(sys.stderr), 0
     with redirect_stdout(output), redirect_stderr(errors), patch("sys.argv", ["astraflow", *arguments]):
         try:
             cli.main()

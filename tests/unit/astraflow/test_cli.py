@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,3 +108,26 @@ def test_a_defect_keeps_its_traceback(add_command: Add) -> None:
     add_command(RAISES.format("KeyError('gone')"))
     with pytest.raises(KeyError, match="gone"):
         run("extra")
+
+
+def test_what_a_server_of_the_test_logs_meanwhile_is_not_what_a_command_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, logged = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        runs.wait()
+        sys.stdout.write("server.started\n")
+        logged.set()
+
+    def command() -> None:
+        runs.set()
+        logged.wait()
+        sys.stdout.write("its answer\n")
+
+    server = threading.Thread(target=serve)
+    server.start()
+    monkeypatch.setattr(cli, "main", command)
+    assert run("status").output == "its answer\n"
+    server.join()
+    assert capsys.readouterr().out == "server.started\n"
