@@ -1,12 +1,13 @@
 """What a trajectory costs on its way in and out, and how long a batch takes, beside streams that do nothing else.
 
-Invariant: our figures and the raw ones move the same bodies, in the same section, in turns, each after a warm-up. A raw
-stream carries one trajectory a message, whatever ours packs. Called by `experiment`.
+Invariant: our figures and the raw ones move the same bodies, in the same section, each after a warm-up, and pushes take
+turns with them. A raw stream carries one trajectory a message, whatever ours packs. Called by `experiment`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,24 +51,18 @@ async def measure_pushes(sizes: PlaneSizes, folder: Path) -> list[Figure]:
         message = bytes(Episodes("raw", num_response=tokens).body_bytes)
         async with (
             over_redis(folder / f"{tokens}") as bed,
-            raw_streams(folder, message, warm_up=max(1, count // 10)) as streams,
+            raw_streams(folder, message, count=count) as streams,
         ):
-            drivers = {form: await _driver(bed, sizes, form) for form in _FORMS}
+            drivers = {
+                form: await Driver.create(bed.client, f"bench-{form}", groups_per_step=sizes.batch_groups)
+                for form in _FORMS
+            }
             measure_redis(bed, message, count=count // 4 + 1)  # warm: fresh memory costs Redis page faults
             for form, driver in drivers.items():
-                await _moved(bed, driver, tokens=tokens, num_batches=1, packed=form == "packed")
-            rounds = []
-            for _ in range(sizes.rounds):
-                raw = await _raw(bed, streams, message, count=count)
-                measured = _raw_figures(raw, tokens=tokens, count=count)
-                for form, driver in drivers.items():
-                    num_batches = count // (GROUP * sizes.batch_groups)
-                    pushed, fetched = await _moved(
-                        bed, driver, tokens=tokens, num_batches=num_batches, packed=form == "packed"
-                    )
-                    measured += _push_figures(form, tokens, count, pushed, fetched, raw)
-                rounds.append(measured)
-            figures += medians(rounds)
+                await _moved(bed, driver, form, tokens=tokens, num_batches=1)
+            figures += medians(
+                [await _round(bed, streams, drivers, tokens=tokens) for _ in range(sizes.rounds)]
+            )
     return figures
 
 
@@ -89,8 +84,8 @@ async def measure_batch(sizes: PlaneSizes, folder: Path) -> list[Figure]:
             taken_s.append(time.perf_counter() - began_s)
             await driver.finish(batch)
         message = bytes(episodes.body_bytes)
-        async with raw_streams(folder, message, warm_up=max(1, count // 10)) as streams:
-            raw_s = [(await streams.measure(message, count=count))[1].seconds for _ in range(sizes.rounds)]
+        async with raw_streams(folder, message, count=count) as streams:
+            raw_s = [(await streams.measure())[1].seconds for _ in range(sizes.rounds)]
         _, read = measure_redis(bed, message, count=count)
     published_s = _published_s(count)
     row = partial(Figure, what=f"batch of {count} × 2k", unit="ms")
@@ -121,24 +116,30 @@ def _count(sizes: PlaneSizes, tokens: int) -> int:
     return GROUP * sizes.batch_groups * max(1, round(sizes.batches * share))
 
 
-async def _driver(bed: Bed, sizes: PlaneSizes, form: str) -> Driver:
-    return await Driver.create(bed.client, f"bench-{form}", groups_per_step=sizes.batch_groups)
-
-
-async def _raw(bed: Bed, streams: RawStreams, message: bytes, *, count: int) -> _Raw:
-    pushed, fetched = await streams.measure(message, count=count)
-    stored, read = measure_redis(bed, message, count=count)
-    return _Raw(pushed=pushed, fetched=fetched, stored=stored, read=read)
+async def _round(
+    bed: Bed, streams: RawStreams, drivers: Mapping[str, Driver], *, tokens: int
+) -> list[Figure]:
+    """Each has its turn: streams, Redis, and our pushes in every form."""
+    count = streams.count
+    pushed, fetched = await streams.measure()
+    stored, read = measure_redis(bed, streams.message, count=count)
+    raw = _Raw(pushed=pushed, fetched=fetched, stored=stored, read=read)
+    figures = _raw_figures(raw, tokens=tokens, count=count)
+    for form, driver in drivers.items():
+        num_batches = count // (GROUP * driver.groups_per_step)
+        moved = await _moved(bed, driver, form, tokens=tokens, num_batches=num_batches)
+        figures += _push_figures(form, tokens, count, *moved, raw)
+    return figures
 
 
 async def _moved(
-    bed: Bed, driver: Driver, *, tokens: int, num_batches: int, packed: bool
+    bed: Bed, driver: Driver, form: str, *, tokens: int, num_batches: int
 ) -> tuple[Spent, Spent]:
     """Push these batches and fetch them; what either took."""
     episodes, first = Episodes(driver.run_id, num_response=tokens), driver.step
     leases = await driver.leased(num_batches * driver.groups_per_step, prefix=f"{first}-{num_batches}-")
     with bed.spending() as pushed:
-        await driver.push(leases, episodes, packed=packed)
+        await driver.push(leases, episodes, packed=form == "packed")
     with bed.spending() as fetched:
         for _ in range(num_batches):
             batch = await driver.acquire()

@@ -38,18 +38,20 @@ class RawCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RawStreams:
-    """A server of streams that do nothing else, and calls of it."""
+    """A server of streams that do nothing else, calls of it, and what they move."""
 
     pid: int
     push: Any
     fetch: Any
+    message: bytes
+    count: int
 
-    async def measure(self, message: bytes, *, count: int) -> tuple[RawCost, RawCost]:
+    async def measure(self) -> tuple[RawCost, RawCost]:
         """Push `count` messages, each answered, and fetch as many."""
         began_s, began_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
-        await _pushed(self.push, message, count)
+        await _pushed(self.push, self.message, self.count)
         middle_s, middle_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
-        async for _ in self.fetch(b"%d %d" % (count, len(message))):
+        async for _ in self.fetch(b"%d %d" % (self.count, len(self.message))):
             pass
         ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds([self.pid])
         return (
@@ -59,8 +61,8 @@ class RawStreams:
 
 
 @asynccontextmanager
-async def raw_streams(folder: Path, message: bytes, *, warm_up: int) -> AsyncIterator[RawStreams]:
-    """A server that has answered so many messages already."""
+async def raw_streams(folder: Path, message: bytes, *, count: int) -> AsyncIterator[RawStreams]:
+    """A server that has answered a tenth of `count` messages already, to warm up."""
     port = free_port()
     command = [sys.executable, "-m", __name__, str(port)]
     with running(command, log=folder / "raw.log") as process:
@@ -68,8 +70,8 @@ async def raw_streams(folder: Path, message: bytes, *, warm_up: int) -> AsyncIte
             await asyncio.wait_for(channel.channel_ready(), 60)
             push: Any = channel.stream_stream(f"/{_SERVICE}/Push")
             fetch: Any = channel.unary_stream(f"/{_SERVICE}/Fetch")
-            await _pushed(push, message, warm_up)
-            yield RawStreams(pid=process.pid, push=push, fetch=fetch)
+            await _pushed(push, message, max(1, count // 10))
+            yield RawStreams(pid=process.pid, push=push, fetch=fetch, message=message, count=count)
 
 
 async def memory_of_streams(folder: Path, *, count: int) -> float:

@@ -21,7 +21,9 @@ class PlaneSizes:
     batches: int
     """Batches of 2k-token trajectories that are pushed and fetched; of longer ones fewer, by their bytes."""
     rounds: int
-    """Pushes and the streams beside them are measured so often, in turns; figures are medians."""
+    """Pushes and what they are compared with are measured so often, in turns, for medians; so are the streams beside a
+    batch, for the best.
+    """
     leases: int
     streams: tuple[int, ...]
     idle_s: float

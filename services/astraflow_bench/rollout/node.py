@@ -22,7 +22,7 @@ import psutil
 
 from astraflow.recipe.file import load_recipe
 from astraflow_bench.development import development_run
-from astraflow_bench.figures import Figure
+from astraflow_bench.figures import Figure, cpu_seconds
 from astraflow_bench.rollout.callbacks import CallbackWatch
 from astraflow_bench.rollout.models import Shape
 from astraflow_dataflow.runs.mixed_dataset import make_dataset
@@ -195,7 +195,7 @@ async def _turn(node: psutil.Process, engine: psutil.Process, *, seconds: float,
         found = None
         while found is None:
             found = await _count(client, engine)
-        engine_s, node_s = (sum(process.cpu_times()[:2]) for process in (engine, node))
+        engine_s, node_s = (cpu_seconds([process.pid], with_children=False) for process in (engine, node))
         return _Turn(*found, engine_s, node_s, time.monotonic())
 
     async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
