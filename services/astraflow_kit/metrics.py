@@ -54,8 +54,7 @@ class Metrics:
         """
         further = [label for label in self._schema[name].labels if label not in fixed]
         wanted = [dict(zip(further, key, strict=True)) | fixed for key in values]
-        order = self._schema[name].labels
-        kept = {tuple(labels[label] for label in order) for labels in wanted}
+        kept = {tuple(labels[label] for label in self._schema[name].labels) for labels in wanted}
         self._drop(name, [series for series in self._having(name, fixed) if series not in kept])
         for labels, value in zip(wanted, values.values(), strict=True):
             self.set(name, value, **labels)
@@ -66,9 +65,11 @@ class Metrics:
             if labels.keys() <= set(entry.labels):
                 self._drop(name, self._having(name, labels))
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Record one value in a histogram, in the unit its name ends with."""
-        self._series(self._histograms, name, labels).observe(value)
+    def observe(self, name: str, *values: float, **labels: str) -> None:
+        """Record values in a histogram, in the unit its name ends with."""
+        series = self._series(self._histograms, name, labels)
+        for value in values:
+            series.observe(value)
 
     def render(self) -> bytes:
         """The Prometheus text format; its media type is `CONTENT_TYPE`."""
@@ -84,8 +85,7 @@ class Metrics:
             self._histograms[name] = Histogram(name, about, labels, registry=registry, buckets=entry.buckets)
 
     def _having(self, name: str, labels: Mapping[str, str]) -> list[tuple[str, ...]]:
-        order = self._schema[name].labels
-        places = [(order.index(label), value) for label, value in labels.items()]
+        places = [(self._schema[name].labels.index(label), value) for label, value in labels.items()]
         return [series for series in self._seen[name] if all(series[at] == value for at, value in places)]
 
     def _drop(self, name: str, series: Iterable[tuple[str, ...]]) -> None:

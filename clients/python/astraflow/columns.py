@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
-__all__ = ["Columns", "decode_columns", "decode_logprobs", "encode_columns", "pack_mask", "unpack_mask"]
+__all__ = ["Columns", "as_logprobs", "decode_columns", "encode_columns", "pack_mask", "unpack_mask"]
 
 _F32 = trajectory_pb2.LOGPROB_DTYPE_F32
 _BF16 = trajectory_pb2.LOGPROB_DTYPE_BF16
+_FLOAT32 = np.dtype("<f4")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def encode_columns(columns: Columns, *, trajectory_id: str) -> trajectory_pb2.Tr
 def decode_columns(message: trajectory_pb2.Trajectory) -> Columns:
     """Return views over `message`. Raises InvalidTrajectoryError when the columns' lengths disagree."""
     token_ids = np.frombuffer(_whole(message.token_ids, 4, "token_ids", message.trajectory_id), dtype="<i4")
-    logprobs = decode_logprobs(message)
+    is_half = message.logprob_dtype == _BF16
+    raw = _whole(message.logprobs, 2 if is_half else 4, "logprobs", message.trajectory_id)
+    logprobs = as_logprobs(raw, is_half=is_half)
     num_tokens = len(token_ids)
     if len(logprobs) != num_tokens or len(message.loss_mask) != (num_tokens + 7) // 8:
         raise InvalidTrajectoryError(
@@ -75,12 +78,11 @@ def decode_columns(message: trajectory_pb2.Trajectory) -> Columns:
     return Columns(token_ids, unpack_mask(message.loss_mask, num_tokens), logprobs, spans)
 
 
-def decode_logprobs(message: trajectory_pb2.Trajectory) -> NDArray[np.float32]:
-    """Return the log-prob column as float32[T]; bfloat16 is widened exactly."""
-    if message.logprob_dtype == _BF16:
-        halves = np.frombuffer(_whole(message.logprobs, 2, "logprobs", message.trajectory_id), dtype="<u2")
-        return (halves.astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(_whole(message.logprobs, 4, "logprobs", message.trajectory_id), dtype="<f4")
+def as_logprobs(raw: bytes, *, is_half: bool) -> NDArray[np.float32]:
+    """Return float32[T] from whole little-endian binary32 values, or bfloat16 ones, which are widened exactly."""
+    if is_half:
+        return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, dtype=_FLOAT32)
 
 
 def pack_mask(mask: Sequence[bool] | NDArray[np.bool_]) -> bytes:

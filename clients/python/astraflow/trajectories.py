@@ -18,7 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from astraflow._contract.rpcs import bounds_of
-from astraflow.columns import decode_logprobs, unpack_mask
+from astraflow.columns import as_logprobs, unpack_mask
 from astraflow.errors import InvalidTrajectoryError
 from astraflow.rollout.v1 import trajectory_pb2
 
@@ -52,6 +52,7 @@ MAX_TRAJECTORIES = bounds_of(trajectory_pb2.Episode, "trajectories").max_items
 MAX_METRICS = bounds_of(trajectory_pb2.Episode, "metrics").max_items
 """Of one episode."""
 _MAX_TOKEN_ID = 2**31 - 1
+_INT32 = np.dtype("<i4")
 
 REASONS: Mapping[str, str] = {
     "bad_blob": "a reference to side data names another run or store, or is not whole",
@@ -180,14 +181,16 @@ def check_body(body: bytes, described: Described) -> tuple[trajectory_pb2.Trajec
         raise BadTrajectory(
             "id_mismatch", f"the body says trajectory_id {trajectory.trajectory_id!r}, its header {name!r}"
         )
-    _check_sizes(trajectory, name=name, num_tokens=num_tokens)
-    token_ids = np.frombuffer(trajectory.token_ids, dtype="<i4")
-    loss_mask = unpack_mask(trajectory.loss_mask, num_tokens)
+    # Each look at a column of the message copies it.
+    ids, logprobs, mask = trajectory.token_ids, trajectory.logprobs, trajectory.loss_mask
+    is_half = trajectory.logprob_dtype == trajectory_pb2.LOGPROB_DTYPE_BF16
+    _check_sizes(name, ids, logprobs, mask, num_tokens=num_tokens, width=2 if is_half else 4)
+    token_ids, loss_mask = np.frombuffer(ids, dtype=_INT32), unpack_mask(mask, num_tokens)
     trained = check_columns(
         name,
         token_ids=token_ids,
         loss_mask=loss_mask,
-        logprobs=decode_logprobs(trajectory),
+        logprobs=as_logprobs(logprobs, is_half=is_half),
         version_spans=trajectory.version_spans,
         num_trainable=described.num_trainable_tokens,
     )
@@ -308,13 +311,13 @@ def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajec
     )
 
 
-def _check_sizes(trajectory: trajectory_pb2.Trajectory, *, name: str, num_tokens: int) -> None:
+def _check_sizes(
+    name: str, token_ids: bytes, logprobs: bytes, mask: bytes, *, num_tokens: int, width: int
+) -> None:
     """Compare the bytes of each column with the tokens that the header names, and the mask's last bits with 0."""
-    width = 2 if trajectory.logprob_dtype == trajectory_pb2.LOGPROB_DTYPE_BF16 else 4
-    mask = trajectory.loss_mask
     for column, held, needed in (
-        ("token_ids", len(trajectory.token_ids), 4 * num_tokens),
-        ("logprobs", len(trajectory.logprobs), width * num_tokens),
+        ("token_ids", len(token_ids), 4 * num_tokens),
+        ("logprobs", len(logprobs), width * num_tokens),
         ("loss_mask", len(mask), (num_tokens + 7) // 8),
     ):
         if held != needed:

@@ -271,8 +271,13 @@ async def _problems(
 ) -> list[BadTrajectory | UnknownVersionError | None]:
     """What is wrong with each episode."""
     problems, checked = list[BadTrajectory | UnknownVersionError | None](), 0
+    expectations = dict[str, Expectation]()
     for episode in episodes:
-        problems.append(_problem(context, episode))
+        # Of training tasks all is expected alike.
+        task_id = episode.task_id if evaluation.is_evaluation_task(episode.task_id) else ""
+        if task_id not in expectations:
+            expectations[task_id] = _expectation(context, task_id)
+        problems.append(_problem(episode, expectations[task_id]))
         checked += len(episode.trajectories)
         if checked >= _CHECKED_AT_ONCE:
             checked = 0
@@ -280,18 +285,21 @@ async def _problems(
     return problems
 
 
-def _problem(
-    context: RunContext, episode: trajectory_pb2.Episode
-) -> BadTrajectory | UnknownVersionError | None:
-    if sentence := unknown_version(episode, newest_versions=context.newest_versions):
-        return UnknownVersionError(sentence, retry_after_s=1.0)
-    expectation = Expectation(
+def _expectation(context: RunContext, task_id: str) -> Expectation:
+    return Expectation(
         newest_versions=context.newest_versions,
         roles=context.trained_roles,
         row_limits=context.recipe.row_limits,
-        demand=evaluation.demand_of(episode.task_id, context.trained_policies),
+        demand=evaluation.demand_of(task_id, context.trained_policies),
         blob_prefix=context.blob_prefix,
     )
+
+
+def _problem(
+    episode: trajectory_pb2.Episode, expectation: Expectation
+) -> BadTrajectory | UnknownVersionError | None:
+    if sentence := unknown_version(episode, newest_versions=expectation.newest_versions):
+        return UnknownVersionError(sentence, retry_after_s=1.0)
     try:
         check_episode(episode, expectation)
     except BadTrajectory as problem:

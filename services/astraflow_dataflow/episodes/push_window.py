@@ -3,7 +3,8 @@
 At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
 the node. A commit of many costs each much less, so a stream on which requests come before those before them are
 answered is busy: what comes is gathered for as long as several more take at the pace of the last ones, a moment
-at most, or until the window is full. On a quiet stream nothing waits. Made by the trajectory service per stream.
+at most, or until the window is full, or half of it is packs: then one half is checked while the other is committed. On
+a quiet stream nothing waits. Made by the trajectory service per stream.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ Work: TypeAlias = Callable[[Sequence[Request]], Coroutine[Any, Any, Sequence[Ans
 """Answers several requests: an answer, or what is wrong, of each."""
 MAX_EPISODES = 64
 MAX_BYTES = 16 * 2**20
+_PORTION = MAX_EPISODES // 2
+"""Episodes of packs that are taken at a time. Of requests with one episode each all are: more commits would cost more
+than the wait.
+"""
 _IN_HAND = 2
 """So often requests are taken at a time: while the commit of some is under way others are checked."""
 _GATHERED = 8
@@ -36,14 +41,14 @@ class PushWindow(Generic[Request, Answer]):
     def __init__(self, work: Work[Request, Answer]) -> None:
         self._work = work
         self._inside: deque[tuple[int, int, asyncio.Future[Answer]]] = deque()
-        self._waiting: list[tuple[Request, asyncio.Future[Answer]]] = []
+        self._waiting: deque[tuple[int, Request, asyncio.Future[Answer]]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
-        self._episodes = self._bytes = 0
+        self._episodes = self._bytes = self._num_waiting = 0
         self._ended = False
         self._is_busy = self._is_gathering = False
         self._came_s = self._gap_s = 0.0
         """When the last request came, and how long after the one before they came lately."""
-        self._came, self._left, self._full = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._came, self._left, self._enough = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def wait_s(self) -> float:
@@ -55,23 +60,24 @@ class PushWindow(Generic[Request, Answer]):
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._note_pace(_now_s())
         self._inside.append((num_episodes, size_bytes, answer))
-        self._waiting.append((request, answer))
+        self._waiting.append((num_episodes, request, answer))
         self._episodes += num_episodes
         self._bytes += size_bytes
+        self._num_waiting += num_episodes
         self._came.set()
+        self._note_enough()
         if len(self._workers) < _IN_HAND and not self._is_gathering:
             self._workers.add(asyncio.create_task(self._answer_waiting(), name="pushes in hand"))
         while not self._has_room():
-            self._full.set()
             self._left.clear()
             await self._left.wait()
-        self._full.clear()
+            self._note_enough()
 
     async def end(self) -> None:
         """No more requests will be added."""
         self._ended = True
         self._came.set()
-        self._full.set()
+        self._note_enough()
         self._left.set()
 
     async def answers(self) -> AsyncIterator[Answer]:
@@ -113,18 +119,35 @@ class PushWindow(Generic[Request, Answer]):
             while self._waiting and not self._is_gathering:
                 if self._is_busy:
                     await self._until_enough_wait()
-                taken, self._waiting = self._waiting, []
+                taken = self._take()
                 if taken:  # else the other worker took them
-                    await self._answer([request for request, _ in taken], [answer for _, answer in taken])
+                    await self._answer(*zip(*taken, strict=True))
         finally:
             # At once, since nobody takes a request that comes when all workers have just found nothing.
             self._workers.discard(worker)
+
+    def _take(self) -> list[tuple[Request, asyncio.Future[Answer]]]:
+        taken, num_taken = list[tuple[Request, asyncio.Future[Answer]]](), 0
+        while self._waiting and (num_taken < _PORTION or num_taken == len(taken)):
+            num_episodes, request, answer = self._waiting.popleft()
+            taken.append((request, answer))
+            num_taken += num_episodes
+        self._num_waiting -= num_taken
+        self._note_enough()
+        return taken
+
+    def _note_enough(self) -> None:
+        has_portion = self._num_waiting >= _PORTION and self._num_waiting > len(self._waiting)
+        if has_portion or not self._has_room() or self._ended:
+            self._enough.set()
+        else:
+            self._enough.clear()
 
     async def _until_enough_wait(self) -> None:
         self._is_gathering = True
         try:
             async with asyncio.timeout(self.wait_s):
-                await self._full.wait()
+                await self._enough.wait()
         except TimeoutError:
             pass
         finally:

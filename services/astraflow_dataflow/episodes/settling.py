@@ -76,9 +76,8 @@ class Settling:
             context.lengths.note(group.task.source, [item.num_tokens for item in group.trajectories])
             said = {"policy": group.policy, "verdict": verdict}
             self.metrics.increment("astraflow_dataflow_groups_total", 1, **said)
-            for trajectory in group.trajectories:
-                tokens = trajectory.num_trainable_tokens
-                self.metrics.observe("astraflow_dataflow_response_tokens", tokens, closed=closed, **said)
+            tokens = (trajectory.num_trainable_tokens for trajectory in group.trajectories)
+            self.metrics.observe("astraflow_dataflow_response_tokens", *tokens, closed=closed, **said)
             log.info("group.settled", task_id=task.task_id, group_id=group.group_id, verdict=verdict)
         inform_curators(context, task.groups, verdicts)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
@@ -155,16 +156,17 @@ def _judged(group: Group, name: str, keep: Filter, *, rules: Rules) -> str:
 def items_of(task_id: str, group: Group) -> batch_pb2.Batch:
     """Return what a batch says of a group: one item for each of its trajectories."""
     headers = cast("tuple[trajectory_pb2.TrajectoryHeader, ...]", group.trajectories)
-    return batch_pb2.Batch(items=[item_of(task_id, header, source=group.task.source) for header in headers])
+    item = partial(item_of, task_id, group_id=group.group_id, source=group.task.source)
+    return batch_pb2.Batch(items=map(item, headers))
 
 
 def item_of(
-    task_id: str, header: trajectory_pb2.TrajectoryHeader, *, source: str = ""
+    task_id: str, header: trajectory_pb2.TrajectoryHeader, *, group_id: str, source: str = ""
 ) -> batch_pb2.BatchItem:
     """Return what a batch says of a trajectory."""
     return batch_pb2.BatchItem(
         trajectory_id=header.trajectory_id,
-        group_id=group_id(task_id, policy_id=header.policy_id, role=header.role),
+        group_id=group_id,
         task_id=task_id,
         num_tokens=header.num_tokens,
         num_trainable_tokens=header.num_trainable_tokens,

@@ -70,7 +70,7 @@ class RunContext:
         """The run's policies in recipe order."""
         return tuple(self.recipe.policies)
 
-    @property
+    @cached_property
     def blob_prefix(self) -> str:
         """Where the run's blobs lie in its store."""
         return blob_prefix(self.run.store_uri, self.run_id)

@@ -27,6 +27,7 @@ from astraflow_dataflow.records import (
 )
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
 from astraflow_dataflow.rules.groups import (
+    group_id,
     groups_of,
     item_of,
     items_of,
@@ -58,6 +59,8 @@ MAX_PACK_ENTRIES = 256
 ACCEPTED = (Outcome.OUTCOME_ACCEPTED, Outcome.OUTCOME_ACCEPTED_LATE)
 Pushed: TypeAlias = PushResult | AstraflowError
 """What became of an episode, or why it must be pushed again."""
+_OUTCOMES = {name.removeprefix("OUTCOME_"): number for name, number in Outcome.items()}
+"""By the names that the functions have for them."""
 _MOST_COUNTED = 1_000_000
 _Headers: TypeAlias = Sequence[trajectory_pb2.TrajectoryHeader]
 DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
@@ -204,7 +207,8 @@ class EpisodeStore:
             completed += as_list(reply[2])
             for place, result in zip(missing, _pushed(again, reply), strict=True):
                 pushed[place] = result
-        return pushed, [_completed(as_list(task), episodes, headers, pushed) for task in completed]
+        accepted = _accepted(episodes, headers, pushed) if completed else {}
+        return pushed, [_completed(as_list(task), accepted) for task in completed]
 
     async def _commit(
         self,
@@ -415,24 +419,24 @@ def _settled(task: CompleteTask, verdicts: Sequence[str], deadline_of: DeadlineO
         yield from (batch.SerializeToString(), "\n".join(item.trajectory_id for item in items))
 
 
-def _completed(
-    fields: list[Reply],
-    episodes: Sequence[trajectory_pb2.Episode],
-    headers: Sequence[_Headers],
-    pushed: Sequence[Pushed],
-) -> CompleteTask:
+def _accepted(
+    episodes: Sequence[trajectory_pb2.Episode], headers: Sequence[_Headers], pushed: Sequence[Pushed]
+) -> dict[str, list[trajectory_pb2.TrajectoryHeader]]:
+    """The headers of accepted episodes by task."""
+    accepted = dict[str, list[trajectory_pb2.TrajectoryHeader]]()
+    for episode, own, result in zip(episodes, headers, pushed, strict=True):
+        if isinstance(result, PushResult) and result.outcome in ACCEPTED:
+            accepted.setdefault(episode.task_id, []).extend(own)
+    return accepted
+
+
+def _completed(fields: list[Reply], accepted: Mapping[str, _Headers]) -> CompleteTask:
     """A task that this commit completed. Of one that came as a whole Redis does not repeat the headers: they are
     those of its episodes that were accepted.
     """
     if isinstance(fields[5], list):
         return _complete_task(fields, _stored_headers(fields[5]))
-    task_id = as_text(fields[0])
-    accepted = [
-        own
-        for episode, own, result in zip(episodes, headers, pushed, strict=True)
-        if episode.task_id == task_id and isinstance(result, PushResult) and result.outcome in ACCEPTED
-    ]
-    return _complete_task(fields, [header for own in accepted for header in own])
+    return _complete_task(fields, accepted.get(as_text(fields[0]), ()))
 
 
 def _stored_headers(held: Reply) -> list[trajectory_pb2.TrajectoryHeader]:
@@ -474,7 +478,7 @@ def _committed(episode: trajectory_pb2.Episode, outcome: str, *, position: int) 
 
 
 def _result(outcome: str, reason: str, position: int) -> PushResult:
-    return PushResult(outcome=Outcome.Value(f"OUTCOME_{outcome}"), reason=reason, position=position)
+    return PushResult(outcome=_OUTCOMES[outcome], reason=reason, position=position)
 
 
 def _traced(header: trajectory_pb2.TrajectoryHeader) -> str:
@@ -549,4 +553,6 @@ def _archived_items(fields: dict[str, bytes]) -> Iterable[BatchItem]:
     if "items" in fields:
         return Batch.FromString(fields["items"]).items
     header = trajectory_pb2.TrajectoryHeader.FromString(fields["header"])
-    return [item_of(as_text(fields["gid"]).partition("/")[0], header)]
+    task_id = as_text(fields["gid"]).partition("/")[0]
+    group = group_id(task_id, policy_id=header.policy_id, role=header.role)
+    return [item_of(task_id, header, group_id=group)]

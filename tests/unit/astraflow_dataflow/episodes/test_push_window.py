@@ -75,21 +75,27 @@ async def test_on_a_busy_stream_several_are_waited_for_and_on_a_quiet_one_nothin
     assert work.taken[3:] == [[3], [4, 5]]
 
 
-async def test_a_full_window_is_taken_at_once(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_episodes", "together"),
+    [(1, [list(range(MAX_EPISODES))]), (MAX_EPISODES // 8, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+)
+async def test_a_full_window_is_taken_at_once_and_packs_as_soon_as_they_are_half_of_it(
+    work: Work, monkeypatch: pytest.MonkeyPatch, num_episodes: int, together: list[list[int]]
+) -> None:
     monkeypatch.setattr(push_window, "_LEAST_WAIT_S", 60.0)
     monkeypatch.setattr(push_window, "_MOST_WAIT_S", 60.0)
-    window = PushWindow[int, int](work)
+    window, num_requests = PushWindow[int, int](work), MAX_EPISODES // num_episodes
 
     async def fill() -> None:
-        for number in range(5):
-            await window.add(MAX_EPISODES // 4, 10, number)
+        for number in range(num_requests + 1):
+            await window.add(num_episodes, 10, number)
         await window.end()
 
     filling = asyncio.create_task(fill())
     await asyncio.sleep(0.01)
-    assert work.taken == [[0, 1, 2, 3]]
+    assert work.taken == together, "one half is in hand while the other is taken"
     work.gate.set()
-    assert [answer async for answer in window.answers()] == list(range(5))
+    assert [answer async for answer in window.answers()] == list(range(num_requests + 1))
     await filling
 
 
