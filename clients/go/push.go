@@ -11,6 +11,9 @@ import (
 	rolloutv1 "github.com/astraflow/astraflow/clients/go/astraflow/rollout/v1"
 )
 
+// maxPack is how many episodes one push carries at most, by the contract.
+const maxPack = 64
+
 // PushLimits bounds a push stream; the window's are the contract's.
 type PushLimits struct {
 	// Episodes and Bytes are what is kept, acknowledged episodes included that the server's disk may not have yet.
@@ -216,47 +219,65 @@ func (p *PushStream) write(ctx context.Context, opened dataflowv1.TrajectoryServ
 			next = p.nextToSend()
 		}
 		p.lock.Unlock()
-		// The reader learns why a write failed.
-		if next == nil || opened.Send(&dataflowv1.PushRequest{Sequence: sequence, Episode: next.episode}) != nil {
+		if next == nil {
 			return
+		}
+		request := &dataflowv1.PushRequest{Sequence: sequence}
+		for _, pushed := range next {
+			request.Episodes = append(request.Episodes, pushed.episode)
+		}
+		if opened.Send(request) != nil {
+			return // the reader learns why
 		}
 	}
 }
 
-func (p *PushStream) nextToSend() *Pushed {
-	if len(p.unsent) == 0 {
-		return nil
+// nextToSend takes what waits and fits the window: it goes together, and costs the server one commit.
+func (p *PushStream) nextToSend() (next []*Pushed) {
+	inFlight := sizeOf(p.inFlight)
+	for len(p.unsent) > 0 && len(next) < maxPack {
+		pushed := p.unsent[0]
+		isFull := len(p.inFlight) >= p.limits.WindowEpisodes || inFlight+pushed.size > p.limits.WindowBytes
+		if len(p.inFlight) > 0 && isFull {
+			break
+		}
+		p.unsent, p.inFlight, next = p.unsent[1:], append(p.inFlight, pushed), append(next, pushed)
+		inFlight += pushed.size
 	}
-	next := p.unsent[0]
-	isFull := len(p.inFlight) >= p.limits.WindowEpisodes || sizeOf(p.inFlight)+next.size > p.limits.WindowBytes
-	if len(p.inFlight) > 0 && isFull {
-		return nil
-	}
-	p.unsent, p.inFlight = p.unsent[1:], append(p.inFlight, next)
 	return next
 }
 
 func (p *PushStream) acknowledge(response *dataflowv1.PushResponse, expected uint64) error {
 	p.lock.Lock()
 	defer p.lock.Unlock()
-	if response.GetSequence() != expected || len(p.inFlight) == 0 || response.GetResult() == nil {
-		return newError(Internal, "the server acknowledged push %d, expected %d", response.GetSequence(), expected)
+	results := response.GetResults()
+	if response.GetSequence() != expected || len(results) == 0 || len(results) > len(p.inFlight) {
+		return newError(Internal, "the server acknowledged %d episodes in push %d, expected push %d", len(results), response.GetSequence(), expected)
 	}
-	pushed := p.inFlight[0]
-	p.inFlight = p.inFlight[1:]
-	if pushed.Result == nil { // else it is pushed again after a loss of data, and its caller has an answer
-		pushed.Result = response.GetResult()
-		close(pushed.Done)
-	}
-	if response.GetResult().GetDurability() < dataflowv1.Durability_DURABILITY_FSYNCED {
-		pushed.position, pushed.ackedAt = response.GetResult().GetPosition(), time.Now()
-		p.acked = append(p.acked, pushed)
+	defer p.notify()
+	for _, result := range results {
+		if result.GetOutcome() == dataflowv1.Outcome_OUTCOME_RETRY {
+			return newError(Unavailable, "%s: %s", result.GetReason(), result.GetDetail())
+		}
+		p.answered(result)
 	}
 	if response.GetWatermark() != nil {
 		p.durable(response.GetWatermark())
 	}
-	p.notify()
 	return nil
+}
+
+func (p *PushStream) answered(result *dataflowv1.PushResult) {
+	pushed := p.inFlight[0]
+	p.inFlight = p.inFlight[1:]
+	if pushed.Result == nil { // else it is pushed again after a loss of data, and its caller has an answer
+		pushed.Result = result
+		close(pushed.Done)
+	}
+	if result.GetDurability() < dataflowv1.Durability_DURABILITY_FSYNCED {
+		pushed.position, pushed.ackedAt = result.GetPosition(), time.Now()
+		p.acked = append(p.acked, pushed)
+	}
 }
 
 // refuse ends the stream: everybody who waits gets the reason, the next push opens another one.

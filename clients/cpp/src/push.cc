@@ -11,6 +11,8 @@ using dataflow::v1::PushResponse;
 using dataflow::v1::PushResult;
 using dataflow::v1::TrajectoryService;
 
+// Episodes of one push, by the contract.
+constexpr size_t kMaxPack = 64;
 // For what becomes safe by time alone.
 constexpr auto kLongestWait = std::chrono::milliseconds(250);
 
@@ -138,47 +140,60 @@ void PushStream::write(Opened* opened, const bool* is_over) {
     PushRequest request;
     {
       Lock lock(mutex_);
-      std::shared_ptr<Kept> next;
-      changed_.wait(lock, [&] { return *is_over || (next = next_to_send()); });
-      if (!next) return;
+      Queue next;
+      changed_.wait(lock, [&] { return *is_over || !(next = next_to_send()).empty(); });
+      if (next.empty()) return;
       request.set_sequence(sequence);
-      *request.mutable_episode() = next->episode;
+      for (const auto& kept : next) *request.add_episodes() = kept->episode;
     }
     if (!opened->Write(request)) return;  // the reader learns why
   }
 }
 
-std::shared_ptr<PushStream::Kept> PushStream::next_to_send() {
-  if (unsent_.empty()) return nullptr;
-  const auto next = unsent_.front();
-  const bool is_full =
-      in_flight_.size() >= limits_.window_episodes || Kept::sum(in_flight_) + next->size > limits_.window_bytes;
-  if (!in_flight_.empty() && is_full) return nullptr;
-  unsent_.pop_front();
-  in_flight_.push_back(next);
+// What waits and fits the window: it goes together, and costs the server one commit.
+PushStream::Queue PushStream::next_to_send() {
+  Queue next;
+  for (size_t bytes = Kept::sum(in_flight_); !unsent_.empty() && next.size() < kMaxPack; bytes += next.back()->size) {
+    const auto kept = unsent_.front();
+    const bool is_full = in_flight_.size() >= limits_.window_episodes || bytes + kept->size > limits_.window_bytes;
+    if (!in_flight_.empty() && is_full) break;
+    unsent_.pop_front();
+    in_flight_.push_back(kept);
+    next.push_back(kept);
+  }
   return next;
 }
 
 void PushStream::acknowledge(const PushResponse& response, uint64_t expected) {
   const Lock lock(mutex_);
-  if (response.sequence() != expected || in_flight_.empty() || !response.has_result()) {
-    throw Error("INTERNAL", "the server acknowledged push " + std::to_string(response.sequence()) + ", expected " +
-                                std::to_string(expected));
+  const size_t num_results = static_cast<size_t>(response.results_size());
+  if (response.sequence() != expected || num_results == 0 || num_results > in_flight_.size()) {
+    throw Error("INTERNAL", "the server acknowledged " + std::to_string(num_results) + " episodes in push " +
+                                std::to_string(response.sequence()) + ", expected push " + std::to_string(expected));
   }
-  const auto kept = in_flight_.front();
-  in_flight_.pop_front();
-  if (!std::exchange(kept->is_answered, true)) kept->promise.set_value(response.result());
-  if (response.result().durability() < dataflow::v1::DURABILITY_FSYNCED) {
-    kept->position = response.result().position();
-    kept->acked_at = Clock::now();
-    acked_.push_back(kept);
+  changed_.notify_all();
+  for (const PushResult& result : response.results()) {
+    if (result.outcome() == dataflow::v1::OUTCOME_RETRY) {
+      throw Error("UNAVAILABLE", result.reason() + ": " + result.detail());
+    }
+    answered(result);
   }
   if (response.has_watermark()) {
     changed_data_set(response.watermark().data_incarnation());
     durable_position_ = response.watermark().durable_position();
     forget_safe();
   }
-  changed_.notify_all();
+}
+
+void PushStream::answered(const PushResult& result) {
+  const auto kept = in_flight_.front();
+  in_flight_.pop_front();
+  if (!std::exchange(kept->is_answered, true)) kept->promise.set_value(result);
+  if (result.durability() < dataflow::v1::DURABILITY_FSYNCED) {
+    kept->position = result.position();
+    kept->acked_at = Clock::now();
+    acked_.push_back(kept);
+  }
 }
 
 void PushStream::changed_data_set(const std::string& incarnation) {

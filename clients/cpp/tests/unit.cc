@@ -2,14 +2,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <future>
 #include <iterator>
+#include <vector>
 
 #include <google/protobuf/struct.pb.h>
 #include <google/protobuf/util/json_util.h>
+#include <grpcpp/grpcpp.h>
 
 #include "astraflow/client.h"
 #include "astraflow/columns.h"
 #include "astraflow/join.h"
+#include "astraflow/push.h"
 
 namespace {
 
@@ -88,10 +92,67 @@ void columns_are_views_of_their_message() {
   check(tokens.size() == 3 && tokens[2] == 3 && astraflow::logprobs(message)[1] == -0.5F, "columns");
 }
 
+// Goes away on its first stream once it may, and cannot take "c" in on the second one.
+class PushServer final : public astraflow::dataflow::v1::TrajectoryService::Service {
+ public:
+  grpc::Status Push(grpc::ServerContext*, grpc::ServerReaderWriter<astraflow::dataflow::v1::PushResponse,
+                                                                   astraflow::dataflow::v1::PushRequest>* stream) override {
+    const bool is_first = ++num_streams_ == 1;
+    if (is_first) {
+      may_go_away.get_future().wait();
+      return {grpc::StatusCode::UNAVAILABLE, "away"};
+    }
+    for (astraflow::dataflow::v1::PushRequest request; stream->Read(&request);) {
+      astraflow::dataflow::v1::PushResponse response;
+      response.set_sequence(request.sequence());
+      packs += "[";
+      for (const auto& episode : request.episodes()) {
+        const bool is_refused = num_streams_ == 2 && episode.episode_id() == "c";
+        packs += episode.episode_id();
+        response.add_results()->set_outcome(is_refused ? astraflow::dataflow::v1::OUTCOME_RETRY
+                                                       : astraflow::dataflow::v1::OUTCOME_ACCEPTED);
+      }
+      packs += "]";
+      stream->Write(response);
+    }
+    return grpc::Status::OK;
+  }
+
+  std::promise<void> may_go_away;
+  std::string packs;  // after the first stream
+
+ private:
+  int num_streams_ = 0;
+};
+
+void what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again() {
+  PushServer served;
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port).RegisterService(&served);
+  const auto server = builder.BuildAndStart();
+  const astraflow::Client client("127.0.0.1:" + std::to_string(port), {});
+  astraflow::PushStream stream(client);
+  std::vector<std::future<astraflow::dataflow::v1::PushResult>> results;
+  for (const char* id : {"a", "b", "c", "d", "e"}) {
+    astraflow::rollout::v1::Episode episode;
+    episode.set_episode_id(id);
+    results.push_back(stream.push(episode));
+  }
+  served.may_go_away.set_value();
+  for (auto& result : results) {
+    check(result.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "accepted");
+  }
+  check(stream.close(), "closed with all answered");
+  server->Shutdown();
+  check(served.packs == "[abcde][cde]", "the server saw " + served.packs);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   join_strings_are_read_as_in_every_language(arguments[1]);
   a_token_does_not_travel_in_the_clear();
   columns_are_views_of_their_message();
+  what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again();
 }

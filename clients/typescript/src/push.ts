@@ -8,15 +8,19 @@
  */
 import { toBinary, type MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "./client.js";
-import { InternalError, InvalidArgumentError } from "./errors.js";
+import { InternalError, InvalidArgumentError, UnavailableError } from "./errors.js";
 import { Durability, type Watermark } from "./gen/astraflow/dataflow/v1/durability_pb.js";
-import type {
-  PushRequestSchema,
-  PushResponse,
-  PushResult,
+import {
+  Outcome,
+  type PushRequestSchema,
+  type PushResponse,
+  type PushResult,
 } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { EpisodeSchema, type Episode } from "./gen/astraflow/rollout/v1/trajectory_pb.js";
 import { mayComeBack, Outbox, pause } from "./streams.js";
+
+/** Episodes of one push, by the contract. */
+const MAX_PACK = 64;
 
 /** Bounds of a push stream; the window's are the contract's. */
 export interface PushLimits {
@@ -57,6 +61,7 @@ export class PushStream {
   #dataIncarnation = "";
   #durablePosition: bigint | undefined;
   #send: () => void = () => undefined;
+  #isSendDue = false;
   #isRunning = false;
   #running: Promise<void> = Promise.resolve();
   #listeners: (() => void)[] = [];
@@ -124,7 +129,17 @@ export class PushStream {
       this.#isRunning = true;
       this.#running = this.#run();
     }
-    this.#send();
+    this.#sendSoon();
+  }
+
+  /** After what is going on now, so that what is pushed meanwhile goes together. */
+  #sendSoon(): void {
+    if (this.#isSendDue) return;
+    this.#isSendDue = true;
+    setImmediate(() => {
+      this.#isSendDue = false;
+      this.#send();
+    });
   }
 
   async #run(): Promise<void> {
@@ -150,17 +165,17 @@ export class PushStream {
     let answered = 0n;
     this.#send = () => {
       for (let next = this.#nextToSend(); next !== undefined; next = this.#nextToSend()) {
-        requests.put({ sequence: ++sent, episode: next.episode });
+        requests.put({ sequence: ++sent, episodes: next.map(({ episode }) => episode) });
       }
     };
-    this.#send();
+    this.#sendSoon();
     try {
       for await (const response of this.#client.trajectories.push(requests, { signal })) {
         if (response.sequence !== ++answered) {
           throw new InternalError(`the server acknowledged push ${response.sequence}, expected ${answered}`);
         }
-        worked();
         this.#acknowledge(response);
+        worked();
         this.#send();
       }
     } finally {
@@ -171,30 +186,44 @@ export class PushStream {
     }
   }
 
-  #nextToSend(): Kept | undefined {
-    const [next] = this.#unsent;
-    if (next === undefined) return undefined;
+  /** What waits and fits the window: it goes together, and costs the server one commit. */
+  #nextToSend(): Kept[] | undefined {
     const { windowEpisodes, windowBytes } = this.#limits;
-    const isFull =
-      this.#inFlight.length >= windowEpisodes || bytesOf(this.#inFlight) + next.bytes > windowBytes;
-    if (this.#inFlight.length > 0 && isFull) return undefined;
-    this.#unsent.shift();
-    this.#inFlight.push(next);
-    return next;
+    const next: Kept[] = [];
+    let bytes = bytesOf(this.#inFlight);
+    for (let kept = this.#unsent[0]; kept !== undefined && next.length < MAX_PACK; kept = this.#unsent[0]) {
+      const isFull = this.#inFlight.length >= windowEpisodes || bytes + kept.bytes > windowBytes;
+      if (this.#inFlight.length > 0 && isFull) break;
+      this.#unsent.shift();
+      this.#inFlight.push(kept);
+      next.push(kept);
+      bytes += kept.bytes;
+    }
+    return next.length > 0 ? next : undefined;
   }
 
-  #acknowledge({ result, watermark }: PushResponse): void {
-    const kept = this.#inFlight.shift();
-    if (kept === undefined || result === undefined)
+  #acknowledge({ results, watermark }: PushResponse): void {
+    if (results.length === 0 || results.length > this.#inFlight.length)
       throw new InternalError("the server acknowledged what was not sent");
+    try {
+      for (const result of results) {
+        if (result.outcome === Outcome.RETRY)
+          throw new UnavailableError(`${result.reason}: ${result.detail}`);
+        this.#answered(this.#inFlight.shift()!, result);
+      }
+      if (watermark !== undefined) this.durable(watermark);
+    } finally {
+      this.#changed();
+    }
+  }
+
+  #answered(kept: Kept, result: PushResult): void {
     kept.resolve(result);
     if (result.durability < Durability.FSYNCED) {
       kept.position = result.position;
       kept.ackedMs = performance.now();
       this.#acked.push(kept);
     }
-    if (watermark !== undefined) this.durable(watermark);
-    this.#changed();
   }
 
   /** The server refuses the stream: everybody who waits gets the reason, the next push opens another one. */

@@ -16,6 +16,9 @@ const episode = (episodeId: string) => create(EpisodeSchema, { episodeId });
 /** A server that answers each push, and ends its stream as `endings` says after this many answers. */
 class FakeServer {
   readonly pushed: string[] = [];
+  readonly packs: number[] = [];
+  /** Episodes that must come again once. */
+  readonly retried = new Set<string>();
   readonly endings: { after: number; error: Error }[] = [];
   numStreams = 0;
   incarnation = "one";
@@ -37,25 +40,54 @@ class FakeServer {
     for (;;) {
       const { done, value } = await Promise.race([incoming.next(), aborted]);
       if (done) return;
-      const { sequence, episode: pushed } = value;
-      this.pushed.push(pushed!.episodeId);
+      const { sequence, episodes } = value;
+      this.packs.push(episodes.length);
+      const results = episodes.map(({ episodeId }) => {
+        this.pushed.push(episodeId);
+        const isRefused = this.retried.delete(episodeId);
+        return {
+          outcome: isRefused ? Outcome.RETRY : Outcome.ACCEPTED,
+          reason: isRefused ? "UNKNOWN_VERSION" : "",
+          durability: Durability.MEMORY,
+          position: BigInt(this.pushed.length),
+        };
+      });
       if (ending?.after === answered) throw ending.error;
-      const result = {
-        outcome: Outcome.ACCEPTED,
-        durability: Durability.MEMORY,
-        position: BigInt(this.pushed.length),
-      };
       const watermark = { durablePosition: 0n, dataIncarnation: this.incarnation };
-      answered++;
-      yield create(PushResponseSchema, { sequence, result, watermark });
+      answered += results.length;
+      yield create(PushResponseSchema, { sequence, results, watermark });
     }
   }
 }
 
+test("what waits is pushed together, as much as fits the window", async () => {
+  const server = new FakeServer();
+  const stream = new PushStream(server.client(), { windowEpisodes: 3 });
+  const ids = ["a", "b", "c", "d", "e"];
+  await Promise.all(ids.map((id) => stream.push(episode(id))));
+  assert.deepEqual(server.pushed, ids);
+  assert.equal(Math.max(...server.packs), 3);
+  assert.ok(await stream.close());
+});
+
+test("an episode that could not be taken in yet comes again, and those after it", async () => {
+  const server = new FakeServer();
+  server.retried.add("b");
+  const stream = new PushStream(server.client());
+  const results = await Promise.all(["a", "b", "c"].map((id) => stream.push(episode(id))));
+  assert.ok(results.every(({ outcome }) => outcome === Outcome.ACCEPTED));
+  assert.deepEqual(
+    server.pushed.filter((id) => id === "b"),
+    ["b", "b"],
+  );
+  assert.equal(server.numStreams, 2);
+  assert.ok(await stream.close());
+});
+
 test("what a lost stream did not answer is pushed again, in order", async () => {
   const server = new FakeServer();
   server.endings.push({ after: 1, error: new UnavailableError("away") });
-  const stream = new PushStream(server.client());
+  const stream = new PushStream(server.client(), { windowEpisodes: 1 });
   const results = await Promise.all(["a", "b", "c"].map((id) => stream.push(episode(id))));
   assert.deepEqual(
     results.map(({ outcome }) => outcome),

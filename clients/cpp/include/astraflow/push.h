@@ -57,8 +57,9 @@ class PushStream {
   void run();
   bool converse();
   void write(Opened* opened, const bool* is_over);
-  std::shared_ptr<Kept> next_to_send();
+  Queue next_to_send();
   void acknowledge(const dataflow::v1::PushResponse& response, uint64_t expected);
+  void answered(const dataflow::v1::PushResult& result);
   void changed_data_set(const std::string& incarnation);
   void refuse(const Error& error);
   void forget_safe();

@@ -1,0 +1,86 @@
+package astraflow
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	dataflowv1 "github.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1"
+	rolloutv1 "github.com/astraflow/astraflow/clients/go/astraflow/rollout/v1"
+)
+
+// pushServer goes away on its first stream once it may, and cannot take "c" in on the second one.
+type pushServer struct {
+	dataflowv1.UnimplementedTrajectoryServiceServer
+	mayGoAway chan struct{}
+	packs     []string // after the first stream
+	streams   int
+}
+
+func (s *pushServer) Push(stream dataflowv1.TrajectoryService_PushServer) error {
+	s.streams++
+	if s.streams == 1 {
+		<-s.mayGoAway
+		return status.Error(codes.Unavailable, "away")
+	}
+	for {
+		request, err := stream.Recv()
+		if err != nil {
+			return nil
+		}
+		response := &dataflowv1.PushResponse{Sequence: request.Sequence}
+		var ids []string
+		for _, episode := range request.Episodes {
+			ids = append(ids, episode.EpisodeId)
+			outcome := dataflowv1.Outcome_OUTCOME_ACCEPTED
+			if s.streams == 2 && episode.EpisodeId == "c" {
+				outcome = dataflowv1.Outcome_OUTCOME_RETRY
+			}
+			response.Results = append(response.Results, &dataflowv1.PushResult{Outcome: outcome})
+		}
+		s.packs = append(s.packs, strings.Join(ids, ""))
+		if err := stream.Send(response); err != nil {
+			return err
+		}
+	}
+}
+
+func TestWhatWaitsIsPushedTogetherAndWhatCouldNotBeTakenInComesAgain(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	failOn(t, err)
+	running, serving := &pushServer{mayGoAway: make(chan struct{})}, grpc.NewServer()
+	dataflowv1.RegisterTrajectoryServiceServer(serving, running)
+	go func() { _ = serving.Serve(listener) }()
+	t.Cleanup(serving.Stop)
+	client, err := Connect(listener.Addr().String())
+	failOn(t, err)
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	stream := NewPushStream(client, DefaultPushLimits)
+	var pushed []*Pushed
+	for _, id := range []string{"a", "b", "c", "d", "e"} {
+		each, err := stream.Push(ctx, &rolloutv1.Episode{EpisodeId: id})
+		failOn(t, err)
+		pushed = append(pushed, each)
+	}
+	close(running.mayGoAway)
+	for _, each := range pushed {
+		result, err := each.Wait(ctx)
+		failOn(t, err)
+		if result.Outcome != dataflowv1.Outcome_OUTCOME_ACCEPTED {
+			t.Fatalf("%s: %s", each.episode.EpisodeId, result.Outcome)
+		}
+	}
+	failOn(t, stream.Close(ctx))
+	if packs := fmt.Sprint(running.packs); packs != "[abcde cde]" {
+		t.Fatalf("the server saw %s", packs)
+	}
+}
