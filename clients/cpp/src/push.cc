@@ -127,25 +127,24 @@ bool PushStream::converse() {
   // On the next stream in the old order: the server recognises what it has.
   unsent_.insert(unsent_.begin(), in_flight_.begin(), in_flight_.end());
   in_flight_.clear();
-  if (wrong) throw *wrong;
-  if (!status.ok() && !is_stopped_) {
-    const Error error = typed_error(status);
-    if (sequence == 0 || !Client::may_come_back(error)) throw error;
-  }
-  return sequence > 0;
+  // The last response is what was wrong, if anything was.
+  const bool was_answered = sequence > (wrong ? 1 : 0);
+  if (!wrong && !status.ok() && !is_stopped_) wrong = typed_error(status);
+  if (wrong && !(was_answered && Client::may_come_back(*wrong))) throw *wrong;
+  return was_answered;
 }
 
 void PushStream::write(Opened* opened, const bool* is_over) {
   for (uint64_t sequence = 1;; ++sequence) {
-    PushRequest request;
+    Queue next;
     {
       Lock lock(mutex_);
-      Queue next;
       changed_.wait(lock, [&] { return *is_over || !(next = next_to_send()).empty(); });
-      if (next.empty()) return;
-      request.set_sequence(sequence);
-      for (const auto& kept : next) *request.add_episodes() = kept->episode;
     }
+    if (next.empty()) return;
+    PushRequest request;
+    request.set_sequence(sequence);
+    for (const auto& kept : next) *request.add_episodes() = kept->episode;  // nobody changes it any more
     if (!opened->Write(request)) return;  // the reader learns why
   }
 }
