@@ -43,7 +43,7 @@ class PushWindow(Generic[Request, Answer]):
         self._inside: deque[tuple[int, int, asyncio.Future[Answer]]] = deque()
         self._waiting: deque[tuple[int, Request, asyncio.Future[Answer]]] = deque()
         self._workers: set[asyncio.Task[None]] = set()
-        self._episodes = self._bytes = self._num_waiting = 0
+        self._episodes = self._bytes = self._waiting_episodes = 0
         self._ended = False
         self._is_busy = self._is_gathering = False
         self._came_s = self._gap_s = 0.0
@@ -63,11 +63,10 @@ class PushWindow(Generic[Request, Answer]):
         self._waiting.append((num_episodes, request, answer))
         self._episodes += num_episodes
         self._bytes += size_bytes
-        self._num_waiting += num_episodes
+        self._waiting_episodes += num_episodes
         self._came.set()
         self._note_enough()
-        if len(self._workers) < _IN_HAND and not self._is_gathering:
-            self._workers.add(asyncio.create_task(self._answer_waiting(), name="pushes in hand"))
+        self._put_to_work()
         while not self._has_room():
             self._left.clear()
             await self._left.wait()
@@ -112,6 +111,11 @@ class PushWindow(Generic[Request, Answer]):
             self._gap_s += (now_s - self._came_s - self._gap_s) / 4
         self._came_s = now_s
 
+    def _put_to_work(self) -> None:
+        """See that what waits is taken, unless as much is in hand as may be, or somebody gathers."""
+        if self._waiting and len(self._workers) < _IN_HAND and not self._is_gathering:
+            self._workers.add(asyncio.create_task(self._answer_waiting(), name="pushes in hand"))
+
     async def _answer_waiting(self) -> None:
         worker = asyncio.current_task()
         assert worker is not None
@@ -120,6 +124,7 @@ class PushWindow(Generic[Request, Answer]):
                 if self._is_busy:
                     await self._until_enough_wait()
                 taken = self._take()
+                self._put_to_work()  # of what is left over
                 if taken:  # else the other worker took them
                     await self._answer(*zip(*taken, strict=True))
         finally:
@@ -132,12 +137,12 @@ class PushWindow(Generic[Request, Answer]):
             num_episodes, request, answer = self._waiting.popleft()
             taken.append((request, answer))
             num_taken += num_episodes
-        self._num_waiting -= num_taken
+        self._waiting_episodes -= num_taken
         self._note_enough()
         return taken
 
     def _note_enough(self) -> None:
-        has_portion = self._num_waiting >= _PORTION and self._num_waiting > len(self._waiting)
+        has_portion = self._waiting_episodes >= _PORTION and self._waiting_episodes > len(self._waiting)
         if has_portion or not self._has_room() or self._ended:
             self._enough.set()
         else:

@@ -99,6 +99,32 @@ async def test_a_full_window_is_taken_at_once_and_packs_as_soon_as_they_are_half
     await filling
 
 
+async def test_the_other_half_is_taken_even_if_both_came_while_one_was_gathered(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_window, "_LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr(push_window, "_MOST_WAIT_S", 60.0)
+    window, num_episodes = PushWindow[int, int](work), MAX_EPISODES // 8
+    work.gate.set()
+    await window.add(num_episodes, 10, 0)
+    await asyncio.sleep(0.01)
+    work.gate.clear()
+
+    async def fill() -> None:
+        for number in range(1, 9):
+            await window.add(num_episodes, 10, number)
+            if number == 1:
+                await asyncio.sleep(0.01)  # one gathers by now
+        await window.end()
+
+    filling = asyncio.create_task(fill())
+    await asyncio.sleep(0.05)
+    assert work.taken == [[0], [1, 2, 3, 4], [5, 6, 7]], "all that the window holds is in hand"
+    work.gate.set()
+    assert [answer async for answer in window.answers()] == list(range(9))
+    await filling
+
+
 @pytest.mark.parametrize(("gap_s", "wait_s"), [(0.0001, 0.004), (0.002, 0.016), (1.0, 0.032)])
 async def test_requests_are_waited_for_as_long_as_several_take_at_their_pace(
     work: Work, monkeypatch: pytest.MonkeyPatch, gap_s: float, wait_s: float
