@@ -36,6 +36,7 @@ type Pushed struct {
 
 	episode  *rolloutv1.Episode
 	size     int
+	sequence uint64 // of the push of the stream of now that it went with
 	position uint64
 	ackedAt  time.Time
 }
@@ -195,10 +196,10 @@ func (p *PushStream) converse() (answered bool, err error) {
 		defer close(writes)
 		p.write(ctx, opened)
 	}()
-	for sequence := uint64(1); err == nil; sequence++ {
+	for err == nil {
 		var response *dataflowv1.PushResponse
 		if response, err = opened.Recv(); err == nil {
-			err = p.acknowledge(response, sequence)
+			err = p.acknowledge(response)
 			answered = answered || err == nil
 		}
 	}
@@ -214,9 +215,9 @@ func (p *PushStream) converse() (answered bool, err error) {
 func (p *PushStream) write(ctx context.Context, opened dataflowv1.TrajectoryService_PushClient) {
 	for sequence := uint64(1); ; sequence++ {
 		p.lock.Lock()
-		next := p.nextToSend()
+		next := p.nextToSend(sequence)
 		for next == nil && p.await(ctx) {
-			next = p.nextToSend()
+			next = p.nextToSend(sequence)
 		}
 		p.lock.Unlock()
 		if next == nil {
@@ -233,7 +234,7 @@ func (p *PushStream) write(ctx context.Context, opened dataflowv1.TrajectoryServ
 }
 
 // nextToSend takes what waits and fits the window: it goes together, and costs the server one commit.
-func (p *PushStream) nextToSend() (next []*Pushed) {
+func (p *PushStream) nextToSend(sequence uint64) (next []*Pushed) {
 	inFlight := sizeOf(p.inFlight)
 	for len(p.unsent) > 0 && len(next) < maxPack {
 		pushed := p.unsent[0]
@@ -241,18 +242,22 @@ func (p *PushStream) nextToSend() (next []*Pushed) {
 		if len(p.inFlight) > 0 && isFull {
 			break
 		}
+		pushed.sequence = sequence
 		p.unsent, p.inFlight, next = p.unsent[1:], append(p.inFlight, pushed), append(next, pushed)
 		inFlight += pushed.size
 	}
 	return next
 }
 
-func (p *PushStream) acknowledge(response *dataflowv1.PushResponse, expected uint64) error {
+func (p *PushStream) acknowledge(response *dataflowv1.PushResponse) error {
 	p.lock.Lock()
 	defer p.lock.Unlock()
-	results := response.GetResults()
-	if response.GetSequence() != expected || len(results) == 0 || len(results) > len(p.inFlight) {
-		return newError(Internal, "the server acknowledged %d episodes in push %d, expected push %d", len(results), response.GetSequence(), expected)
+	results, expected := response.GetResults(), 0
+	for expected < len(p.inFlight) && p.inFlight[expected].sequence <= response.GetSequence() {
+		expected++
+	}
+	if expected == 0 || len(results) != expected {
+		return newError(Internal, "the server acknowledged %d episodes up to push %d, expected %d", len(results), response.GetSequence(), expected)
 	}
 	defer p.notify()
 	for _, result := range results {

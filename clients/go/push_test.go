@@ -52,16 +52,23 @@ func (s *pushServer) Push(stream dataflowv1.TrajectoryService_PushServer) error 
 	}
 }
 
-func TestWhatWaitsIsPushedTogetherAndWhatCouldNotBeTakenInComesAgain(t *testing.T) {
+// servedBy returns a client of the server, for as long as the test takes.
+func servedBy(t *testing.T, running dataflowv1.TrajectoryServiceServer) *Client {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	failOn(t, err)
-	running, serving := &pushServer{mayGoAway: make(chan struct{})}, grpc.NewServer()
+	serving := grpc.NewServer()
 	dataflowv1.RegisterTrajectoryServiceServer(serving, running)
 	go func() { _ = serving.Serve(listener) }()
 	t.Cleanup(serving.Stop)
 	client, err := Connect(listener.Addr().String())
 	failOn(t, err)
-	defer client.Close()
+	t.Cleanup(func() { _ = client.Close() })
+	return client
+}
+
+func TestWhatWaitsIsPushedTogetherAndWhatCouldNotBeTakenInComesAgain(t *testing.T) {
+	running := &pushServer{mayGoAway: make(chan struct{})}
+	client := servedBy(t, running)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	stream := NewPushStream(client, DefaultPushLimits)
@@ -82,5 +89,55 @@ func TestWhatWaitsIsPushedTogetherAndWhatCouldNotBeTakenInComesAgain(t *testing.
 	failOn(t, stream.Close(ctx))
 	if packs := fmt.Sprint(running.packs); packs != "[abcde cde]" {
 		t.Fatalf("the server saw %s", packs)
+	}
+}
+
+// twoAtOnceServer acknowledges two pushes in one response, on its first stream with an answer too few.
+type twoAtOnceServer struct {
+	dataflowv1.UnimplementedTrajectoryServiceServer
+	received chan string
+	streams  int
+}
+
+func (s *twoAtOnceServer) Push(stream dataflowv1.TrajectoryService_PushServer) error {
+	s.streams++
+	response := &dataflowv1.PushResponse{}
+	for len(response.Results) < 2 {
+		request, err := stream.Recv()
+		if err != nil {
+			return err
+		}
+		response.Sequence = request.Sequence
+		for _, episode := range request.Episodes {
+			outcome := dataflowv1.Outcome_OUTCOME_ACCEPTED
+			response.Results = append(response.Results, &dataflowv1.PushResult{Outcome: outcome})
+			s.received <- episode.EpisodeId
+		}
+	}
+	if s.streams == 1 {
+		response.Results = response.Results[:1]
+	}
+	if err := stream.Send(response); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return nil
+}
+
+func TestOneResponseMayAcknowledgeSeveralPushesAndOneWithAnAnswerTooFewNone(t *testing.T) {
+	running := &twoAtOnceServer{received: make(chan string, 8)}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	stream := NewPushStream(servedBy(t, running), DefaultPushLimits)
+	for _, id := range []string{"a", "b"} {
+		_, err := stream.Push(ctx, &rolloutv1.Episode{EpisodeId: id})
+		failOn(t, err)
+		if received := <-running.received; received != id {
+			t.Fatalf("the server received %s", received)
+		}
+	}
+	failOn(t, stream.Close(ctx))
+	if again := <-running.received + <-running.received; again != "ab" {
+		t.Fatalf("the server received %s again", again)
 	}
 }

@@ -247,7 +247,7 @@ ROWS = [
         Row(work(credits=tasks.Credits(weight_faults=[FAULT])), f"credits.weight_faults.{name}")
         for name in ("policy_id", "tensor", "problem")
     ),
-    Row(trajectories.PushRequest(episode=push().episode), "sequence"),
+    Row(trajectories.PushRequest(episodes=[push().episode]), "sequence"),
     Row(trajectories.PushRequest(sequence=1), "episodes", element=lambda _: push().episode),
     Row(push(), "episode.task_id"),
     Row(push(), "episode.episode_id", ["!", "~" * 128], ["", "a b", "é", "a" * 129], slugs=("bad_id",)),

@@ -210,7 +210,7 @@ OTHERS = {
     ),
     "stream into their run": (
         lambda scene: scene.stream(
-            pushes.PushRequest(sequence=1, episode=scene.episode(run_id="theirs")),
+            pushes.PushRequest(sequence=1, episodes=[scene.episode(run_id="theirs")]),
         ),
         DENIED,
         "run",
@@ -249,7 +249,7 @@ WRONG = {
     ),
     "a session that says nothing": (lambda scene: scene.work(), "DEADLINE_EXCEEDED", ""),
     "pushes out of order": (
-        lambda scene: scene.stream(pushes.PushRequest(sequence=7, episode=scene.episode())),
+        lambda scene: scene.stream(pushes.PushRequest(sequence=7, episodes=[scene.episode()])),
         INVALID,
         "",
     ),
@@ -259,13 +259,6 @@ WRONG = {
         "",
     ),
     "a push of nothing": (lambda scene: scene.stream(pushes.PushRequest(sequence=1)), INVALID, ""),
-    "one episode and several": (
-        lambda scene: scene.stream(
-            pushes.PushRequest(sequence=1, episode=scene.episode(), episodes=[scene.episode()])
-        ),
-        INVALID,
-        "",
-    ),
     "a version never announced": (pushed(version=9), "UNKNOWN_VERSION", ""),
 }
 QUARANTINED = {

@@ -157,6 +157,10 @@ class ScriptedDataflow(
     pushes: list[trajectory_pb2.Episode] = field(default_factory=list)
     packs: list[int] = field(default_factory=list)
     """Episodes of each push message."""
+    acknowledged: list[int] = field(default_factory=list)
+    """Push messages that each response acknowledges."""
+    results_left_out: int = 0
+    """Of the next response."""
     push_streams: int = 0
     max_unacked: int = 0
     _unacked: int = 0
@@ -257,10 +261,16 @@ class ScriptedDataflow(
                 if broken.done():
                     taking.cancel()
                     await context.abort(*_LOST)
-                request = taking.result()
-                self._unacked -= len(request.episodes)
-                results = [self.judge(episode) for episode in request.episodes]
-                yield trajectories.PushResponse(sequence=request.sequence, results=results)
+                requests = [taking.result()]
+                while not received.empty():
+                    requests.append(received.get_nowait())
+                self.acknowledged.append(len(requests))
+                episodes = [episode for request in requests for episode in request.episodes]
+                self._unacked -= len(episodes)
+                results = [self.judge(episode) for episode in episodes]
+                del results[: self.results_left_out]
+                self.results_left_out = 0
+                yield trajectories.PushResponse(sequence=requests[-1].sequence, results=results)
         finally:
             reading.cancel()
             broken.cancel()

@@ -1,5 +1,6 @@
 #include "astraflow/push.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace astraflow {
@@ -23,6 +24,7 @@ struct PushStream::Kept {
   size_t size;
   std::promise<PushResult> promise;
   bool is_answered = false;  // pushed again after a loss of data: its caller has an answer
+  uint64_t sequence = 0;  // of the push of the stream of now that it went with
   uint64_t position = 0;
   Clock::time_point acked_at;
 
@@ -107,10 +109,10 @@ bool PushStream::converse() {
   const auto opened = stub->Push(context.get());
   bool is_over = false;
   std::thread writer(&PushStream::write, this, opened.get(), &is_over);
-  uint64_t sequence = 0;
+  bool was_answered = false;
   std::optional<Error> wrong;
   try {
-    for (PushResponse response; opened->Read(&response);) acknowledge(response, ++sequence);
+    for (PushResponse response; opened->Read(&response); was_answered = true) acknowledge(response);
   } catch (const Error& error) {
     wrong = error;
     context->TryCancel();
@@ -127,8 +129,6 @@ bool PushStream::converse() {
   // On the next stream in the old order: the server recognises what it has.
   unsent_.insert(unsent_.begin(), in_flight_.begin(), in_flight_.end());
   in_flight_.clear();
-  // The last response is what was wrong, if anything was.
-  const bool was_answered = sequence > (wrong ? 1 : 0);
   if (!wrong && !status.ok() && !is_stopped_) wrong = typed_error(status);
   if (wrong && !(was_answered && Client::may_come_back(*wrong))) throw *wrong;
   return was_answered;
@@ -139,7 +139,7 @@ void PushStream::write(Opened* opened, const bool* is_over) {
     Queue next;
     {
       Lock lock(mutex_);
-      changed_.wait(lock, [&] { return *is_over || !(next = next_to_send()).empty(); });
+      changed_.wait(lock, [&] { return *is_over || !(next = next_to_send(sequence)).empty(); });
     }
     if (next.empty()) return;
     PushRequest request;
@@ -150,25 +150,28 @@ void PushStream::write(Opened* opened, const bool* is_over) {
 }
 
 // What waits and fits the window: it goes together, and costs the server one commit.
-PushStream::Queue PushStream::next_to_send() {
+PushStream::Queue PushStream::next_to_send(uint64_t sequence) {
   Queue next;
   for (size_t bytes = Kept::sum(in_flight_); !unsent_.empty() && next.size() < kMaxPack; bytes += next.back()->size) {
     const auto kept = unsent_.front();
     const bool is_full = in_flight_.size() >= limits_.window_episodes || bytes + kept->size > limits_.window_bytes;
     if (!in_flight_.empty() && is_full) break;
     unsent_.pop_front();
+    kept->sequence = sequence;
     in_flight_.push_back(kept);
     next.push_back(kept);
   }
   return next;
 }
 
-void PushStream::acknowledge(const PushResponse& response, uint64_t expected) {
+void PushStream::acknowledge(const PushResponse& response) {
   const Lock lock(mutex_);
-  const size_t num_results = static_cast<size_t>(response.results_size());
-  if (response.sequence() != expected || num_results == 0 || num_results > in_flight_.size()) {
-    throw Error("INTERNAL", "the server acknowledged " + std::to_string(num_results) + " episodes in push " +
-                                std::to_string(response.sequence()) + ", expected push " + std::to_string(expected));
+  const auto is_later = [&](const auto& kept) { return kept->sequence > response.sequence(); };
+  const auto expected = std::find_if(in_flight_.begin(), in_flight_.end(), is_later) - in_flight_.begin();
+  if (expected == 0 || response.results_size() != expected) {
+    throw Error("INTERNAL", "the server acknowledged " + std::to_string(response.results_size()) +
+                                " episodes up to push " + std::to_string(response.sequence()) + ", expected " +
+                                std::to_string(expected));
   }
   changed_.notify_all();
   for (const PushResult& result : response.results()) {

@@ -125,6 +125,55 @@ class PushServer final : public astraflow::dataflow::v1::TrajectoryService::Serv
   int num_streams_ = 0;
 };
 
+// Acknowledges two episodes in one response, on its first stream with an answer too few.
+class TwoAtOnceServer final : public astraflow::dataflow::v1::TrajectoryService::Service {
+ public:
+  grpc::Status Push(grpc::ServerContext*, grpc::ServerReaderWriter<astraflow::dataflow::v1::PushResponse,
+                                                                   astraflow::dataflow::v1::PushRequest>* stream) override {
+    const bool is_first = ++num_streams_ == 1;
+    astraflow::dataflow::v1::PushResponse response;
+    for (astraflow::dataflow::v1::PushRequest request; response.results_size() < 2 && stream->Read(&request);) {
+      response.set_sequence(request.sequence());
+      for (const auto& episode : request.episodes()) {
+        received += episode.episode_id();
+        response.add_results()->set_outcome(astraflow::dataflow::v1::OUTCOME_ACCEPTED);
+      }
+      if (is_first && response.results_size() == 1) has_first.set_value();
+    }
+    if (is_first) response.mutable_results()->RemoveLast();
+    stream->Write(response);
+    for (astraflow::dataflow::v1::PushRequest request; stream->Read(&request);) received += "more";
+    return grpc::Status::OK;
+  }
+
+  std::promise<void> has_first;
+  std::string received;
+
+ private:
+  int num_streams_ = 0;
+};
+
+void one_response_may_acknowledge_several_pushes_and_one_with_an_answer_too_few_none() {
+  TwoAtOnceServer served;
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port).RegisterService(&served);
+  const auto server = builder.BuildAndStart();
+  const astraflow::Client client("127.0.0.1:" + std::to_string(port), {});
+  astraflow::PushStream stream(client);
+  astraflow::rollout::v1::Episode episode;
+  episode.set_episode_id("a");
+  auto first = stream.push(episode);
+  served.has_first.get_future().wait();
+  episode.set_episode_id("b");
+  auto second = stream.push(episode);
+  check(first.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "the first is accepted");
+  check(second.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "the second is accepted");
+  check(stream.close(), "closed with all answered");
+  server->Shutdown();
+  check(served.received == "abab", "the server received " + served.received);
+}
+
 void what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again() {
   PushServer served;
   grpc::ServerBuilder builder;
@@ -155,4 +204,5 @@ int main(int, char** arguments) {
   a_token_does_not_travel_in_the_clear();
   columns_are_views_of_their_message();
   what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again();
+  one_response_may_acknowledge_several_pushes_and_one_with_an_answer_too_few_none();
 }

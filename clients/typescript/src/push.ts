@@ -46,6 +46,8 @@ interface Kept {
   readonly bytes: number;
   resolve(result: PushResult): void;
   reject(error: unknown): void;
+  /** Of the push of the stream of now that it went with. */
+  sequence: bigint;
   position: bigint;
   ackedMs: number;
 }
@@ -87,7 +89,7 @@ export class PushStream {
     if (this.#stopped.signal.aborted)
       throw new InvalidArgumentError("the push stream is closed; open another one");
     return new Promise((resolve, reject) => {
-      this.#unsent.push({ episode, bytes, resolve, reject, position: 0n, ackedMs: 0 });
+      this.#unsent.push({ episode, bytes, resolve, reject, sequence: 0n, position: 0n, ackedMs: 0 });
       this.#start();
     });
   }
@@ -161,19 +163,15 @@ export class PushStream {
   /** One stream: write what fits the window, read acknowledgements. */
   async #converse(signal: AbortSignal, worked: () => void): Promise<void> {
     const requests = new Outbox<MessageInitShape<typeof PushRequestSchema>>();
-    let sent = 0n;
-    let answered = 0n;
+    let sequence = 1n;
     this.#send = () => {
-      for (let next = this.#nextToSend(); next !== undefined; next = this.#nextToSend()) {
-        requests.put({ sequence: ++sent, episodes: next.map(({ episode }) => episode) });
+      for (let next = this.#nextToSend(sequence); next !== undefined; next = this.#nextToSend(sequence)) {
+        requests.put({ sequence: sequence++, episodes: next.map(({ episode }) => episode) });
       }
     };
     this.#sendSoon();
     try {
       for await (const response of this.#client.trajectories.push(requests, { signal })) {
-        if (response.sequence !== ++answered) {
-          throw new InternalError(`the server acknowledged push ${response.sequence}, expected ${answered}`);
-        }
         this.#acknowledge(response);
         worked();
         this.#send();
@@ -187,7 +185,7 @@ export class PushStream {
   }
 
   /** What waits and fits the window: it goes together, and costs the server one commit. */
-  #nextToSend(): Kept[] | undefined {
+  #nextToSend(sequence: bigint): Kept[] | undefined {
     const { windowEpisodes, windowBytes } = this.#limits;
     const next: Kept[] = [];
     let bytes = bytesOf(this.#inFlight);
@@ -195,6 +193,7 @@ export class PushStream {
       const isFull = this.#inFlight.length >= windowEpisodes || bytes + kept.bytes > windowBytes;
       if (this.#inFlight.length > 0 && isFull) break;
       this.#unsent.shift();
+      kept.sequence = sequence;
       this.#inFlight.push(kept);
       next.push(kept);
       bytes += kept.bytes;
@@ -202,9 +201,12 @@ export class PushStream {
     return next.length > 0 ? next : undefined;
   }
 
-  #acknowledge({ results, watermark }: PushResponse): void {
-    if (results.length === 0 || results.length > this.#inFlight.length)
-      throw new InternalError("the server acknowledged what was not sent");
+  #acknowledge({ sequence, results, watermark }: PushResponse): void {
+    const expected = this.#inFlight.filter((kept) => kept.sequence <= sequence).length;
+    if (expected === 0 || results.length !== expected)
+      throw new InternalError(
+        `the server acknowledged ${results.length} episodes up to push ${sequence}, expected ${expected}`,
+      );
     try {
       for (const result of results) {
         if (result.outcome === Outcome.RETRY)

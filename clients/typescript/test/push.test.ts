@@ -1,11 +1,12 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { create } from "@bufbuild/protobuf";
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { PushStream, UnavailableError, NotFoundError, type Client } from "../src/index.js";
 import {
   Durability,
   Outcome,
   PushResponseSchema,
+  PushResultSchema,
   WatermarkSchema,
   type PushRequest,
 } from "../src/dataflow.js";
@@ -20,6 +21,10 @@ class FakeServer {
   /** Episodes that must come again once. */
   readonly retried = new Set<string>();
   readonly endings: { after: number; error: Error }[] = [];
+  /** Episodes that are acknowledged together. */
+  together = 1;
+  /** Answers that the next response leaves out. */
+  leftOut = 0;
   numStreams = 0;
   incarnation = "one";
 
@@ -37,25 +42,30 @@ class FakeServer {
       signal.addEventListener("abort", () => reject(signal.reason)),
     );
     const incoming = requests[Symbol.asyncIterator]();
+    let results: MessageInitShape<typeof PushResultSchema>[] = [];
     for (;;) {
       const { done, value } = await Promise.race([incoming.next(), aborted]);
       if (done) return;
       const { sequence, episodes } = value;
       this.packs.push(episodes.length);
-      const results = episodes.map(({ episodeId }) => {
+      for (const { episodeId } of episodes) {
         this.pushed.push(episodeId);
         const isRefused = this.retried.delete(episodeId);
-        return {
+        results.push({
           outcome: isRefused ? Outcome.RETRY : Outcome.ACCEPTED,
           reason: isRefused ? "UNKNOWN_VERSION" : "",
           durability: Durability.MEMORY,
           position: BigInt(this.pushed.length),
-        };
-      });
+        });
+      }
+      if (results.length < this.together) continue;
+      results.splice(0, this.leftOut);
+      this.leftOut = 0;
       if (ending?.after === answered) throw ending.error;
       const watermark = { durablePosition: 0n, dataIncarnation: this.incarnation };
       answered += results.length;
       yield create(PushResponseSchema, { sequence, results, watermark });
+      results = [];
     }
   }
 }
@@ -67,6 +77,19 @@ test("what waits is pushed together, as much as fits the window", async () => {
   await Promise.all(ids.map((id) => stream.push(episode(id))));
   assert.deepEqual(server.pushed, ids);
   assert.equal(Math.max(...server.packs), 3);
+  assert.ok(await stream.close());
+});
+
+test("one response may acknowledge several pushes, and one with an answer too few none", async () => {
+  const server = new FakeServer();
+  server.together = 2;
+  server.leftOut = 1;
+  const stream = new PushStream(server.client());
+  const first = stream.push(episode("a"));
+  while (server.pushed.length < 1) await new Promise(setImmediate);
+  await Promise.all([first, stream.push(episode("b"))]);
+  assert.deepEqual(server.pushed, ["a", "b", "a", "b"]);
+  assert.deepEqual(server.packs.slice(0, 2), [1, 1]);
   assert.ok(await stream.close());
 });
 

@@ -111,7 +111,7 @@ class Driver:
         requests = self._requests(leases, episodes, members or self.group_size, packed=packed)
         accepted = 0
         async for response in self.client.open(self.client.trajectories.Push, requests):
-            for result in response.results or [response.result]:
+            for result in response.results:
                 if result.outcome != pushes.OUTCOME_ACCEPTED:
                     raise RuntimeError(f"a push was answered {result}")
                 accepted += 1
@@ -125,10 +125,7 @@ class Driver:
             group = list(episodes.of(lease.task.task_id, attempt=lease.attempt, group_size=members))
             for some in [group] if packed else [[episode] for episode in group]:
                 sequence += 1
-                if packed:
-                    yield pushes.PushRequest(sequence=sequence, episodes=some)
-                else:
-                    yield pushes.PushRequest(sequence=sequence, episode=some[0])
+                yield pushes.PushRequest(sequence=sequence, episodes=some)
 
     async def acquire(self) -> batch_pb2.Batch:
         """The batch of the next step."""

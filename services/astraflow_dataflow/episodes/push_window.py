@@ -79,21 +79,23 @@ class PushWindow(Generic[Request, Answer]):
         self._note_enough()
         self._left.set()
 
-    async def answers(self) -> AsyncIterator[Answer]:
-        """Yield answers in order until that of the last request. Raises a request's error in its turn."""
+    async def answers(self) -> AsyncIterator[list[Answer]]:
+        """Yield answers in order until that of the last request, together those that are there together. Raises a
+        request's error in its turn.
+        """
         while True:
             while not self._inside:
                 if self._ended:
                     return
                 self._came.clear()
                 await self._came.wait()
-            num_episodes, size_bytes, future = self._inside[0]
-            answer = await future
-            self._inside.popleft()
-            self._episodes -= num_episodes
-            self._bytes -= size_bytes
+            answers = [await self._inside[0][-1]]
+            self._leave()
+            while self._inside and _has_answer(self._inside[0][-1]):
+                answers.append(self._inside[0][-1].result())
+                self._leave()
             self._left.set()
-            yield answer
+            yield answers
 
     def close(self) -> None:
         """Leave what is still inside; committed pushes stay committed."""
@@ -104,6 +106,11 @@ class PushWindow(Generic[Request, Answer]):
             if not answer.cancelled():
                 answer.exception()  # nobody will hear it
         self._inside.clear()
+
+    def _leave(self) -> None:
+        num_episodes, size_bytes, _ = self._inside.popleft()
+        self._episodes -= num_episodes
+        self._bytes -= size_bytes
 
     def _note_pace(self, now_s: float) -> None:
         self._is_busy = bool(self._inside)
@@ -171,3 +178,7 @@ class PushWindow(Generic[Request, Answer]):
 
     def _has_room(self) -> bool:
         return self._ended or (self._episodes < MAX_EPISODES and self._bytes < MAX_BYTES)
+
+
+def _has_answer(answer: asyncio.Future[Any]) -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None

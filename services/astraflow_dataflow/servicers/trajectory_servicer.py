@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pb
@@ -24,9 +26,17 @@ class _Push(NamedTuple):
     """A request of a push stream."""
 
     sequence: int
-    is_pack: bool
     run_id: str
     episodes: Sequence[Episode]
+
+
+class _Answer(NamedTuple):
+    """What became of a request."""
+
+    sequence: int
+    run_id: str
+    results: Sequence[pb.PushResult]
+    watermark: Watermark | None
 
 
 @dataclass(frozen=True)
@@ -40,19 +50,21 @@ class TrajectoryServicer(trajectory_service_pb2_grpc.TrajectoryServiceServicer):
     async def Push(
         self, requests: AsyncIterator[pb.PushRequest], context: Context
     ) -> AsyncIterator[pb.PushResponse]:
-        window: PushWindow[_Push, pb.PushResponse] = PushWindow(self._pushed)
+        window: PushWindow[_Push, _Answer] = PushWindow(self._pushed)
         reader = asyncio.create_task(_read(requests, window), name="pushes")
         try:
-            async for response in window.answers():
-                yield response
+            async for answers in window.answers():
+                # One response costs as much as the work on an episode. A watermark is that of a run.
+                for _, own in groupby(answers, key=attrgetter("run_id")):
+                    yield _response(list(own))
             await reader
         finally:
             reader.cancel()
             window.close()
 
-    async def _pushed(self, pushes: Sequence[_Push]) -> list[pb.PushResponse | Exception]:
+    async def _pushed(self, pushes: Sequence[_Push]) -> list[_Answer | Exception]:
         """What is answered to requests that came together; those of one run are taken in together."""
-        answers: dict[int, pb.PushResponse | Exception] = {}
+        answers: dict[int, _Answer | Exception] = {}
         for run_id in dict.fromkeys(push.run_id for push in pushes):
             own = [push for push in pushes if push.run_id == run_id]
             try:
@@ -63,17 +75,19 @@ class TrajectoryServicer(trajectory_service_pb2_grpc.TrajectoryServiceServicer):
                 continue
             watermark = self.durability.watermark(run_id)
             for push in own:
-                results = [next(pushed) for _ in push.episodes]
-                answers[push.sequence] = _response(push, results, watermark)
+                results = [_result(next(pushed)) for _ in push.episodes]
+                answers[push.sequence] = _Answer(push.sequence, run_id, results, watermark)
         return [answers[push.sequence] for push in pushes]
 
     async def PushEpisode(self, request: pb.PushEpisodeRequest, context: Context) -> pb.PushEpisodeResponse:
         run = await self.registry.get(request.episode.run_id)
-        result = _alone(await self.ingest.push(run, [request.episode]))
+        (result,) = await self.ingest.push(run, [request.episode])
+        if isinstance(result, AstraflowError):
+            raise result
         return pb.PushEpisodeResponse(result=result, watermark=self.durability.watermark(run.run_id))
 
 
-async def _read(requests: AsyncIterator[pb.PushRequest], window: PushWindow[_Push, pb.PushResponse]) -> None:
+async def _read(requests: AsyncIterator[pb.PushRequest], window: PushWindow[_Push, _Answer]) -> None:
     expected = 1
     try:
         async for request in requests:
@@ -82,47 +96,26 @@ async def _read(requests: AsyncIterator[pb.PushRequest], window: PushWindow[_Pus
                     f"sequence {request.sequence} follows {expected - 1}; number pushes 1, 2, 3 … within a stream"
                 )
             expected += 1
-            episodes = _episodes(request)
-            push = _Push(request.sequence, bool(request.episodes), episodes[0].run_id, episodes)
-            await window.add(len(episodes), request.ByteSize(), push)
+            push = _Push(request.sequence, _run_of(request), request.episodes)
+            await window.add(len(push.episodes), request.ByteSize(), push)
     finally:
         await window.end()
 
 
-def _episodes(request: pb.PushRequest) -> Sequence[Episode]:
-    """The episodes of a push. Raises InvalidArgumentError when it has none, two kinds, or those of several runs."""
-    if request.HasField("episode") == bool(request.episodes):
-        raise InvalidArgumentError(
-            f"push {request.sequence} has {'both' if request.episodes else 'neither'} `episode` "
-            f"{'and' if request.episodes else 'nor'} `episodes`; give one of them"
-        )
-    episodes = request.episodes or [request.episode]
-    runs = sorted({episode.run_id for episode in episodes})
+def _run_of(request: pb.PushRequest) -> str:
+    """The run of the episodes. Raises InvalidArgumentError when they are of several."""
+    runs = sorted({episode.run_id for episode in request.episodes})
     if len(runs) > 1:
         raise InvalidArgumentError(
             f"push {request.sequence} has episodes of the runs {runs[0]!r} and {runs[1]!r}; push those of one run "
             "together"
         )
-    return episodes
+    return runs[0]
 
 
-def _alone(pushed: Sequence[Pushed]) -> pb.PushResult:
-    (result,) = pushed
-    if isinstance(result, AstraflowError):
-        raise result
-    return result
-
-
-def _response(
-    push: _Push, results: Sequence[Pushed], watermark: Watermark | None
-) -> pb.PushResponse | AstraflowError:
-    """The answer to a request; one that has an episode of its own is answered with its error."""
-    if push.is_pack:
-        return pb.PushResponse(sequence=push.sequence, watermark=watermark, results=map(_result, results))
-    (result,) = results
-    if isinstance(result, AstraflowError):
-        return result
-    return pb.PushResponse(sequence=push.sequence, watermark=watermark, result=result)
+def _response(answers: Sequence[_Answer]) -> pb.PushResponse:
+    results = [result for answer in answers for result in answer.results]
+    return pb.PushResponse(sequence=answers[-1].sequence, results=results, watermark=answers[-1].watermark)
 
 
 def _result(pushed: Pushed) -> pb.PushResult:

@@ -201,27 +201,28 @@ class Pusher(StreamService):
         sequence = 0
         while True:
             # What was finished while the last one was written goes together, and costs the server one commit.
-            episodes = [spooled.episode for spooled in iter(self._spool.next_to_send, None)]
-            if not episodes:
+            pack = list(iter(self._spool.next_to_send, None))
+            if not pack:
                 self._to_send.clear()
                 await self._to_send.wait()
                 continue
             sequence += 1
-            for episode in episodes:
-                self._journal.sent(episode)
+            episodes = [spooled.episode for spooled in pack]
+            for spooled in pack:
+                spooled.sequence = sequence
+                self._journal.sent(spooled.episode)
                 failpoints.hit("raas.push")
             await call.write(trajectory_service_pb2.PushRequest(sequence=sequence, episodes=episodes))
             for _ in episodes:
                 failpoints.hit("raas.pushed")
 
     async def _read(self, call: PushCall) -> None:
-        expected = 0
         async for response in call:
-            expected += 1
-            if response.sequence != expected:
+            expected = self._spool.num_in_flight(response.sequence)
+            if not expected or len(response.results) != expected:
                 raise InternalError(
-                    f"the server acknowledged push {response.sequence}, expected {expected}: "
-                    "acknowledgements come in order; the stream is opened anew"
+                    f"the server acknowledged {len(response.results)} episodes up to push {response.sequence}, "
+                    f"expected {expected}; the stream is opened anew"
                 )
             for result in response.results:
                 if result.outcome == trajectory_service_pb2.OUTCOME_RETRY:
@@ -233,8 +234,6 @@ class Pusher(StreamService):
         self._failures = 0
         was_repeating = self._spool.num_repeated
         spooled = self._spool.acknowledge(result)
-        if spooled is None:
-            raise InternalError("the server acknowledged a push that was never sent")
         if was_repeating and not self._spool.num_repeated:
             log.info("push.repeated_all")
             self.on_change()

@@ -36,6 +36,8 @@ class Spooled:
     episode: trajectory_pb2.Episode
     size_bytes: int
     outcome: asyncio.Future[trajectory_service_pb2.PushResult]
+    sequence: int = 0
+    """The push of the stream of now that it went with."""
     file: int | None = None
     """Its file on disk; None when it could not be written."""
     acked_s: float = 0.0
@@ -94,11 +96,12 @@ class Spool:
         self._flight_bytes += spooled.size_bytes
         return spooled
 
-    def acknowledge(self, result: trajectory_service_pb2.PushResult) -> Spooled | None:
-        """Take the oldest episode in flight out, tell its waiter, and return it; None when none is in
-        flight."""
-        if not self._in_flight:
-            return None
+    def num_in_flight(self, sequence: int) -> int:
+        """Episodes that went with this push or one before and have no answer."""
+        return sum(1 for spooled in self._in_flight if spooled.sequence <= sequence)
+
+    def acknowledge(self, result: trajectory_service_pb2.PushResult) -> Spooled:
+        """Take the oldest episode in flight out, tell its waiter, and return it."""
         spooled = self._leave_flight()
         self.num_repeated -= spooled.repeated
         spooled.repeated = False

@@ -57,8 +57,8 @@ class PushStream {
   void run();
   bool converse();
   void write(Opened* opened, const bool* is_over);
-  Queue next_to_send();
-  void acknowledge(const dataflow::v1::PushResponse& response, uint64_t expected);
+  Queue next_to_send(uint64_t sequence);
+  void acknowledge(const dataflow::v1::PushResponse& response);
   void answered(const dataflow::v1::PushResult& result);
   void changed_data_set(const std::string& incarnation);
   void refuse(const Error& error);

@@ -1,4 +1,4 @@
-"""The window of a push stream: bounded, taken together, answered in order."""
+"""The window of a push stream: bounded, taken together, answered in order and together."""
 
 import asyncio
 import random
@@ -32,6 +32,11 @@ def work() -> Work:
     return Work()
 
 
+async def answered(window: PushWindow[int, int]) -> list[int]:
+    """All answers, in order."""
+    return [answer async for some in window.answers() for answer in some]
+
+
 async def test_answers_keep_the_order_of_the_requests(work: Work) -> None:
     window = PushWindow[int, int](work)
     for number in range(5):
@@ -39,7 +44,7 @@ async def test_answers_keep_the_order_of_the_requests(work: Work) -> None:
         await asyncio.sleep(0)
     await window.end()
     asyncio.get_running_loop().call_later(0.01, work.gate.set)
-    assert [answer async for answer in window.answers()] == [0, 1, 2, 3, 4]
+    assert await answered(window) == [0, 1, 2, 3, 4]
 
 
 async def test_requests_that_come_while_others_are_in_hand_are_taken_together(work: Work) -> None:
@@ -49,8 +54,23 @@ async def test_requests_that_come_while_others_are_in_hand_are_taken_together(wo
         await asyncio.sleep(0)
     work.gate.set()
     await window.end()
-    assert [answer async for answer in window.answers()] == list(range(9))
+    assert await answered(window) == list(range(9))
     assert work.taken == [[0], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+async def test_answers_that_are_there_together_are_given_together_up_to_an_error(work: Work) -> None:
+    window = PushWindow[int, int](work)
+    for number in (0, 1, 2, -1, 4):
+        await window.add(1, 10, number)
+        await asyncio.sleep(0)
+    await window.end()
+    work.gate.set()
+    given = window.answers()
+    assert await anext(given) == [0, 1, 2]
+    with pytest.raises(ValueError, match="broken"):
+        await anext(given)
+    assert work.taken == [[0], [1, 2, -1, 4]]
+    window.close()
 
 
 async def test_on_a_busy_stream_several_are_waited_for_and_on_a_quiet_one_nothing(
@@ -63,7 +83,7 @@ async def test_on_a_busy_stream_several_are_waited_for_and_on_a_quiet_one_nothin
     answering = window.answers()
     for number in range(3):
         await window.add(1, 10, number)
-        answers.append(await anext(answering))
+        answers += await anext(answering)
     assert answers == [0, 1, 2]
     assert work.taken == [[0], [1], [2]], "one after the other it is quiet"
     for number in range(3, 6):
@@ -71,7 +91,7 @@ async def test_on_a_busy_stream_several_are_waited_for_and_on_a_quiet_one_nothin
         await asyncio.sleep(0.001)
     assert work.taken[3:] == [[3]], "more may come"
     await window.end()
-    assert [answer async for answer in answering] == [3, 4, 5]
+    assert [answer async for some in answering for answer in some] == [3, 4, 5]
     assert work.taken[3:] == [[3], [4, 5]]
 
 
@@ -95,7 +115,7 @@ async def test_a_full_window_is_taken_at_once_and_packs_as_soon_as_they_are_half
     await asyncio.sleep(0.01)
     assert work.taken == together, "one half is in hand while the other is taken"
     work.gate.set()
-    assert [answer async for answer in window.answers()] == list(range(num_requests + 1))
+    assert await answered(window) == list(range(num_requests + 1))
     await filling
 
 
@@ -121,7 +141,7 @@ async def test_the_other_half_is_taken_even_if_both_came_while_one_was_gathered(
     await asyncio.sleep(0.05)
     assert work.taken == [[0], [1, 2, 3, 4], [5, 6, 7]], "all that the window holds is in hand"
     work.gate.set()
-    assert [answer async for answer in window.answers()] == list(range(9))
+    assert await answered(window) == list(range(9))
     await filling
 
 
@@ -155,7 +175,7 @@ async def test_a_request_that_comes_when_all_that_was_in_hand_has_just_been_answ
     await asyncio.sleep(0)
     work.gate.set()
     async with asyncio.timeout(60):
-        assert [answer async for answer in window.answers()] == [0, 1, 2]
+        assert await answered(window) == [0, 1, 2]
     await adding
 
 
@@ -185,7 +205,7 @@ async def test_whenever_requests_come_each_is_answered_once(
 
     filling = asyncio.create_task(fill())
     async with asyncio.timeout(60):
-        assert [answer async for answer in window.answers()] == list(range(200))
+        assert await answered(window) == list(range(200))
     assert taken == list(range(200))
     await filling
 
@@ -216,7 +236,7 @@ async def test_a_full_window_stops_reading_until_an_answer_leaves(
     await asyncio.sleep(0.01)
     assert (filling.done(), added) == (False, room)
     work.gate.set()
-    assert len([answer async for answer in window.answers()]) == room + 1
+    assert len(await answered(window)) == room + 1
     await filling
 
 
@@ -229,7 +249,7 @@ async def test_an_error_is_raised_in_its_turn(work: Work, broken: int, message: 
         await asyncio.sleep(0.001)
     await window.end()
     answers = window.answers()
-    assert await anext(answers) == 1
+    assert await anext(answers) == [1]
     with pytest.raises(ValueError, match=message):
         await anext(answers)
     window.close()
@@ -241,6 +261,6 @@ async def test_closing_leaves_what_is_inside(work: Work) -> None:
     await asyncio.sleep(0)
     window.close()
     await window.end()
-    assert [item async for item in window.answers()] == []
+    assert await answered(window) == []
     await asyncio.sleep(0)
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "pushes in hand"]

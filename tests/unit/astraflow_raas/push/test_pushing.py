@@ -89,6 +89,25 @@ async def test_what_is_finished_together_is_pushed_together(server: RunningServe
     assert server.script.packs == [4, 1]
 
 
+async def test_one_response_may_acknowledge_several_pushes(server: RunningServer) -> None:
+    server.script.ack = asyncio.Event()
+    async with pushing(server) as pusher:
+        waiting = []
+        for number in range(3):
+            waiting += push_all(pusher, f"e{number}")
+            await arrive(server, number + 1)
+        server.script.ack.set()
+        await asyncio.gather(*waiting)
+    assert (server.script.packs, server.script.acknowledged) == ([1, 1, 1], [3])
+
+
+async def test_a_response_that_leaves_an_episode_out_acknowledges_none(server: RunningServer) -> None:
+    server.script.results_left_out = 1
+    async with pushing(server) as pusher:
+        await asyncio.gather(*push_all(pusher, *numbered(3)))
+    assert arrived(server) == numbered(3) * 2
+
+
 async def test_what_the_server_cannot_take_in_yet_is_pushed_again_with_all_after_it(
     server: RunningServer,
 ) -> None:

@@ -17,8 +17,9 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type TrajectoryServiceClient interface {
-	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-	// most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+	// several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+	// Repeating an unacknowledged push on a new stream is safe.
 	Push(ctx context.Context, opts ...grpc.CallOption) (TrajectoryService_PushClient, error)
 	// Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error.
 	PushEpisode(ctx context.Context, in *PushEpisodeRequest, opts ...grpc.CallOption) (*PushEpisodeResponse, error)
@@ -76,8 +77,9 @@ func (c *trajectoryServiceClient) PushEpisode(ctx context.Context, in *PushEpiso
 // All implementations must embed UnimplementedTrajectoryServiceServer
 // for forward compatibility
 type TrajectoryServiceServer interface {
-	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-	// most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+	// several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+	// Repeating an unacknowledged push on a new stream is safe.
 	Push(TrajectoryService_PushServer) error
 	// Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error.
 	PushEpisode(context.Context, *PushEpisodeRequest) (*PushEpisodeResponse, error)

@@ -27,7 +27,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from astraflow.rollout.v1 import trajectory_pb2 as astraflow_dot_rollout_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/trajectory_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"\xb6\x01\n\x0bPushRequest\x12\x1f\n\x08sequence\x18\x01 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12.\n\x07\x65pisode\x18\x02 \x01(\x0b\x32\x1d.astraflow.rollout.v1.Episode\x12V\n\x08\x65pisodes\x18\x03 \x03(\x0b\x32\x1d.astraflow.rollout.v1.EpisodeB%\xfa\xf3\x18!@@z\x1dpush them in several requests\"\xa6\x01\n\nPushResult\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.astraflow.dataflow.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x35\n\ndurability\x18\x04 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x10\n\x08position\x18\x05 \x01(\x04\"\xbc\x01\n\x0cPushResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x03 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark\x12\x32\n\x07results\x18\x04 \x03(\x0b\x32!.astraflow.dataflow.v1.PushResult\"L\n\x12PushEpisodeRequest\x12\x36\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1d.astraflow.rollout.v1.EpisodeB\x06\xfa\xf3\x18\x02X\x01\"}\n\x13PushEpisodeResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x02 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark*\xd6\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15OUTCOME_ACCEPTED_LATE\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x16\n\x12OUTCOME_SUPERSEDED\x10\x04\x12\x12\n\x0eOUTCOME_FENCED\x10\x05\x12\x17\n\x13OUTCOME_LATE_CLOSED\x10\x06\x12\x12\n\x0eOUTCOME_POISON\x10\x07\x12\x11\n\rOUTCOME_RETRY\x10\x08\x32\xf7\x02\n\x11TrajectoryService\x12\x84\x01\n\x04Push\x12\".astraflow.dataflow.v1.PushRequest\x1a#.astraflow.dataflow.v1.PushResponse\"/\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\"\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING(\x01\x30\x01\x12\x95\x01\n\x0bPushEpisode\x12).astraflow.dataflow.v1.PushEpisodeRequest\x1a*.astraflow.dataflow.v1.PushEpisodeResponse\"/\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\"\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.astraflow/dataflow/v1/trajectory_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a\"astraflow/options/v1/options.proto\x1a%astraflow/rollout/v1/trajectory.proto\"\x8d\x01\n\x0bPushRequest\x12\x1f\n\x08sequence\x18\x01 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12]\n\x08\x65pisodes\x18\x02 \x03(\x0b\x32\x1d.astraflow.rollout.v1.EpisodeB,\xfa\xf3\x18(8\x01@@z\"push 1 to 64 episodes in a request\"\xa6\x01\n\nPushResult\x12/\n\x07outcome\x18\x01 \x01(\x0e\x32\x1e.astraflow.dataflow.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x35\n\ndurability\x18\x04 \x01(\x0e\x32!.astraflow.dataflow.v1.Durability\x12\x10\n\x08position\x18\x05 \x01(\x04\"\x89\x01\n\x0cPushResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x32\n\x07results\x18\x02 \x03(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x03 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark\"L\n\x12PushEpisodeRequest\x12\x36\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1d.astraflow.rollout.v1.EpisodeB\x06\xfa\xf3\x18\x02X\x01\"}\n\x13PushEpisodeResponse\x12\x31\n\x06result\x18\x01 \x01(\x0b\x32!.astraflow.dataflow.v1.PushResult\x12\x33\n\twatermark\x18\x02 \x01(\x0b\x32 .astraflow.dataflow.v1.Watermark*\xd6\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15OUTCOME_ACCEPTED_LATE\x10\x02\x12\x15\n\x11OUTCOME_DUPLICATE\x10\x03\x12\x16\n\x12OUTCOME_SUPERSEDED\x10\x04\x12\x12\n\x0eOUTCOME_FENCED\x10\x05\x12\x17\n\x13OUTCOME_LATE_CLOSED\x10\x06\x12\x12\n\x0eOUTCOME_POISON\x10\x07\x12\x11\n\rOUTCOME_RETRY\x10\x08\x32\xd0\x02\n\x11TrajectoryService\x12^\n\x04Push\x12\".astraflow.dataflow.v1.PushRequest\x1a#.astraflow.dataflow.v1.PushResponse\"\t\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02(\x01\x30\x01\x12\x95\x01\n\x0bPushEpisode\x12).astraflow.dataflow.v1.PushEpisodeRequest\x1a*.astraflow.dataflow.v1.PushEpisodeResponse\"/\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\"\n\x0fUNKNOWN_VERSION\n\x0fPAYLOAD_MISSING\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,27 +38,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHREQUEST'].fields_by_name['sequence']._loaded_options = None
   _globals['_PUSHREQUEST'].fields_by_name['sequence']._serialized_options = b'\372\363\030\t\t\000\000\000\000\000\000\360?'
   _globals['_PUSHREQUEST'].fields_by_name['episodes']._loaded_options = None
-  _globals['_PUSHREQUEST'].fields_by_name['episodes']._serialized_options = b'\372\363\030!@@z\035push them in several requests'
+  _globals['_PUSHREQUEST'].fields_by_name['episodes']._serialized_options = b'\372\363\030(8\001@@z\"push 1 to 64 episodes in a request'
   _globals['_PUSHEPISODEREQUEST'].fields_by_name['episode']._loaded_options = None
   _globals['_PUSHEPISODEREQUEST'].fields_by_name['episode']._serialized_options = b'\372\363\030\002X\001'
   _globals['_TRAJECTORYSERVICE']._loaded_options = None
   _globals['_TRAJECTORYSERVICE']._serialized_options = b'\352\363\030?\n\tNOT_FOUND\n\023FAILED_PRECONDITION\n\016INVALID_RECIPE\n\rPLUGIN_FAILED'
   _globals['_TRAJECTORYSERVICE'].methods_by_name['Push']._loaded_options = None
-  _globals['_TRAJECTORYSERVICE'].methods_by_name['Push']._serialized_options = b'\312\363\030\001\001\320\363\030\002\332\363\030\"\n\017UNKNOWN_VERSION\n\017PAYLOAD_MISSING'
+  _globals['_TRAJECTORYSERVICE'].methods_by_name['Push']._serialized_options = b'\312\363\030\001\001\320\363\030\002'
   _globals['_TRAJECTORYSERVICE'].methods_by_name['PushEpisode']._loaded_options = None
   _globals['_TRAJECTORYSERVICE'].methods_by_name['PushEpisode']._serialized_options = b'\312\363\030\001\001\320\363\030\002\332\363\030\"\n\017UNKNOWN_VERSION\n\017PAYLOAD_MISSING'
-  _globals['_OUTCOME']._serialized_start=939
-  _globals['_OUTCOME']._serialized_end=1153
+  _globals['_OUTCOME']._serialized_start=847
+  _globals['_OUTCOME']._serialized_end=1061
   _globals['_PUSHREQUEST']._serialized_start=189
-  _globals['_PUSHREQUEST']._serialized_end=371
-  _globals['_PUSHRESULT']._serialized_start=374
-  _globals['_PUSHRESULT']._serialized_end=540
-  _globals['_PUSHRESPONSE']._serialized_start=543
-  _globals['_PUSHRESPONSE']._serialized_end=731
-  _globals['_PUSHEPISODEREQUEST']._serialized_start=733
-  _globals['_PUSHEPISODEREQUEST']._serialized_end=809
-  _globals['_PUSHEPISODERESPONSE']._serialized_start=811
-  _globals['_PUSHEPISODERESPONSE']._serialized_end=936
-  _globals['_TRAJECTORYSERVICE']._serialized_start=1156
-  _globals['_TRAJECTORYSERVICE']._serialized_end=1531
+  _globals['_PUSHREQUEST']._serialized_end=330
+  _globals['_PUSHRESULT']._serialized_start=333
+  _globals['_PUSHRESULT']._serialized_end=499
+  _globals['_PUSHRESPONSE']._serialized_start=502
+  _globals['_PUSHRESPONSE']._serialized_end=639
+  _globals['_PUSHEPISODEREQUEST']._serialized_start=641
+  _globals['_PUSHEPISODEREQUEST']._serialized_end=717
+  _globals['_PUSHEPISODERESPONSE']._serialized_start=719
+  _globals['_PUSHEPISODERESPONSE']._serialized_end=844
+  _globals['_TRAJECTORYSERVICE']._serialized_start=1064
+  _globals['_TRAJECTORYSERVICE']._serialized_end=1400
 # @@protoc_insertion_point(module_scope)

@@ -44,8 +44,8 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_POISON: _Outcome.ValueType  # 7
     """Fails validation; quarantined with `reason`, never trained on. The member stays open for another attempt."""
     OUTCOME_RETRY: _Outcome.ValueType  # 8
-    """Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
-    `INTERNAL`) that alone would have failed its call. Push it again later.
+    """Only on a push stream: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`, `INTERNAL`)
+    with which PushEpisode fails. Push it again later.
     """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
@@ -68,8 +68,8 @@ OUTCOME_LATE_CLOSED: Outcome.ValueType  # 6
 OUTCOME_POISON: Outcome.ValueType  # 7
 """Fails validation; quarantined with `reason`, never trained on. The member stays open for another attempt."""
 OUTCOME_RETRY: Outcome.ValueType  # 8
-"""Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
-`INTERNAL`) that alone would have failed its call. Push it again later.
+"""Only on a push stream: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`, `INTERNAL`)
+with which PushEpisode fails. Push it again later.
 """
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
@@ -80,30 +80,24 @@ class PushRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    EPISODE_FIELD_NUMBER: _builtins.int
     EPISODES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream."""
     @_builtins.property
-    def episode(self) -> _trajectory_pb2.Episode:
-        """The episode, where there is one."""
-
-    @_builtins.property
     def episodes(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Episode]:
-        """Several episodes of one run instead, for example a whole group: they cost one commit, and each has its own answer, as
-        if they had been pushed one after the other, those of one task together.
+        """Episodes of one run: all that are there to push, for example a whole group. They cost one commit, and each has its
+        own answer, as if they had been pushed one after the other, those of one task together.
         """
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        episode: _trajectory_pb2.Episode | None = ...,
         episodes: _abc.Iterable[_trajectory_pb2.Episode] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "episodes", b"episodes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -151,39 +145,33 @@ Global___PushResult: _TypeAlias = PushResult  # noqa: Y015
 
 @_typing.final
 class PushResponse(_message.Message):
-    """Acknowledgement of one request."""
+    """Acknowledgement of all requests up to `sequence` that no response before has acknowledged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    WATERMARK_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    WATERMARK_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """The request's sequence."""
+    """The last of them."""
     @_builtins.property
-    def result(self) -> Global___PushResult:
-        """What became of its `episode`."""
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushResult]:
+        """What became of each of their episodes, in the order in which they were sent."""
 
     @_builtins.property
     def watermark(self) -> _durability_pb2.Watermark:
         """What is durable by now; unset while the server cannot tell (docs/dataflow.md says when)."""
 
-    @_builtins.property
-    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushResult]:
-        """What became of each of its `episodes`, in their order."""
-
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        result: Global___PushResult | None = ...,
-        watermark: _durability_pb2.Watermark | None = ...,
         results: _abc.Iterable[Global___PushResult] | None = ...,
+        watermark: _durability_pb2.Watermark | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "watermark", b"watermark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["watermark", b"watermark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "results", b"results", "sequence", b"sequence", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results", "sequence", b"sequence", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

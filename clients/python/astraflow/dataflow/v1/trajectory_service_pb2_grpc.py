@@ -52,8 +52,9 @@ class TrajectoryServiceServicer:
     """
 
     def Push(self, request_iterator, context):
-        """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-        most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+        """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+        several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+        Repeating an unacknowledged push on a new stream is safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,9 @@ class TrajectoryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrajectoryServiceAsyncStub: ...
     Push: _grpc.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]
-    """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-    most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+    """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+    several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+    Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _grpc.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]
     """Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error."""
@@ -46,8 +47,9 @@ class TrajectoryServiceAsyncStub(TrajectoryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Push: _aio.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]  # type: ignore[assignment]
-    """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-    most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+    """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+    several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+    Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _aio.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]  # type: ignore[assignment]
     """Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error."""
@@ -60,8 +62,9 @@ class TrajectoryServiceServicer:
         request_iterator: _MaybeAsyncIterator[_trajectory_service_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trajectory_service_pb2.PushResponse], _abc.AsyncIterator[_trajectory_service_pb2.PushResponse]]:
-        """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-        most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+        """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+        several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+        Repeating an unacknowledged push on a new stream is safe.
         """
 
     def PushEpisode(

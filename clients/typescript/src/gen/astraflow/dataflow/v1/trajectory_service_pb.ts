@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/dataflow/v1/trajectory_service.proto.
  */
 export const file_astraflow_dataflow_v1_trajectory_service: GenFile = /*@__PURE__*/
-  fileDesc("Ci5hc3RyYWZsb3cvZGF0YWZsb3cvdjEvdHJhamVjdG9yeV9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEitgEKC1B1c2hSZXF1ZXN0Eh8KCHNlcXVlbmNlGAEgASgEQg368xgJCQAAAAAAAPA/Ei4KB2VwaXNvZGUYAiABKAsyHS5hc3RyYWZsb3cucm9sbG91dC52MS5FcGlzb2RlElYKCGVwaXNvZGVzGAMgAygLMh0uYXN0cmFmbG93LnJvbGxvdXQudjEuRXBpc29kZUIl+vMYIUBAeh1wdXNoIHRoZW0gaW4gc2V2ZXJhbCByZXF1ZXN0cyKmAQoKUHVzaFJlc3VsdBIvCgdvdXRjb21lGAEgASgOMh4uYXN0cmFmbG93LmRhdGFmbG93LnYxLk91dGNvbWUSDgoGcmVhc29uGAIgASgJEg4KBmRldGFpbBgDIAEoCRI1CgpkdXJhYmlsaXR5GAQgASgOMiEuYXN0cmFmbG93LmRhdGFmbG93LnYxLkR1cmFiaWxpdHkSEAoIcG9zaXRpb24YBSABKAQivAEKDFB1c2hSZXNwb25zZRIQCghzZXF1ZW5jZRgBIAEoBBIxCgZyZXN1bHQYAiABKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdBIzCgl3YXRlcm1hcmsYAyABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0ZXJtYXJrEjIKB3Jlc3VsdHMYBCADKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdCJMChJQdXNoRXBpc29kZVJlcXVlc3QSNgoHZXBpc29kZRgBIAEoCzIdLmFzdHJhZmxvdy5yb2xsb3V0LnYxLkVwaXNvZGVCBvrzGAJYASJ9ChNQdXNoRXBpc29kZVJlc3BvbnNlEjEKBnJlc3VsdBgBIAEoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzdWx0EjMKCXdhdGVybWFyaxgCIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYXRlcm1hcmsq1gEKB091dGNvbWUSFwoTT1VUQ09NRV9VTlNQRUNJRklFRBAAEhQKEE9VVENPTUVfQUNDRVBURUQQARIZChVPVVRDT01FX0FDQ0VQVEVEX0xBVEUQAhIVChFPVVRDT01FX0RVUExJQ0FURRADEhYKEk9VVENPTUVfU1VQRVJTRURFRBAEEhIKDk9VVENPTUVfRkVOQ0VEEAUSFwoTT1VUQ09NRV9MQVRFX0NMT1NFRBAGEhIKDk9VVENPTUVfUE9JU09OEAcSEQoNT1VUQ09NRV9SRVRSWRAIMvcCChFUcmFqZWN0b3J5U2VydmljZRKEAQoEUHVzaBIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVxdWVzdBojLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzcG9uc2UiL8rzGAEB0PMYAtrzGCIKD1VOS05PV05fVkVSU0lPTgoPUEFZTE9BRF9NSVNTSU5HKAEwARKVAQoLUHVzaEVwaXNvZGUSKS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaEVwaXNvZGVSZXF1ZXN0GiouYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1c2hFcGlzb2RlUmVzcG9uc2UiL8rzGAEB0PMYAtrzGCIKD1VOS05PV05fVkVSU0lPTgoPUEFZTE9BRF9NSVNTSU5HGkPq8xg/CglOT1RfRk9VTkQKE0ZBSUxFRF9QUkVDT05ESVRJT04KDklOVkFMSURfUkVDSVBFCg1QTFVHSU5fRkFJTEVEQoABChhpby5hc3RyYWZsb3cuZGF0YWZsb3cudjFQAVpKZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L2RhdGFmbG93L3YxO2RhdGFmbG93djGqAhVBc3RyYWZsb3cuRGF0YWZsb3cuVjFiBnByb3RvMw", [file_astraflow_dataflow_v1_durability, file_astraflow_options_v1_options, file_astraflow_rollout_v1_trajectory]);
+  fileDesc("Ci5hc3RyYWZsb3cvZGF0YWZsb3cvdjEvdHJhamVjdG9yeV9zZXJ2aWNlLnByb3RvEhVhc3RyYWZsb3cuZGF0YWZsb3cudjEijQEKC1B1c2hSZXF1ZXN0Eh8KCHNlcXVlbmNlGAEgASgEQg368xgJCQAAAAAAAPA/El0KCGVwaXNvZGVzGAIgAygLMh0uYXN0cmFmbG93LnJvbGxvdXQudjEuRXBpc29kZUIs+vMYKDgBQEB6InB1c2ggMSB0byA2NCBlcGlzb2RlcyBpbiBhIHJlcXVlc3QipgEKClB1c2hSZXN1bHQSLwoHb3V0Y29tZRgBIAEoDjIeLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5PdXRjb21lEg4KBnJlYXNvbhgCIAEoCRIOCgZkZXRhaWwYAyABKAkSNQoKZHVyYWJpbGl0eRgEIAEoDjIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5EdXJhYmlsaXR5EhAKCHBvc2l0aW9uGAUgASgEIokBCgxQdXNoUmVzcG9uc2USEAoIc2VxdWVuY2UYASABKAQSMgoHcmVzdWx0cxgCIAMoCzIhLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzdWx0EjMKCXdhdGVybWFyaxgDIAEoCzIgLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5XYXRlcm1hcmsiTAoSUHVzaEVwaXNvZGVSZXF1ZXN0EjYKB2VwaXNvZGUYASABKAsyHS5hc3RyYWZsb3cucm9sbG91dC52MS5FcGlzb2RlQgb68xgCWAEifQoTUHVzaEVwaXNvZGVSZXNwb25zZRIxCgZyZXN1bHQYASABKAsyIS5hc3RyYWZsb3cuZGF0YWZsb3cudjEuUHVzaFJlc3VsdBIzCgl3YXRlcm1hcmsYAiABKAsyIC5hc3RyYWZsb3cuZGF0YWZsb3cudjEuV2F0ZXJtYXJrKtYBCgdPdXRjb21lEhcKE09VVENPTUVfVU5TUEVDSUZJRUQQABIUChBPVVRDT01FX0FDQ0VQVEVEEAESGQoVT1VUQ09NRV9BQ0NFUFRFRF9MQVRFEAISFQoRT1VUQ09NRV9EVVBMSUNBVEUQAxIWChJPVVRDT01FX1NVUEVSU0VERUQQBBISCg5PVVRDT01FX0ZFTkNFRBAFEhcKE09VVENPTUVfTEFURV9DTE9TRUQQBhISCg5PVVRDT01FX1BPSVNPThAHEhEKDU9VVENPTUVfUkVUUlkQCDLQAgoRVHJhamVjdG9yeVNlcnZpY2USXgoEUHVzaBIiLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVxdWVzdBojLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoUmVzcG9uc2UiCcrzGAEB0PMYAigBMAESlQEKC1B1c2hFcGlzb2RlEikuYXN0cmFmbG93LmRhdGFmbG93LnYxLlB1c2hFcGlzb2RlUmVxdWVzdBoqLmFzdHJhZmxvdy5kYXRhZmxvdy52MS5QdXNoRXBpc29kZVJlc3BvbnNlIi/K8xgBAdDzGALa8xgiCg9VTktOT1dOX1ZFUlNJT04KD1BBWUxPQURfTUlTU0lORxpD6vMYPwoJTk9UX0ZPVU5EChNGQUlMRURfUFJFQ09ORElUSU9OCg5JTlZBTElEX1JFQ0lQRQoNUExVR0lOX0ZBSUxFREKAAQoYaW8uYXN0cmFmbG93LmRhdGFmbG93LnYxUAFaSmdpdGh1Yi5jb20vYXN0cmFmbG93L2FzdHJhZmxvdy9jbGllbnRzL2dvL2FzdHJhZmxvdy9kYXRhZmxvdy92MTtkYXRhZmxvd3YxqgIVQXN0cmFmbG93LkRhdGFmbG93LlYxYgZwcm90bzM", [file_astraflow_dataflow_v1_durability, file_astraflow_options_v1_options, file_astraflow_rollout_v1_trajectory]);
 
 /**
  * One numbered push.
@@ -33,17 +33,10 @@ export type PushRequest = Message<"astraflow.dataflow.v1.PushRequest"> & {
   sequence: bigint;
 
   /**
-   * The episode, where there is one.
+   * Episodes of one run: all that are there to push, for example a whole group. They cost one commit, and each has its
+   * own answer, as if they had been pushed one after the other, those of one task together.
    *
-   * @generated from field: astraflow.rollout.v1.Episode episode = 2;
-   */
-  episode?: Episode | undefined;
-
-  /**
-   * Several episodes of one run instead, for example a whole group: they cost one commit, and each has its own answer, as
-   * if they had been pushed one after the other, those of one task together.
-   *
-   * @generated from field: repeated astraflow.rollout.v1.Episode episodes = 3;
+   * @generated from field: repeated astraflow.rollout.v1.Episode episodes = 2;
    */
   episodes: Episode[];
 };
@@ -106,24 +99,24 @@ export const PushResultSchema: GenMessage<PushResult> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_trajectory_service, 1);
 
 /**
- * Acknowledgement of one request.
+ * Acknowledgement of all requests up to `sequence` that no response before has acknowledged.
  *
  * @generated from message astraflow.dataflow.v1.PushResponse
  */
 export type PushResponse = Message<"astraflow.dataflow.v1.PushResponse"> & {
   /**
-   * The request's sequence.
+   * The last of them.
    *
    * @generated from field: uint64 sequence = 1;
    */
   sequence: bigint;
 
   /**
-   * What became of its `episode`.
+   * What became of each of their episodes, in the order in which they were sent.
    *
-   * @generated from field: astraflow.dataflow.v1.PushResult result = 2;
+   * @generated from field: repeated astraflow.dataflow.v1.PushResult results = 2;
    */
-  result?: PushResult | undefined;
+  results: PushResult[];
 
   /**
    * What is durable by now; unset while the server cannot tell (docs/dataflow.md says when).
@@ -131,13 +124,6 @@ export type PushResponse = Message<"astraflow.dataflow.v1.PushResponse"> & {
    * @generated from field: astraflow.dataflow.v1.Watermark watermark = 3;
    */
   watermark?: Watermark | undefined;
-
-  /**
-   * What became of each of its `episodes`, in their order.
-   *
-   * @generated from field: repeated astraflow.dataflow.v1.PushResult results = 4;
-   */
-  results: PushResult[];
 };
 
 /**
@@ -259,8 +245,8 @@ export enum Outcome {
   POISON = 7,
 
   /**
-   * Only of an episode among several: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`,
-   * `INTERNAL`) that alone would have failed its call. Push it again later.
+   * Only on a push stream: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`, `INTERNAL`)
+   * with which PushEpisode fails. Push it again later.
    *
    * @generated from enum value: OUTCOME_RETRY = 8;
    */
@@ -280,8 +266,9 @@ export const OutcomeSchema: GenEnum<Outcome> = /*@__PURE__*/
  */
 export const TrajectoryService: GenService<{
   /**
-   * A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit. At
-   * most 64 episodes or 16 MiB may be unacknowledged. Repeating an unacknowledged push on a new stream is safe.
+   * A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
+   * several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+   * Repeating an unacknowledged push on a new stream is safe.
    *
    * @generated from rpc astraflow.dataflow.v1.TrajectoryService.Push
    */
