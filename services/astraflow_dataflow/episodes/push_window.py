@@ -3,8 +3,8 @@
 At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
 the node. A commit of many costs each much less, so a stream on which requests come before those before them are
 answered is busy: what comes is gathered for as long as several more take at the pace of the last ones, a moment
-at most, or until the window is full, or half of it is packs: then one half is checked while the other is committed. On
-a quiet stream nothing waits. Made by the trajectory service per stream.
+at most, or until half of the window is: then one half is checked while the other is committed. On a quiet stream
+nothing waits. Made by the trajectory service per stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ Work: TypeAlias = Callable[[Sequence[Request]], Coroutine[Any, Any, Sequence[Ans
 MAX_EPISODES = 64
 MAX_BYTES = 16 * 2**20
 _PORTION = MAX_EPISODES // 2
-"""Episodes of packs that are taken at a time. Of requests with one episode each all are: more commits would cost more
-than the wait.
-"""
+"""Episodes that are taken at a time."""
 _IN_HAND = 2
 """So often requests are taken at a time: while the commit of some is under way others are checked."""
 _GATHERED = 8
@@ -140,7 +138,7 @@ class PushWindow(Generic[Request, Answer]):
 
     def _take(self) -> list[tuple[Request, asyncio.Future[Answer]]]:
         taken, num_taken = list[tuple[Request, asyncio.Future[Answer]]](), 0
-        while self._waiting and (num_taken < _PORTION or num_taken == len(taken)):
+        while self._waiting and num_taken < _PORTION:
             num_episodes, request, answer = self._waiting.popleft()
             taken.append((request, answer))
             num_taken += num_episodes
@@ -149,8 +147,7 @@ class PushWindow(Generic[Request, Answer]):
         return taken
 
     def _note_enough(self) -> None:
-        has_portion = self._waiting_episodes >= _PORTION and self._waiting_episodes > len(self._waiting)
-        if has_portion or not self._has_room() or self._ended:
+        if self._waiting_episodes >= _PORTION or not self._has_room() or self._ended:
             self._enough.set()
         else:
             self._enough.clear()
