@@ -6,12 +6,14 @@ import runpy
 import shutil
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
+from astraflow_bench.dataflow.processes import REDIS_AS_DEPLOYED
 from astraflow_kit.metric_schema import SCHEMA, Kind
 from support.containers import LOCKS, entries_of
 from support.source_tree import REPOSITORY
@@ -55,6 +57,15 @@ def test_the_locks_have_all_that_the_extras_ask_for() -> None:
         ]
         names = {re.split(r"[^A-Za-z0-9.-]", each)[0].replace(".", "-") for each in asked}
         assert names - locked == set(), f"{image}: run `make locks`"
+
+
+@pytest.mark.parametrize(
+    "file", ["compose/compose.yaml", "helm/astraflow/templates/valkey.yaml", "docker/Containerfile"]
+)
+def test_redis_has_the_settings_with_which_the_data_plane_is_measured(file: str) -> None:
+    words = re.findall(r"[\w-]*\w", re.sub(r"#.*", "", (REPOSITORY / "deploy" / file).read_text()))
+    name, value = REDIS_AS_DEPLOYED
+    assert (name, value) in pairwise(words)
 
 
 def alerts() -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import require_server, server_command, wait_until_answering
 
 _START_S = 300.0
+REDIS_AS_DEPLOYED = ("--auto-aof-rewrite-min-size", "1gb")
+"""Where a Redis is set up otherwise than a laptop's: that of compose and of the chart, too."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[b
 @contextmanager
 def redis_process(folder: Path, port: int) -> Iterator[int]:
     """A Redis that keeps its files in the folder; its process id."""
-    command = server_command(require_server(), port=port, folder=folder)
+    command = [*server_command(require_server(), port=port, folder=folder), *REDIS_AS_DEPLOYED]
     with running(command, log=folder / "redis.log") as process:
         wait_until_answering(port, folder=folder, timeout_s=_START_S)
         yield process.pid
