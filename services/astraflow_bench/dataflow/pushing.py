@@ -135,16 +135,21 @@ async def _round(
 async def _moved(
     bed: Bed, driver: Driver, form: str, *, tokens: int, num_batches: int
 ) -> tuple[Spent, Spent]:
-    """Push these batches and fetch them; what either took."""
-    episodes, first = Episodes(driver.run_id, num_response=tokens), driver.step
+    """Push these batches and fetch them; what either took. No bytes travel after a fetch, so the clock stops, while the
+    CPU time of what follows it belongs to the batch.
+    """
+    episodes, first, fetching_s = Episodes(driver.run_id, num_response=tokens), driver.step, 0.0
     leases = await driver.leased(num_batches * driver.groups_per_step, prefix=f"{first}-{num_batches}-")
     with bed.spending() as pushed:
         await driver.push(leases, episodes, packed=form == "packed")
     with bed.spending() as fetched:
         for _ in range(num_batches):
+            began_s = time.perf_counter()
             batch = await driver.acquire()
             await driver.fetch()
+            fetching_s += time.perf_counter() - began_s
             await driver.finish(batch)
+    fetched.seconds = fetching_s
     return pushed, fetched
 
 
