@@ -256,7 +256,7 @@ func (p *PushStream) acknowledge(response *dataflowv1.PushResponse) error {
 	for expected < len(p.inFlight) && p.inFlight[expected].sequence <= response.GetSequence() {
 		expected++
 	}
-	if expected == 0 || len(results) != expected {
+	if expected == 0 || p.inFlight[expected-1].sequence != response.GetSequence() || len(results) != expected {
 		return newError(Internal, "the server acknowledged %d episodes up to push %d, expected %d", len(results), response.GetSequence(), expected)
 	}
 	defer p.notify()

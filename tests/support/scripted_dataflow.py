@@ -161,6 +161,8 @@ class ScriptedDataflow(
     """Push messages that each response acknowledges."""
     results_left_out: int = 0
     """Of the next response."""
+    pushes_ahead: int = 0
+    """That the next response acknowledges and nobody sent."""
     push_streams: int = 0
     max_unacked: int = 0
     _unacked: int = 0
@@ -269,8 +271,9 @@ class ScriptedDataflow(
                 self._unacked -= len(episodes)
                 results = [self.judge(episode) for episode in episodes]
                 del results[: self.results_left_out]
-                self.results_left_out = 0
-                yield trajectories.PushResponse(sequence=requests[-1].sequence, results=results)
+                sequence = requests[-1].sequence + self.pushes_ahead
+                self.results_left_out = self.pushes_ahead = 0
+                yield trajectories.PushResponse(sequence=sequence, results=results)
         finally:
             reading.cancel()
             broken.cancel()

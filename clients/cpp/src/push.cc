@@ -168,7 +168,8 @@ void PushStream::acknowledge(const PushResponse& response) {
   const Lock lock(mutex_);
   const auto is_later = [&](const auto& kept) { return kept->sequence > response.sequence(); };
   const auto expected = std::find_if(in_flight_.begin(), in_flight_.end(), is_later) - in_flight_.begin();
-  if (expected == 0 || response.results_size() != expected) {
+  if (expected == 0 || in_flight_[static_cast<size_t>(expected) - 1]->sequence != response.sequence() ||
+      response.results_size() != expected) {
     throw Error("INTERNAL", "the server acknowledged " + std::to_string(response.results_size()) +
                                 " episodes up to push " + std::to_string(response.sequence()) + ", expected " +
                                 std::to_string(expected));

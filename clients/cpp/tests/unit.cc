@@ -4,6 +4,8 @@
 #include <fstream>
 #include <future>
 #include <iterator>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include <google/protobuf/struct.pb.h>
@@ -92,6 +94,25 @@ void columns_are_views_of_their_message() {
   check(tokens.size() == 3 && tokens[2] == 3 && astraflow::logprobs(message)[1] == -0.5F, "columns");
 }
 
+// A server of the service, and a client of it.
+class Running {
+ public:
+  explicit Running(grpc::Service* service) {
+    grpc::ServerBuilder builder;
+    int port = 0;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port).RegisterService(service);
+    server_ = builder.BuildAndStart();
+    client_.emplace("127.0.0.1:" + std::to_string(port));
+  }
+
+  const astraflow::Client& client() const { return *client_; }
+  void stop() const { server_->Shutdown(); }
+
+ private:
+  std::unique_ptr<grpc::Server> server_;
+  std::optional<astraflow::Client> client_;
+};
+
 // Goes away on its first stream once it may, and cannot take "c" in on the second one.
 class PushServer final : public astraflow::dataflow::v1::TrajectoryService::Service {
  public:
@@ -125,7 +146,8 @@ class PushServer final : public astraflow::dataflow::v1::TrajectoryService::Serv
   int num_streams_ = 0;
 };
 
-// Acknowledges two episodes in one response, on its first stream with an answer too few.
+// Acknowledges two episodes in one response: on its first stream with an answer too few, on its second with a push that
+// nobody sent.
 class TwoAtOnceServer final : public astraflow::dataflow::v1::TrajectoryService::Service {
  public:
   grpc::Status Push(grpc::ServerContext*, grpc::ServerReaderWriter<astraflow::dataflow::v1::PushResponse,
@@ -141,6 +163,7 @@ class TwoAtOnceServer final : public astraflow::dataflow::v1::TrajectoryService:
       if (is_first && response.results_size() == 1) has_first.set_value();
     }
     if (is_first) response.mutable_results()->RemoveLast();
+    if (num_streams_ == 2) response.set_sequence(response.sequence() + 1);
     stream->Write(response);
     for (astraflow::dataflow::v1::PushRequest request; stream->Read(&request);) received += "more";
     return grpc::Status::OK;
@@ -153,14 +176,10 @@ class TwoAtOnceServer final : public astraflow::dataflow::v1::TrajectoryService:
   int num_streams_ = 0;
 };
 
-void one_response_may_acknowledge_several_pushes_and_one_with_an_answer_too_few_none() {
+void one_response_may_acknowledge_several_pushes_and_one_that_is_not_to_what_was_sent_none() {
   TwoAtOnceServer served;
-  grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port).RegisterService(&served);
-  const auto server = builder.BuildAndStart();
-  const astraflow::Client client("127.0.0.1:" + std::to_string(port), {});
-  astraflow::PushStream stream(client);
+  const Running running(&served);
+  astraflow::PushStream stream(running.client());
   astraflow::rollout::v1::Episode episode;
   episode.set_episode_id("a");
   auto first = stream.push(episode);
@@ -170,18 +189,14 @@ void one_response_may_acknowledge_several_pushes_and_one_with_an_answer_too_few_
   check(first.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "the first is accepted");
   check(second.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "the second is accepted");
   check(stream.close(), "closed with all answered");
-  server->Shutdown();
-  check(served.received == "abab", "the server received " + served.received);
+  running.stop();
+  check(served.received == "ababab", "the server received " + served.received);
 }
 
 void what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again() {
   PushServer served;
-  grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port).RegisterService(&served);
-  const auto server = builder.BuildAndStart();
-  const astraflow::Client client("127.0.0.1:" + std::to_string(port), {});
-  astraflow::PushStream stream(client);
+  const Running running(&served);
+  astraflow::PushStream stream(running.client());
   std::vector<std::future<astraflow::dataflow::v1::PushResult>> results;
   for (const char* id : {"a", "b", "c", "d", "e"}) {
     astraflow::rollout::v1::Episode episode;
@@ -193,7 +208,7 @@ void what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again() 
     check(result.get().outcome() == astraflow::dataflow::v1::OUTCOME_ACCEPTED, "accepted");
   }
   check(stream.close(), "closed with all answered");
-  server->Shutdown();
+  running.stop();
   check(served.packs == "[abcde][cde]", "the server saw " + served.packs);
 }
 
@@ -204,5 +219,5 @@ int main(int, char** arguments) {
   a_token_does_not_travel_in_the_clear();
   columns_are_views_of_their_message();
   what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again();
-  one_response_may_acknowledge_several_pushes_and_one_with_an_answer_too_few_none();
+  one_response_may_acknowledge_several_pushes_and_one_that_is_not_to_what_was_sent_none();
 }

@@ -202,10 +202,10 @@ export class PushStream {
   }
 
   #acknowledge({ sequence, results, watermark }: PushResponse): void {
-    const expected = this.#inFlight.filter((kept) => kept.sequence <= sequence).length;
-    if (expected === 0 || results.length !== expected)
+    const answered = this.#inFlight.filter((kept) => kept.sequence <= sequence);
+    if (answered.at(-1)?.sequence !== sequence || results.length !== answered.length)
       throw new InternalError(
-        `the server acknowledged ${results.length} episodes up to push ${sequence}, expected ${expected}`,
+        `the server acknowledged ${results.length} episodes up to push ${sequence}, expected ${answered.length}`,
       );
     try {
       for (const result of results) {

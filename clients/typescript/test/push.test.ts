@@ -25,6 +25,8 @@ class FakeServer {
   together = 1;
   /** Answers that the next response leaves out. */
   leftOut = 0;
+  /** Pushes that the next response acknowledges and nobody sent. */
+  ahead = 0n;
   numStreams = 0;
   incarnation = "one";
 
@@ -64,7 +66,9 @@ class FakeServer {
       if (ending?.after === answered) throw ending.error;
       const watermark = { durablePosition: 0n, dataIncarnation: this.incarnation };
       answered += results.length;
-      yield create(PushResponseSchema, { sequence, results, watermark });
+      const upTo = sequence + this.ahead;
+      this.ahead = 0n;
+      yield create(PushResponseSchema, { sequence: upTo, results, watermark });
       results = [];
     }
   }
@@ -90,6 +94,15 @@ test("one response may acknowledge several pushes, and one with an answer too fe
   await Promise.all([first, stream.push(episode("b"))]);
   assert.deepEqual(server.pushed, ["a", "b", "a", "b"]);
   assert.deepEqual(server.packs.slice(0, 2), [1, 1]);
+  assert.ok(await stream.close());
+});
+
+test("a response to a push that was not sent acknowledges none", async () => {
+  const server = new FakeServer();
+  server.ahead = 1n;
+  const stream = new PushStream(server.client());
+  await stream.push(episode("a"));
+  assert.deepEqual(server.pushed, ["a", "a"]);
   assert.ok(await stream.close());
 });
 

@@ -7,6 +7,7 @@ from the futures that callers wait on; owned by `pushing`, which keeps the same 
 """
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,8 +98,9 @@ class Spool:
         return spooled
 
     def num_in_flight(self, sequence: int) -> int:
-        """Episodes that went with this push or one before and have no answer."""
-        return sum(1 for spooled in self._in_flight if spooled.sequence <= sequence)
+        """Episodes without an answer that went with this push or one before; 0 where none went with this one."""
+        sequences = [spooled.sequence for spooled in self._in_flight]
+        return bisect_right(sequences, sequence) if sequence in sequences else 0
 
     def acknowledge(self, result: trajectory_service_pb2.PushResult) -> Spooled:
         """Take the oldest episode in flight out, tell its waiter, and return it."""

@@ -34,6 +34,7 @@ OVERREACHES: list[tuple[Message, str, str]] = [
     (runs.GetRunRequest(run_id="theirs"), "run", "theirs"),
     (runs.CreateRunRequest(run=run_pb2.Run(run_id="theirs")), "run", "theirs"),
     (tasks.WorkRequest(hello=tasks.Hello(run_id="theirs")), "run", "theirs"),
+    (pushes.PushRequest(episodes=[episode("theirs")]), "run", "theirs"),
     (pushes.PushRequest(episodes=[episode("mine"), episode("theirs")]), "run", "theirs"),
     (pushes.PushEpisodeRequest(episode=episode("mine", "solver", "critic")), "policy", "critic"),
     (runs.JoinRunRequest(run_id="mine", pool="reserved"), "pool", "reserved"),

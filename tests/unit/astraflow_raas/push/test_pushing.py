@@ -101,8 +101,11 @@ async def test_one_response_may_acknowledge_several_pushes(server: RunningServer
     assert (server.script.packs, server.script.acknowledged) == ([1, 1, 1], [3])
 
 
-async def test_a_response_that_leaves_an_episode_out_acknowledges_none(server: RunningServer) -> None:
-    server.script.results_left_out = 1
+@pytest.mark.parametrize("wrong", ["results_left_out", "pushes_ahead"])
+async def test_a_response_that_is_not_to_what_was_sent_acknowledges_none(
+    server: RunningServer, wrong: str
+) -> None:
+    setattr(server.script, wrong, 1)
     async with pushing(server) as pusher:
         await asyncio.gather(*push_all(pusher, *numbered(3)))
     assert arrived(server) == numbered(3) * 2
