@@ -159,7 +159,7 @@ async def test_a_commit_that_is_cancelled_leaves_no_payload_of_a_deleted_run(
             await call_with(*arguments, **named)
         raise asyncio.CancelledError
 
-    monkeypatch.setattr("astraflow_dataflow.store.tasks.call_with", cancelled_when_redis_answers)
+    monkeypatch.setattr("astraflow_dataflow.store.episodes.commits.call_with", cancelled_when_redis_answers)
     with pytest.raises(asyncio.CancelledError):
         await store.episodes.commit("run", [node.episode(lease, 0)], horizon_s=60.0)
     assert await keys(world) == set()

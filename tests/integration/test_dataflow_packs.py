@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S, call_with
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
-from support.dataflow_world import Node, World, make_episode, outcome_name, until_equal
+from support.dataflow_world import Node, World, make_episode, make_trajectory, outcome_name, until_equal
 
 SIZE = 4
 TASKS = ("t1", "t2", "t3", "unsubmitted")
@@ -21,7 +21,9 @@ POISON = float("nan")
 
 
 def drawn(draw: random.Random, run_id: str) -> list[Episode]:
-    """Episodes of which some repeat, some are late, some are not wanted, and some are nonsense."""
+    """Episodes of which some repeat, some are late, some are not wanted, some are nonsense, and some have two
+    trajectories.
+    """
     episodes = list[Episode]()
     for number in range(40):
         member = draw.randrange(SIZE)
@@ -34,9 +36,14 @@ def drawn(draw: random.Random, run_id: str) -> list[Episode]:
             "failed": draw.random() < 0.1,
             "reward": POISON if draw.random() < 0.05 else float(member),
             "version": 99 if draw.random() < 0.05 else 0,
+            "metrics": {"environment.tool_calls": 2.0} if draw.random() < 0.2 else None,
         }
+        fresh = make_episode(run_id=run_id, **fields)
+        if fresh.trajectories and number % 10 >= 7:  # so that some that follow each other have two
+            second = make_trajectory(f"e{number}.second", policy_id="solver", reward=1.0)
+            fresh.trajectories.append(second)
         repeats = episodes and draw.random() < 0.2
-        episodes.append(draw.choice(episodes) if repeats else make_episode(run_id=run_id, **fields))
+        episodes.append(draw.choice(episodes) if repeats else fresh)
     return episodes
 
 
@@ -45,6 +52,21 @@ def packs(draw: random.Random, episodes: Sequence[Episode]) -> list[Sequence[Epi
     ordered = sorted(episodes, key=lambda episode: episode.task_id)
     cuts = sorted(draw.sample(range(1, len(ordered)), 5))
     return [ordered[first:last] for first, last in zip([0, *cuts], [*cuts, len(ordered)], strict=True)]
+
+
+def apart(packs: Sequence[Sequence[Episode]]) -> list[Sequence[Episode]]:
+    """The same episodes in the same order, but nothing of a member, or twice, in one pack: most of one are taken at
+    once.
+    """
+    cut = list[list[Episode]]()
+    for pack in packs:
+        cut.append([])
+        for one in pack:
+            there = {(each.task_id, each.member) for each in cut[-1]} | {each.episode_id for each in cut[-1]}
+            if there & {(one.task_id, one.member), one.episode_id}:
+                cut.append([])
+            cut[-1].append(one)
+    return list(cut)
 
 
 async def settled(world: World) -> None:
@@ -65,9 +87,21 @@ async def kept(world: World) -> dict[str, object]:
         found = as_mapping(await raw("HGETALL", name))
         return {field: value for field, value in sorted(found.items()) if field not in leave_out}
 
-    async def trace(task_id: str) -> list[list[str]]:
-        entries = map(as_text, as_list(await raw("LRANGE", keys.of("trace", task_id), 0, -1)))
-        return sorted([part for n, part in enumerate(entry.split("\t")) if n != 1] for entry in entries)
+    async def task(task_id: str) -> dict[str, bytes]:
+        found = await fields(keys.of("task", task_id), "entry", "leased_ms")
+        # Who has the members of a task that came in one push is in one field.
+        for line in filter(None, found.pop("whole", b"").split(b"\n")):
+            member, episode_id, *_ = line.split(b"\t")
+            found[f"m{member.decode()}"] = b"f" + episode_id
+        return dict(sorted(found.items()))
+
+    async def trace(task_id: str) -> list[str]:
+        told = (await world.why(task_id)).task
+        for each in (*told.leases, *told.episodes, *told.trajectories):
+            for when in [name.name for name, _ in each.ListFields() if name.name.endswith("_time")]:
+                each.ClearField(when)
+        told.ClearField("submit_time")
+        return sorted(map(str, (*told.leases, *told.episodes, *told.trajectories)))
 
     async def lasts(name: str) -> bool:
         return as_int(await raw("TTL", name)) == -1  # what was uploaded again for nothing ends by itself
@@ -75,8 +109,8 @@ async def kept(world: World) -> dict[str, object]:
     names = [as_text(name) for name in as_list(await raw("KEYS", keys.prefix.replace("{", "\\{") + "*"))]
     policy, node = await fields(keys.of("policy", "solver")), await fields(keys.of("node", "n1"))
     return {
-        "tasks": {task_id: await fields(keys.of("task", task_id), "entry", "leased_ms") for task_id in TASKS},
-        "traces": {task_id: await trace(task_id) for task_id in TASKS},
+        "tasks": {task_id: await task(task_id) for task_id in TASKS},
+        "traces": {task_id: await trace(task_id) for task_id in TASKS[:3]},
         "owners": await fields(keys.of("owners")),
         "groups": [await fields(keys.of("group", f"{task_id}/solver"), "score") for task_id in TASKS],
         "counters": await fields(keys.of("counters"), "moved"),
@@ -97,13 +131,16 @@ async def scene(world: World, name: str) -> Node:
     return node
 
 
+@pytest.mark.parametrize("cut", [list, apart], ids=["repeats", "apart"])
 @pytest.mark.parametrize("seed", range(4))
-async def test_a_pack_keeps_what_its_episodes_keep_that_are_pushed_singly(world: World, seed: int) -> None:
+async def test_a_pack_keeps_what_its_episodes_keep_that_are_pushed_singly(
+    world: World, seed: int, cut: Callable[[Sequence[Sequence[Episode]]], Sequence[Sequence[Episode]]]
+) -> None:
     outcomes, contents = list[Counter[tuple[str, str, str]]](), list[dict[str, object]]()
     for name in ("singly", "packed"):
         node, draw = await scene(world, name), random.Random(seed)
         answers = Counter[tuple[str, str, str]]()
-        for pack in packs(draw, drawn(draw, name)):
+        for pack in cut(packs(draw, drawn(draw, name))):
             results = await node.pack(*pack) if name == "packed" else [await node.push(one) for one in pack]
             assert len(results) == len(pack)
             pushed = zip(pack, results, strict=True)
@@ -186,3 +223,21 @@ async def test_a_pack_is_of_one_run(world: World) -> None:
     with pytest.raises(InvalidArgumentError, match="push those of one run together"):
         await node.pack(*(make_episode(run_id=run, task_id="t1", member=0) for run in ("run", "other")))
     await world.has_account(ingested=0)
+
+
+async def test_all_members_in_one_push_are_one_record_of_their_task(world: World) -> None:
+    node = await scene(world, "run")
+    whole = [make_episode(run_id="run", task_id="t1", member=member) for member in range(SIZE)]
+    results = await node.pack(*whole)
+    assert [outcome_name(result) for result in results] == ["ACCEPTED"] * SIZE
+    await settled(world)
+    task = as_mapping(await world.dataflow.connection.raw("HGETALL", Keys("run").of("task", "t1")))
+    assert task["whole"].split(b"\n") == [b"%d\t%s" % (one.member, one.episode_id.encode()) for one in whole]
+    assert not [name for name in task if name.startswith("m")]
+    again = [*await node.pack(*whole), await node.push(whole[2])]
+    assert [outcome_name(result) for result in again] == ["DUPLICATE"] * (SIZE + 1)
+    other = make_episode(run_id="run", task_id="t1", member=1, episode_id="other")
+    assert outcome_name(await node.push(other)) == "SUPERSEDED"
+    nonsense = make_episode(run_id="run", task_id="t1", member=1, reward=POISON)
+    assert outcome_name(await node.push(nonsense)) == "DUPLICATE", "it keeps its first answer"
+    await world.has_account(ready=SIZE, dropped={"superseded": 1})

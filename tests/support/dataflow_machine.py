@@ -42,7 +42,7 @@ from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.packs import Place
 from astraflow_dataflow.store.replies import as_int, as_mapping, as_text
 from support.dataflow_model import FLOOR, GROUP_SIZE, GROUPS_PER_STEP, MAX_ATTEMPTS, MAX_STALENESS, Model
-from support.dataflow_world import Node, Trainer, World, served
+from support.dataflow_world import Node, Trainer, World, outcome_name, served
 
 Result = TypeVar("Result")
 STAGES = {
@@ -241,6 +241,28 @@ class DataflowMachine(RuleBasedStateMachine):
         outcomes = self._do(together())
         self.pushed += episodes
         self.model = self._order_of([episode for _, episode in episodes], outcomes)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        lease=any_of,
+        server=any_of,
+        members=st.lists(st.integers(0, GROUP_SIZE - 1), min_size=2, max_size=3),
+        again=st.booleans(),
+    )
+    def push_together(self, lease: int, server: int, members: Sequence[int], again: bool) -> None:
+        """Several episodes of a lease in one message, the newest push once more with them: each has the answer that it
+        would have alone.
+        """
+        node, held = self._lease(lease, server)
+        name, version = f"e{len(self.pushed)}", self.model.version
+        episodes = [
+            node.episode(held, member, episode_id=f"{name}.{n}", version=version, reward=float(n % 2))
+            for n, member in enumerate(members)
+        ]
+        episodes += [self.pushed[-1][1]] if again and self.pushed else []
+        answers = self._do(node.pack(*episodes))
+        assert [outcome_name(answer) for answer in answers] == [self.model.push(one) for one in episodes]
+        self.pushed += [(node, episode) for episode in episodes]
 
     def _order_of(self, episodes: Sequence[trajectory_pb2.Episode], outcomes: Sequence[str]) -> Model:
         for order in itertools.permutations(range(len(episodes))):

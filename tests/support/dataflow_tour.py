@@ -37,6 +37,7 @@ class Tour:
         self._do(self.machine.begin, filters=True, steps=1)
         for part in (
             self.attempts,
+            self.together,
             self.closing,
             self.failures,
             self.groups,
@@ -61,6 +62,19 @@ class Tour:
         self._push(LAST, member=1, reward=NAN)  # poison
         self._again()
         self._push(LAST, member=1)
+
+    def together(self) -> None:
+        """Members in one message: all of them, none of which was there, some, and what is repeated."""
+        self._submit()
+        self._lease(1)
+        self._together([0, 1])  # all
+        self._together([0, 1], again=True)  # superseded, and one is a repetition
+        self._lease(1)
+        self._push(LAST, member=0)
+        self._together([0, 1], again=True)
+        self._lease(1)
+        self._together([0, 0])  # the same member twice
+        self._together([1, 0])
 
     def closing(self) -> None:
         """Groups that close without their members: failed, expired, dead."""
@@ -201,6 +215,9 @@ class Tour:
     def _push(self, lease: int, *, member: int, reward: float = 1.0, age: int = 0, failed: int = 1) -> None:
         how: dict[str, Any] = {"reward": reward, "age": age, "failed": failed, "hedge": 1}
         self._do(self.machine.push, lease=lease, server=ANY, member=member, **how)
+
+    def _together(self, members: Sequence[int], *, again: bool = False) -> None:
+        self._do(self.machine.push_together, lease=LAST, server=ANY, members=members, again=again)
 
     def _again(self) -> None:
         self._do(self.machine.push_again, episode=0, server=OTHER)

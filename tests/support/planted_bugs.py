@@ -67,14 +67,38 @@ BUGS = (
     Bug(
         "a closed group takes another member",
         f"{LUA}/pushes.lua",
-        "if not is_open(f.state) or run == 'finished'",
-        "if run == 'finished'",
+        "return is_open(t.fields.state) and run ~= 'finished'",
+        "return run ~= 'finished'",
     ),
     Bug(
         "poison is counted each time",
         f"{LUA}/pushes.lua",
-        "call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)",
+        "call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason, 'refused', 1)",
         "",
+    ),
+    Bug(
+        "episodes that are taken at once leave their task as if one had come",
+        f"{LUA}/pushes.lua",
+        "tonumber(f.left) - p.n, (f.held or 0) + #p.ids",
+        "tonumber(f.left) - 1, (f.held or 0) + #p.ids",
+    ),
+    Bug(
+        "a member that is there is not looked at where several are taken at once",
+        f"{LUA}/pushes.lua",
+        "not t.is_untouched and (f['m' .. member] or f['r' .. p.names[i]])",
+        "false",
+    ),
+    Bug(
+        "who came as a whole is forgotten",
+        f"{LUA}/settle.lua",
+        "string.gmatch(f.whole or '', ",
+        "string.gmatch('', ",
+    ),
+    Bug(
+        "a task that refused an episode is taken for an untouched one",
+        f"{LUA}/pushes.lua",
+        "t.is_untouched = t.is_fresh and not fields.refused",
+        "t.is_untouched = t.is_fresh",
     ),
     Bug(
         "an ended lease stays with its node",
@@ -241,7 +265,7 @@ BUGS = (
     Bug(
         "what a dead task had accepted is accepted again",
         f"{LUA}/admin.lua",
-        "call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ')",
+        "call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ', 'refused', 1)",
         "",
     ),
     Bug(

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from astraflow.rollout.v1.trajectory_pb2 import TrajectoryHeader
+from astraflow_dataflow.store.episodes.pushes import stored_headers
 from astraflow_dataflow.store.keys import Keys
 from support.valkey import ValkeyServer
 
@@ -132,7 +132,7 @@ class _Counter:
             tasks: Any = self._client.zrange(self._keys.of(index), 0, -1)
             for task in tasks:
                 held: Any = self._client.lrange(self._keys.of("members", _text(task)), 0, -1)
-                found |= {TrajectoryHeader.FromString(header).trajectory_id for header in held}
+                found |= {header.trajectory_id for header in stored_headers(held)}
         return found
 
     def _ready(self) -> set[str]:

@@ -23,7 +23,7 @@ from astraflow.errors import AstraflowError, NotFoundError, PreconditionError
 from astraflow.recipe.dataflow import ArchiveSettings
 from astraflow_dataflow.records import ArchiveEntry
 from astraflow_dataflow.runs.registry import RunContext, require_installed
-from astraflow_dataflow.store.tasks import ArchiveStore
+from astraflow_dataflow.store.episodes.archive import ArchiveStore
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics

@@ -24,8 +24,8 @@ from astraflow_dataflow.rules.trajectories import Expectation, check_episode, un
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
+from astraflow_dataflow.store.episodes.commits import ACCEPTED, Pushed
 from astraflow_dataflow.store.store import Store
-from astraflow_dataflow.store.tasks import ACCEPTED, Pushed
 from astraflow_kit import failpoints, traces
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics

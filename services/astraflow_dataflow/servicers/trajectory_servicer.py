@@ -18,7 +18,7 @@ from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.push_window import PushWindow
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.tasks import Pushed
+from astraflow_dataflow.store.episodes.commits import Pushed
 from astraflow_kit.serve import Context
 
 

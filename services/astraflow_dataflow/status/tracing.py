@@ -4,7 +4,7 @@ Pure. An entry is a line of tab-separated fields, its first the kind and its sec
 writes them. Called by reporting for `Why`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from astraflow.dataflow.v1 import trace_pb2
@@ -65,7 +65,7 @@ class _History:
         elif kind == "h":
             self._lease_ended(int(ms), f"{rest[0]}-h", outcome=rest[1])
         elif kind == "E":
-            self._pushed(int(ms), rest, entry.split("\n")[1:])
+            self._pushed(int(ms), rest, entry.partition("\n")[2])
         elif kind == "X":
             self._requeued()
         elif kind in "GBRDA":
@@ -85,30 +85,36 @@ class _History:
             lease.outcome = outcome
             lease.end_time.CopyFrom(timestamp(ms))
 
-    def _pushed(self, ms: int, fields: list[str], items: list[str]) -> None:
-        if len(fields) != 7:
-            return  # an id within it held a separator, which other releases took
-        member, attempt, node_id, episode_id, outcome, failed, reason = fields
-        self.episodes.append(
-            trace_pb2.EpisodeTrace(
-                episode_id=episode_id,
-                member=int(member),
-                attempt=int(attempt),
-                node_id=node_id,
-                outcome=outcome,
-                reason=reason,
-                failed=failed == "1",
-                push_time=timestamp(ms),
-            )
+    def _pushed(self, ms: int, fields: list[str], pushed: str) -> None:
+        """Episodes of one push, a line of each; after an empty one those of their trajectories, as many of each."""
+        episodes, trajectories = (
+            [line.split("\t") for line in part.split("\n") if line] for part in pushed.partition("\n\n")[::2]
         )
-        for item in items:
-            trajectory = _trajectory(item, episode_id=episode_id, ms=ms)
-            self.trajectories.append(trajectory)
-            if outcome in _KEPT:
-                self.assembling.append(trajectory)
-            else:
-                trajectory.place = trace_pb2.TRAJECTORY_PLACE_DROPPED
-                trajectory.drop_reason = outcome.lower()
+        if len(fields) != 5 or any(len(row) == 1 for row in episodes):
+            return  # what was refused as poison may have a separator within an id
+        attempt, node_id, outcome, failed, reason = fields
+        num_each = len(trajectories) // max(1, len(episodes))
+        for place, (member, episode_id, *_) in enumerate(episodes):
+            self.episodes.append(
+                trace_pb2.EpisodeTrace(
+                    episode_id=episode_id,
+                    member=int(member),
+                    attempt=int(attempt),
+                    node_id=node_id,
+                    outcome=outcome,
+                    reason=reason,
+                    failed=failed == "1",
+                    push_time=timestamp(ms),
+                )
+            )
+            for item in trajectories[place * num_each : (place + 1) * num_each]:
+                trajectory = _trajectory(item, episode_id=episode_id, ms=ms)
+                self.trajectories.append(trajectory)
+                if outcome in _KEPT:
+                    self.assembling.append(trajectory)
+                else:
+                    trajectory.place = trace_pb2.TRAJECTORY_PLACE_DROPPED
+                    trajectory.drop_reason = outcome.lower()
 
     def _moved(self, kind: str, ms: int, fields: list[str]) -> None:
         gid, *rest = fields
@@ -204,8 +210,8 @@ def _lane(stored: StoredTrace) -> str:
     return ""
 
 
-def _trajectory(item: str, *, episode_id: str, ms: int) -> trace_pb2.TrajectoryTrace:
-    trajectory_id, policy_id, role, oldest, newest, reward = item.split("\t")
+def _trajectory(item: Sequence[str], *, episode_id: str, ms: int) -> trace_pb2.TrajectoryTrace:
+    trajectory_id, policy_id, role, oldest, newest, reward = item
     return trace_pb2.TrajectoryTrace(
         trajectory_id=trajectory_id,
         episode_id=episode_id,

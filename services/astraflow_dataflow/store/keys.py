@@ -5,7 +5,7 @@ registry, is in a slot of its own. The same table is rendered into the Lua libra
 functions can never disagree about a name. Read by the store modules.
 """
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
 
 # No run is named `.`, so the registry's tag is no run's.

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from astraflow_dataflow.store.admin import AdminStore
 from astraflow_dataflow.store.audit import AuditStore
 from astraflow_dataflow.store.batches import BatchStore, VersionStore
+from astraflow_dataflow.store.episodes.archive import ArchiveStore
+from astraflow_dataflow.store.episodes.commits import EpisodeStore
 from astraflow_dataflow.store.homes.deletion import Deletions
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.plugin_states import PluginStateStore
 from astraflow_dataflow.store.runs import EvaluationStore, NodeStore, RunStore
-from astraflow_dataflow.store.tasks import ArchiveStore, EpisodeStore, TaskStore
+from astraflow_dataflow.store.tasks import TaskStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,11 +64,11 @@ local function revive(P, f)
   for i = 0, size - 1 do names[#names + 1] = 'm' .. i end
   for i, member in ipairs(call('HMGET', T, unpack(names))) do
     if member then
-      call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ')
+      call('HSET', T, 'r' .. string.sub(member, 2), 'DUPLICATE ', 'refused', 1)
       call('HDEL', T, names[i])
     end
   end
-  call('HDEL', T, 'why', 'credited', 'uncredited', 'avoid', 'node', 'letter')
+  call('HDEL', T, 'why', 'credited', 'uncredited', 'avoid', 'node', 'letter', 'held')
   local lane = lane_of(P, call('HGET', T, 'priority') or '0')
   local entry = call('XADD', K.lane(P, lane), '*', 'task', task)
   call('HSET', T, 'state', 'queued', 'attempt', f.attempt, 'tries', 0, 'size', size, 'left', size, 'lane', lane, 'entry', entry,

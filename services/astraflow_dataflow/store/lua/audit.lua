@@ -2,8 +2,9 @@
 -- ones in slices, which say so when something moved between them.
 
 local function count_task(P, task, policy_of, out)
-  out.assembling = out.assembling + call('LLEN', K.members(P, task))
-  for _, role in ipairs(split(call('HGET', K.task(P, task), 'credited'))) do
+  local f = call('HMGET', K.task(P, task), 'held', 'credited')
+  out.assembling = out.assembling + tonumber(f[1] or 0)
+  for _, role in ipairs(split(f[2])) do
     out.charged[policy_of[role]] = (out.charged[policy_of[role]] or 0) + 1
   end
 end

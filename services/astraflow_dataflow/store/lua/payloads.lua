@@ -47,18 +47,8 @@ function PACKS.is_kept(P, pack)
   return call('HEXISTS', K.packs(P), pack) == 1 or call('ZSCORE', K.packs_ending(P), pack)
 end
 
--- Gives each trajectory of a commit its place outside; `packed` is the pack and the size of each payload in order, or '' where all stay inside.
-function PACKS.place_all(P, each, packed)
-  if packed == '' then return end
-  local words, offset = string.gmatch(packed, '%S+'), 0
-  local pack = words()
-  for _, e in ipairs(each) do
-    for _, item in ipairs(e.each) do
-      local size = words()
-      item.place = e.episode .. ' ' .. pack .. ' ' .. offset .. ' ' .. size
-      offset = offset + size
-    end
-  end
+-- The commit at hand stored its payloads outside, in this pack.
+function PACKS.begin(P, pack)
   CALL.pack, CALL.has_pack, CALL.held = pack, PACKS.is_kept(P, pack), 0
 end
 

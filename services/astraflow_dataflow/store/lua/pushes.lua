@@ -1,20 +1,74 @@
 -- Episodes: one call commits many, each whole, or says why not. The outcome table is section "push" of docs/dataflow.md. Those of one task are
 -- taken together, as if they had been pushed one after the other: what they change of it is read once and written once.
+--
+-- They come in pushes: episodes of one attempt at a task by one node, that are alike. Most are taken as a whole (`accept_all`); where one of them meets
+-- something, each is looked at by itself (`commit_episode`).
 
 -- A block of its own: Lua has room for 200 local names outside.
 do
 
--- Reads what a commit needs to know of a task: its fields, and of each episode the member's and the episode's own.
-local function read_task(P, t)
-  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'node', 'copy', 'leased_ms' }, {}
-  -- Perhaps they are all of its members; then nothing of it is read again.
-  if #t.episodes > 1 then names[9], names[10], names[11] = 'why', 'credited', 'spec' end
-  for _, e in ipairs(t.episodes) do
-    names[#names + 1] = 'm' .. e.member
-    names[#names + 1] = 'r' .. e.episode
+-- Headers as they are sent and stored, each behind its size in four bytes: a list of them with their sizes, and one without.
+local function headers_of(text)
+  local framed, plain, at = {}, {}, 1
+  while at <= #text do
+    local size = struct.unpack('>I4', text, at)
+    framed[#framed + 1], plain[#plain + 1] = string.sub(text, at, at + 3 + size), string.sub(text, at + 4, at + 3 + size)
+    at = at + 4 + size
   end
-  for i, value in ipairs(call('HMGET', K.task(P, t.id), unpack(names))) do fields[names[i]] = value or nil end
-  t.fields, t.is_evaluation = fields, (fields.evaluation or '') ~= ''
+  return framed, plain
+end
+
+-- The episodes of a push, each by itself.
+local function episodes_of(p)
+  if p.episodes then return p.episodes end
+  p.episodes = {}
+  local traces, lines_of, framed, plain = split(p.traces), split(p.who), headers_of(p.headers)
+  for i, episode in ipairs(p.names) do
+    local calls, errors = string.match(lines_of[i], '\t(%d+),(%d+)$')
+    local e = { member = p.members[i], episode = episode, attempt = p.attempt, node = p.node, hedge = p.hedge, failed = p.failed, who = lines_of[i],
+      tool_calls = tonumber(calls), tool_errors = tonumber(errors), each = {} }
+    if p.results then e.metrics, e.journal = p.results[2 * i - 1], p.results[2 * i] end
+    for at = (i - 1) * p.each + 1, i * p.each do
+      e.each[#e.each + 1] = { id = p.ids[at], place = p.places[at] or episode, header = plain[at], framed = framed[at], trace = traces[at] }
+    end
+    p.episodes[i] = e
+  end
+  return p.episodes
+end
+
+-- Notes an episode in its task's trace.
+local function note_episode(t, e, outcome, reason)
+  local traces = {}
+  for i, item in ipairs(e.each) do traces[i] = item.trace end
+  t.notes[#t.notes + 1] = push_entry(e, outcome, reason, e.who, lines(traces))
+end
+
+-- Adds the fields that say who has the members of some pushes, and what became of their episodes before.
+local function add_own(names, pushes)
+  for _, p in ipairs(pushes) do
+    for i, episode in ipairs(p.names) do names[#names + 1], names[#names + 2] = 'm' .. p.members[i], 'r' .. episode end
+  end
+end
+
+-- Reads what a commit needs to know of a task. What is said of members and episodes is read where something of the task came before; of a single
+-- episode at once.
+local function read_task(P, t)
+  local names, fields = { 'state', 'attempt', 'size', 'evaluation', 'left', 'held', 'node', 'copy', 'leased_ms', 'whole', 'refused' }, {}
+  local is_single = not t.pushes[2] and t.pushes[1].n == 1
+  local function read()
+    for i, value in ipairs(call_many({ 'HMGET', K.task(P, t.id) }, names)) do fields[names[i]] = value or nil end
+  end
+  -- Several are perhaps all of its members; then nothing of it is read again.
+  if is_single then add_own(names, t.pushes) else names[12], names[13], names[14] = 'why', 'credited', 'spec' end
+  read()
+  t.is_evaluation, t.is_fresh = (fields.evaluation or '') ~= '', fields.left == fields.size
+  t.is_untouched = t.is_fresh and not fields.refused
+  if not (t.is_untouched or is_single) then
+    names = {}
+    add_own(names, t.pushes)
+    read()
+  end
+  t.fields = fields
 end
 
 local function set(t, field, value)
@@ -25,7 +79,10 @@ end
 
 -- Writes what a commit changed of a task. A task that was never leased has no trace until an episode of it is accepted.
 local function write_task(P, t, horizon)
-  if t.first_accepted then set(t, 'left', t.fields.left) end
+  if t.first_accepted then
+    set(t, 'left', t.fields.left)
+    if not t.is_evaluation then set(t, 'held', t.fields.held) end
+  end
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
   call_many({ 'RPUSH', K.members(P, t.id) }, t.headers)
   if #t.owned > 0 then
@@ -66,7 +123,8 @@ local function turn_away(P, t, e, outcome, reason, detail)
   if outcome == 'POISON' then table.insert(CALL.poison_of, e.node) end
   if known then
     set(t, 'r' .. e.episode, outcome .. ' ' .. (detail or ''))
-    t.notes[#t.notes + 1] = episode_entry(e.who, outcome, e.failed or '0', detail or reason, e.each)
+    set(t, 'refused', 1)
+    note_episode(t, e, outcome, detail or reason)
   end
   return outcome .. ' ' .. (detail or '')
 end
@@ -89,9 +147,9 @@ local function write_nodes(P)
   end
 end
 
-local function credit_node(P, e)
-  local n = node_of(P, e.node)
-  if n then n.episodes, n.trajectories = n.episodes + 1, n.trajectories + #e.each end
+local function credit_node(P, node, num_episodes, num_trajectories)
+  local n = node_of(P, node)
+  if n then n.episodes, n.trajectories = n.episodes + num_episodes, n.trajectories + num_trajectories end
 end
 
 local MAX_EVALUATION_FIELDS = 512
@@ -120,18 +178,22 @@ local function accept_evaluation(P, id, items, metrics, journal)
   count(P, 'evaluated', #items)
 end
 
+local function count_tools(P, e)
+  if not e.tool_calls then return end
+  add(K.counters(P), 'tool_calls', e.tool_calls)
+  add(K.counters(P), 'tool_errors', e.tool_errors)
+end
+
 local function accept_training(P, t, e)
   local owned, headers = t.owned, t.headers
-  if e.tool_calls then
-    add(K.counters(P), 'tool_calls', e.tool_calls)
-    add(K.counters(P), 'tool_errors', e.tool_errors)
-  end
+  count_tools(P, e)
   for _, item in ipairs(e.each) do
     PACKS.keep(P, item.place, item.id)
     CALL.owners[item.id] = e.episode
     owned[#owned + 1], owned[#owned + 2] = item.id, item.place
-    headers[#headers + 1] = item.header
+    headers[#headers + 1] = item.framed
   end
+  t.fields.held = (t.fields.held or 0) + #e.each
 end
 
 -- The last member came: the lease ends, and of a training task nothing is open any more.
@@ -188,18 +250,28 @@ local function unusable(P, e)
   return nil
 end
 
+local function accepted_as(t, e)
+  local late = e.hedge ~= '1' and tonumber(e.attempt) < tonumber(t.fields.attempt)
+  return late and 'ACCEPTED_LATE' or 'ACCEPTED'
+end
+
 local function accept(P, t, e)
   local f, left = t.fields, tonumber(t.fields.left) - 1
   set(t, 'm' .. e.member, (e.failed == '1' and 'x' or 'f') .. e.episode)
   f.left = left
   if t.is_evaluation then accept_evaluation(P, f.evaluation, e.each, e.metrics, e.journal) else accept_training(P, t, e) end
-  credit_node(P, e)
-  local late = e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt)
-  local outcome = late and 'ACCEPTED_LATE' or 'ACCEPTED'
-  t.notes[#t.notes + 1] = episode_entry(e.who, outcome, e.failed or '0', '', e.each)
+  credit_node(P, e.node, 1, #e.each)
+  local outcome = accepted_as(t, e)
+  note_episode(t, e, outcome, '')
   t.first_accepted = t.first_accepted or #t.notes
   if left == 0 then close_complete(P, t, e) end
   return outcome .. ' '
+end
+
+-- Whether a task takes episodes.
+local function takes_more(P, t)
+  local run = run_of(P).state
+  return is_open(t.fields.state) and run ~= 'finished' and (run ~= 'finishing' or t.is_evaluation)
 end
 
 -- What becomes of one episode: outcome and detail, with a space between.
@@ -216,10 +288,7 @@ local function commit_episode(P, t, e)
     if e.hedge ~= '1' and tonumber(e.attempt) < tonumber(f.attempt) then return turn_away(P, t, e, 'FENCED', 'fenced') end
     return turn_away(P, t, e, 'SUPERSEDED', 'superseded')
   end
-  local run = run_of(P).state
-  if not is_open(f.state) or run == 'finished' or (run == 'finishing' and not t.is_evaluation) then
-    return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed')
-  end
+  if not takes_more(P, t) then return turn_away(P, t, e, 'LATE_CLOSED', 'late_closed') end
   local bad = not t.is_evaluation and unusable(P, e)
   if bad == 'RETRY' then
     let_expire(P, e)
@@ -229,11 +298,55 @@ local function commit_episode(P, t, e)
   return accept(P, t, e)
 end
 
+-- Whether no episode of a push meets anything of its task, nor a trajectory another's.
+local function meets_nothing(P, t, p)
+  local f = t.fields
+  if p.is_special or t.is_evaluation or not (CALL.wrote_all or CALL.has_pack) or not takes_more(P, t) then return false end
+  for i, member in ipairs(p.members) do
+    if tonumber(member) >= tonumber(f.size) or not t.is_untouched and (f['m' .. member] or f['r' .. p.names[i]]) then return false end
+  end
+  for _, id in ipairs(p.ids) do
+    if CALL.owners[id] then return false end
+  end
+  return true
+end
+
+-- The usual case: takes all episodes of a push.
+local function accept_all(P, t, p)
+  local f, num_owned = t.fields, #t.owned
+  if t.is_untouched and p.n == tonumber(f.size) then
+    set(t, 'whole', p.who)
+  else
+    for i, member in ipairs(p.members) do set(t, 'm' .. member, 'f' .. p.names[i]) end
+  end
+  for i, id in ipairs(p.ids) do
+    t.owned[num_owned + 2 * i - 1], t.owned[num_owned + 2 * i] = id, p.places[i] or p.names[math.ceil(i / p.each)]
+  end
+  t.headers[#t.headers + 1] = p.headers
+  f.left, f.held = tonumber(f.left) - p.n, (f.held or 0) + #p.ids
+  if CALL.has_pack then CALL.held = CALL.held + #p.ids end
+  count_tools(P, p)
+  credit_node(P, p.node, p.n, #p.ids)
+  local outcome = accepted_as(t, p)
+  t.notes[#t.notes + 1] = push_entry(p, outcome, '', p.who, p.traces)
+  t.first_accepted = t.first_accepted or #t.notes
+  if f.left == 0 then close_complete(P, t, p) end
+  return outcome .. ' '
+end
+
+-- What becomes of a push: an answer for all of its episodes, or one of each.
+local function commit_push(P, t, p)
+  if t.fields.state and meets_nothing(P, t, p) then return accept_all(P, t, p) end
+  local replies = {}
+  read_whole(t.fields)
+  for i, e in ipairs(episodes_of(p)) do replies[i] = commit_episode(P, t, e) end
+  return replies
+end
+
 -- Commits the episodes of one task. Returns it when this completed it and it waits to be settled.
 local function commit_task(P, t, horizon)
   local f = t.fields
-  local is_whole = f.spec and f.left == f.size
-  for _, e in ipairs(t.episodes) do e.reply = commit_episode(P, t, e) end
+  for _, p in ipairs(t.pushes) do p.reply = commit_push(P, t, p) end
   write_task(P, t, horizon)
   if not t.last then return {} end
   if t.is_evaluation then
@@ -241,7 +354,7 @@ local function commit_task(P, t, horizon)
     return {}
   end
   -- The caller has the headers of one that came as a whole.
-  return is_whole and complete_task(t.id, f, '') or complete_task_of(P, t.id, f.size)
+  return t.is_fresh and f.spec and complete_task(t.id, f, '') or complete_task_of(P, t.id, f.size)
 end
 
 -- Does something with each task; a defect in what is stored of one answers its episodes, and costs the others nothing.
@@ -258,10 +371,10 @@ local function read_stored(P, tasks, mark)
   local ids, payloads, num_stored = {}, {}, 0
   CALL.owners = {}
   for _, t in ipairs(tasks) do
-    for _, e in ipairs(t.is_evaluation and {} or t.episodes) do
-      for _, item in ipairs(e.each) do
-        ids[#ids + 1] = item.id
-        if not (CALL.wrote_all or CALL.pack) then payloads[#payloads + 1] = K.payload(P, e.episode, item.id) end
+    for _, p in ipairs(t.is_evaluation and {} or t.pushes) do
+      for i, id in ipairs(p.ids) do
+        ids[#ids + 1] = id
+        if not (CALL.wrote_all or CALL.pack) then payloads[#payloads + 1] = K.payload(P, p.names[math.ceil(i / p.each)], id) end
       end
     end
   end
@@ -272,54 +385,72 @@ local function read_stored(P, tasks, mark)
   CALL.has_all = CALL.wrote_all or (num_stored == #payloads and CALL.has_pack ~= false)
 end
 
--- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per episode: task; member,
--- attempt, node and episode, tab separated; the number n of its trajectories, with 'h' for a hedge, 'f' for one that failed, 'e' for one of an
--- evaluation, 't' and two numbers for its calls of tools and those that failed; of one of an evaluation metrics as lines of value and name, and lines for its journal; header and trace of each of the n. Returns the position,
--- outcome and detail of each episode with a space between, and the tasks that it completed and that wait to be settled.
+-- Gives each trajectory of a commit its place outside; `packed` is the pack and the size of each payload in order, or '' where all stay inside.
+local function place_all(P, pushes, packed)
+  if packed == '' then return end
+  local words, offset = string.gmatch(packed, '%S+'), 0
+  local pack = words()
+  for _, p in ipairs(pushes) do
+    for i = 1, #p.ids do
+      local size = words()
+      p.places[i] = p.names[math.ceil(i / p.each)] .. ' ' .. pack .. ' ' .. offset .. ' ' .. size
+      offset = offset + size
+    end
+  end
+  PACKS.begin(P, pack)
+end
+
+-- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per push: task, attempt,
+-- node, how, who, traces, headers. `how` is the number of episodes and of trajectories of each, with 'h' for hedges, 'f' for what failed, 'e' for
+-- an evaluation's, 'd' where a member or an id comes twice in this call, 't' and two numbers for calls of tools and those that failed. `who` has a line of
+-- each episode: member, id and, where there are any, its calls of tools and those that failed; `traces` one of each trajectory: id, policy, role,
+-- versions, reward. Of an evaluation's episodes each has two more values: metrics as lines of value and name, and lines for its journal. Returns the
+-- position, of each push an answer for all of its episodes or one of each, outcome and detail with a space between, and the tasks that were completed
+-- and wait to be settled.
 SIGNATURE.commit = {}
 function SIGNATURE.commit.read(values)
-  local each, at = {}, 4
+  local pushes, at = {}, 4
   while values[at] do
-    local who, how = values[at + 1], values[at + 2]
-    local member, attempt, node, episode = string.match(who, '^([^\t]*)\t([^\t]*)\t([^\t]*)\t(.*)$')
-    local items, n = {}, tonumber(how)
-    local e = { task = values[at], who = who, member = member, attempt = attempt, node = node, episode = episode, each = items }
-    at = at + 3
-    if not n then
-      n = tonumber(string.match(how, '^%d+'))
-      if string.find(how, 'h') then e.hedge = '1' end
-      if string.find(how, 'f') then e.failed = '1' end
-      local calls, errors = string.match(how, 't(%d+),(%d+)')
-      e.tool_calls, e.tool_errors = tonumber(calls), tonumber(errors)
-      if string.find(how, 'e') then e.metrics, e.journal, at = values[at], values[at + 1], at + 2 end
+    local n, each, flags = string.match(values[at + 3], '^(%d+) (%d+)(.*)$')
+    local p = { task = values[at], attempt = values[at + 1], node = values[at + 2], n = tonumber(n), each = tonumber(each), who = values[at + 4],
+      traces = values[at + 5], headers = values[at + 6], members = {}, names = {}, ids = {}, places = {} }
+    at = at + 7
+    for member, episode in string.gmatch(p.who, '(%d+)\t([^\t\n]+)[^\n]*') do
+      p.members[#p.members + 1], p.names[#p.names + 1] = member, episode
     end
-    for i = 1, n do
-      local trace = values[at + 1]
-      items[i] = { id = string.match(trace, '^[^\t]*'), place = episode, header = values[at], trace = trace }
-      at = at + 2
+    for id in string.gmatch(p.traces, '([^\t\n]+)[^\n]*') do p.ids[#p.ids + 1] = id end
+    if flags ~= '' then
+      p.hedge, p.failed = string.find(flags, 'h') and '1', string.find(flags, 'f') and '1'
+      p.is_special = string.find(flags, '[hfed]') ~= nil
+      local calls, errors = string.match(flags, 't(%d+),(%d+)')
+      p.tool_calls, p.tool_errors = tonumber(calls), tonumber(errors)
+      if string.find(flags, 'e') then
+        p.results = { unpack(values, at, at + 2 * p.n - 1) }
+        at = at + 2 * p.n
+      end
     end
-    each[#each + 1] = e
+    pushes[#pushes + 1] = p
   end
-  return { horizon = values[1], mark = values[2], packed = values[3], each = each }
+  return { horizon = values[1], mark = values[2], packed = values[3], pushes = pushes }
 end
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
   if a.packed ~= '' then return end
   call('UNLINK', K.written(P, a.mark))
-  for _, e in ipairs(a.each) do
-    for _, item in ipairs(e.each) do call('UNLINK', K.payload(P, e.episode, item.id)) end
+  for _, p in ipairs(a.pushes) do
+    for i, id in ipairs(p.ids) do call('UNLINK', K.payload(P, p.names[math.ceil(i / p.each)], id)) end
   end
 end
 function F.commit(keys, a)
   local P, tasks, replies, completed = keys[1], {}, {}, {}
   CALL.poison_of, CALL.nodes, CALL.turned_away = {}, {}, {}
-  PACKS.place_all(P, a.each, a.packed)
-  for _, e in ipairs(a.each) do
-    if not tasks[e.task] then
-      tasks[e.task] = { id = e.task, episodes = {}, set = {}, headers = {}, owned = {}, notes = {} }
-      tasks[#tasks + 1] = tasks[e.task]
+  place_all(P, a.pushes, a.packed)
+  for _, p in ipairs(a.pushes) do
+    if not tasks[p.task] then
+      tasks[p.task] = { id = p.task, pushes = {}, set = {}, headers = {}, owned = {}, notes = {} }
+      tasks[#tasks + 1] = tasks[p.task]
     end
-    table.insert(tasks[e.task].episodes, e)
+    table.insert(tasks[p.task].pushes, p)
   end
   with_each(tasks, function(t) read_task(P, t) end)
   read_stored(P, tasks, a.mark)
@@ -327,10 +458,10 @@ function F.commit(keys, a)
     local complete = commit_task(P, t, tonumber(a.horizon))
     if complete[1] then completed[#completed + 1] = complete end
   end)
-  for i, e in ipairs(a.each) do
-    local problem = tasks[e.task].problem
-    replies[i] = problem or e.reply
-    if problem then let_expire(P, e) end
+  for i, p in ipairs(a.pushes) do
+    local problem = tasks[p.task].problem
+    replies[i] = problem or p.reply
+    for _, e in ipairs(problem and episodes_of(p) or {}) do let_expire(P, e) end
   end
   PACKS.hold_rest(P)
   local at = position(P, CALL.moved)
@@ -346,18 +477,20 @@ end
 SIGNATURE.quarantine = { 'task', 'member', 'episode', 'node', 'reason', 'detail', 'num_trajectories', 'sample', 'attempt' }
 function F.quarantine(keys, a)
   local P, task, episode = keys[1], a.task, a.episode
-  local f = call('HMGET', K.task(P, task), 'state', 'm' .. a.member, 'r' .. episode)
-  if f[2] and string.sub(f[2], 2) == episode then return { 'DUPLICATE', '', position(P, false) } end
-  if f[3] then
-    local outcome, detail = string.match(f[3], '^(%S+) (.*)$')
+  local names, f = { 'state', 'whole', 'm' .. a.member, 'r' .. episode }, {}
+  for i, value in ipairs(call('HMGET', K.task(P, task), unpack(names))) do f[names[i]] = value or nil end
+  read_whole(f)
+  local member, refused = f['m' .. a.member], f['r' .. episode]
+  if member and string.sub(member, 2) == episode then return { 'DUPLICATE', '', position(P, false) } end
+  if refused then
+    local outcome, detail = string.match(refused, '^(%S+) (.*)$')
     return { outcome, detail, position(P, false) }
   end
   count(P, 'ingested', tonumber(a.num_trajectories))
   count(P, 'dropped:poison', tonumber(a.num_trajectories))
-  if f[1] then
-    call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason)
-    local who = table.concat({ a.member, a.attempt, a.node, episode }, '\t')
-    note_all(P, task, { episode_entry(who, 'POISON', '0', a.reason, {}) })
+  if f.state then
+    call('HSET', K.task(P, task), 'r' .. episode, 'POISON ' .. a.reason, 'refused', 1)
+    note_all(P, task, { push_entry(a, 'POISON', a.reason, a.member .. '\t' .. episode, '') })
   end
   note_poison(P, a.node)
   call('XADD', K.poison(P), 'MAXLEN', '~', MAX.poison, '*', 'task', task, 'episode', episode, 'node', a.node,

@@ -1,10 +1,16 @@
 -- Groups: what becomes of a complete task. The server reads the members, asks the filters and calls settle; a crash in
 -- between leaves the task in `settling`, where any server finds it again.
 
+-- A task whose members all came in one push has them in one field: in `f` they are as if each had its own.
+local function read_whole(f)
+  for member, episode in string.gmatch(f.whole or '', '(%d+)\t([^\t\n]+)[^\n]*') do f['m' .. member] = 'f' .. episode end
+end
+
 -- A complete task as { task, why, credited, size, finished, { header... }, spec }; `f` is all of its fields, `held` its trajectories.
 local function complete_task(task, f, held)
-  local finished = 0
-  for i = 0, tonumber(f.size) - 1 do
+  local size, finished = tonumber(f.size), 0
+  if f.whole then finished = size end
+  for i = 0, not f.whole and size - 1 or -1 do
     local member = f['m' .. i]
     if member and string.sub(member, 1, 1) == 'f' then finished = finished + 1 end
   end
@@ -13,7 +19,7 @@ end
 
 -- The same of one whose fields are read here; {} when it is not complete.
 local function complete_task_of(P, task, size)
-  local T, names, f = K.task(P, task), { 'state', 'why', 'credited', 'spec', 'size' }, {}
+  local T, names, f = K.task(P, task), { 'state', 'why', 'credited', 'spec', 'size', 'whole' }, {}
   size = size or call('HGET', T, 'size') or 0
   for i = 0, tonumber(size) - 1 do names[#names + 1] = 'm' .. i end
   for i, value in ipairs(call('HMGET', T, unpack(names))) do f[names[i]] = value or nil end
@@ -78,7 +84,7 @@ end
 local function settle_task(P, task, groups, tombstone_ms, f)
   local total, judged, is_used, verdicts = 0, false, false, {}
   for _, item in ipairs(groups) do total = total + tonumber(item.n) end
-  if total ~= call('LLEN', K.members(P, task)) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
+  if total ~= tonumber(f.held or 0) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
   for _, item in ipairs(groups) do
     local policy, verdict, n = item.policy, item.verdict, tonumber(item.n)
     verdicts[#verdicts + 1] = trace_entry('G', item.gid, verdict)
@@ -120,9 +126,9 @@ function F.settle(keys, a)
   for _, task in ipairs(split(a.tasks)) do groups[task] = {} end
   for _, item in ipairs(a.each) do table.insert(groups[item.task], item) end
   for _, task in ipairs(split(a.tasks)) do
-    local f = call('HMGET', K.task(P, task), 'state', 'letter', 'lane', 'entry')
+    local f = call('HMGET', K.task(P, task), 'state', 'letter', 'lane', 'entry', 'held')
     if f[1] == 'complete' then
-      local known = { letter = f[2], lane = f[3], entry = f[4] }
+      local known = { letter = f[2], lane = f[3], entry = f[4], held = f[5] }
       local problem = settle_task(P, task, groups[task], tonumber(a.tombstone_ms), known)
       if problem then wrong = problem else settled[#settled + 1] = task end
     end

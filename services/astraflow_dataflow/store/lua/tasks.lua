@@ -89,7 +89,7 @@ end
 -- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
 local function entomb(P, task, ttl_ms)
   call('HSET', K.task(P, task), 'state', 'done')
-  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid', 'copy')
+  call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid', 'copy', 'held')
   gather({ 'UNLINK' }, K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
   close_trace(P, task, ttl_ms)

@@ -36,13 +36,11 @@ local function close_trace(P, task, ttl_ms)
   end
 end
 
--- Of an episode; `who` is member, attempt, node and its id, tab separated.
-local function episode_entry(who, outcome, failed, reason, items)
-  local entry = 'E\t' .. now_text() .. '\t' .. who .. '\t' .. outcome .. '\t' .. failed .. '\t' .. reason
-  if #items == 1 then return entry .. '\n' .. items[1].trace end
-  local all = { entry }
-  for _, item in ipairs(items) do all[#all + 1] = item.trace end
-  return lines(all)
+-- Of episodes that a node pushed together: a line of each, member and id, and after an empty one a line of each of their trajectories, as many of the
+-- one as of the other.
+local function push_entry(p, outcome, reason, who, traces)
+  return 'E\t' .. now_text() .. '\t' .. p.attempt .. '\t' .. p.node .. '\t' .. outcome .. '\t' .. (p.failed or '0') .. '\t' .. reason
+    .. '\n' .. who .. '\n\n' .. traces
 end
 
 -- A group's id begins with its task's, and task ids hold no slash.

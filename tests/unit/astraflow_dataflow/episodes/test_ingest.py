@@ -15,7 +15,7 @@ from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.episodes.ingest import TASKS_PER_COMMIT, Ingest
 from astraflow_dataflow.records import Level
 from astraflow_dataflow.store.durability import Durability
-from astraflow_dataflow.store.tasks import Pushed
+from astraflow_dataflow.store.episodes.commits import Pushed
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import make_episode
 

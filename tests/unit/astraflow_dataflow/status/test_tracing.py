@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from astraflow.dataflow.v1 import trace_pb2
 from astraflow_dataflow.records import StoredTrace
 from astraflow_dataflow.status.tracing import MAX_ENTRIES, note_published, task_trace, trained_steps
@@ -16,10 +18,11 @@ def stored(*entries: str, **changes: Any) -> StoredTrace:
     return StoredTrace(task_id="t1", entries=entries, **(facts | changes))
 
 
-def episode(name: str, *, outcome: str = "ACCEPTED", reason: str = "", policies: str = "p") -> str:
-    """A pushed episode with a trajectory per policy."""
-    items = [f"\n{name}.{policy}\t{policy}\t\t3\t4\t0.5" for policy in policies.split()]
-    return f"E\t2000\t0\t1\tn1\t{name}\t{outcome}\t0\t{reason}" + "".join(items)
+def episode(*names: str, outcome: str = "ACCEPTED", reason: str = "", policies: str = "p") -> str:
+    """Episodes pushed together, each with a trajectory per policy."""
+    episodes = "\n".join(f"{member}\t{name}" for member, name in enumerate(names))
+    items = [f"{name}.{policy}\t{policy}\t\t3\t4\t0.5" for name in names for policy in policies.split()]
+    return f"E\t2000\t1\tn1\t{outcome}\t0\t{reason}\n{episodes}\n\n" + "\n".join(items)
 
 
 def places(trace: trace_pb2.TaskTrace) -> list[tuple[str, str]]:
@@ -41,6 +44,32 @@ def test_a_second_copy_has_a_lease_of_its_own() -> None:
     first, copy = task_trace(stored(*entries)).leases
     assert (first.lease_id, first.node_id, first.outcome) == ("t1#3", "n1", "")
     assert (copy.lease_id, copy.attempt, copy.node_id, copy.outcome) == ("t1#3-h", 3, "n2", "completed")
+
+
+def test_episodes_pushed_together_have_their_own_trajectories() -> None:
+    trace = task_trace(stored("Q\t1\ttrain", episode("a", "b", policies="p q"), state="leased"))
+    assert [(one.episode_id, one.member, one.outcome) for one in trace.episodes] == [
+        ("a", 0, "ACCEPTED"),
+        ("b", 1, "ACCEPTED"),
+    ]
+    assert [(item.episode_id, item.trajectory_id) for item in trace.trajectories] == [
+        ("a", "a.p"),
+        ("a", "a.q"),
+        ("b", "b.p"),
+        ("b", "b.q"),
+    ]
+
+
+def test_an_episode_without_trajectories_and_its_calls_of_tools_are_read() -> None:
+    (one,) = task_trace(stored("E\t2000\t1\tn1\tACCEPTED\t1\t\n3\ta\t2,1\n\n")).episodes
+    assert (one.episode_id, one.member, one.failed, one.node_id) == ("a", 3, True, "n1")
+
+
+@pytest.mark.parametrize("node", ["n\t1", "n\n1"])
+@pytest.mark.parametrize("name", ["a", "a\nb"])
+def test_poison_with_a_separator_in_an_id_is_passed_over(node: str, name: str) -> None:
+    entries = [f"E\t2000\t1\t{node}\tPOISON\t0\tbad_id\n0\t{name}\n\n", episode("good")]
+    assert [one.episode_id for one in task_trace(stored(*entries)).episodes] == ["good"]
 
 
 def test_the_groups_of_two_policies_go_their_own_ways() -> None:
