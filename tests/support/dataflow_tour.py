@@ -37,13 +37,13 @@ class Tour:
         self._do(self.machine.begin, filters=True, steps=1)
         for part in (
             self.attempts,
-            self.together,
             self.closing,
             self.failures,
             self.groups,
             self.batches,
             self.ahead,
             self.trainers,
+            self.together,
         ):
             part()
 
@@ -62,19 +62,6 @@ class Tour:
         self._push(LAST, member=1, reward=NAN)  # poison
         self._again()
         self._push(LAST, member=1)
-
-    def together(self) -> None:
-        """Members in one message: all of them, none of which was there, some, and what is repeated."""
-        self._submit()
-        self._lease(1)
-        self._together([0, 1])  # all
-        self._together([0, 1], again=True)  # superseded, and one is a repetition
-        self._lease(1)
-        self._push(LAST, member=0)
-        self._together([0, 1], again=True)
-        self._lease(1)
-        self._together([0, 0])  # the same member twice
-        self._together([1, 0])
 
     def closing(self) -> None:
         """Groups that close without their members: failed, expired, dead."""
@@ -180,6 +167,19 @@ class Tour:
         self._acquire(step=1, which=0)
         self._acquire(step=1)
         self._ack("intent", which=0)
+
+    def together(self) -> None:
+        """Members in one message: all of them, none of which was there, some, and what is repeated."""
+        self._submit()
+        self._lease(1)
+        self._together([0, 1])  # all
+        self._together([0, 1], again=True)  # superseded, and one is a repetition
+        self._lease(1)
+        self._push(LAST, member=0)
+        self._together([0, 1], again=True)
+        self._lease(1)
+        self._together([0, 0])  # the same member twice
+        self._together([1, 0])
 
     def _do(self, call: Callable[..., Any], **arguments: Any) -> None:
         call(**arguments)
