@@ -5,6 +5,11 @@ from typing import TypeAlias
 Reply: TypeAlias = "int | bytes | list[Reply] | None"
 
 
+def as_ms(seconds: float) -> int:
+    """Return a time as functions take it."""
+    return int(seconds * 1000)
+
+
 def flag(value: bool) -> str:  # noqa: FBT001 - a conversion, as bool() is
     """Return a truth value as the functions read it."""
     return "1" if value else "0"

@@ -7,7 +7,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import NO_HEDGES, Hedging, Offer, Pace, Supply
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
-from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_ms, as_text, as_texts, flag
 from astraflow_dataflow.store.writing import Argument
 
 
@@ -70,8 +70,8 @@ class TaskStore:
         where there is nothing else.
         What the recipe says of a lease is left out.
         """
-        arguments: list[Argument] = [node_id, want, _ms(ttl_s), _ms(horizon_s), max_held, max_fresh]
-        arguments += [100 * request_share, session, _ms(hedging.after_s), hedging.max_share]
+        arguments: list[Argument] = [node_id, want, as_ms(ttl_s), as_ms(horizon_s), max_held, max_fresh]
+        arguments += [100 * request_share, session, as_ms(hedging.after_s), hedging.max_share]
         arguments += [part for item in serving.items() for part in item]
         reply = as_list(await self._connection.call(Keys(run_id), "lease", *arguments))
         return Offer(
@@ -99,7 +99,7 @@ class TaskStore:
         lost: list[str] = []
         for start in range(0, len(lease_ids), 256):
             chunk = lease_ids[start : start + 256]
-            reply = await self._connection.call(Keys(run_id), "renew", node_id, _ms(ttl_s), *chunk)
+            reply = await self._connection.call(Keys(run_id), "renew", node_id, as_ms(ttl_s), *chunk)
             lost += as_texts(reply)
         return lost
 
@@ -111,7 +111,7 @@ class TaskStore:
         Returns whether the task will be leased again.
         """
         arguments = (failure.lease_id, failure.reason, failure.detail, flag(failure.retryable), flag(free))
-        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, _ms(backoff_s), kind)
+        reply = await self._connection.call(Keys(run_id), "fail", node_id, *arguments, as_ms(backoff_s), kind)
         return as_int(reply) == 1
 
     async def sweep(self, run_id: str, *, limit: int) -> tuple[int, int]:
@@ -122,10 +122,6 @@ class TaskStore:
     async def close_training(self, run_id: str, *, limit: int) -> int:
         """Close admitted training tasks of a finishing run. Returns how many."""
         return as_int(await self._connection.call(Keys(run_id), "close_training", limit))
-
-
-def _ms(seconds: float) -> int:
-    return int(seconds * 1000)
 
 
 def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:

@@ -12,7 +12,7 @@ from astraflow_dataflow.rules.groups import group_id, item_of
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.packs import Payloads, Place
-from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
+from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_ms, as_text
 
 MAX_PACK_ENTRIES = 256
 """Groups in one pack of the archive at most."""
@@ -32,7 +32,7 @@ class ArchiveStore:
 
         It is sealed when `pack_bytes` wait, or the oldest entry has waited for `least_age_s`.
         """
-        arguments = (server, int(lease_s * 1000), int(least_age_s * 1000), pack_bytes, MAX_PACK_ENTRIES)
+        arguments = (server, as_ms(lease_s), as_ms(least_age_s), pack_bytes, MAX_PACK_ENTRIES)
         reply = await self._connection.call(Keys(run_id), "archive_pack", *arguments)
         return [_archived(as_list(item)) for item in as_list(reply)]
 

@@ -22,7 +22,7 @@ from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import call_with
 from astraflow_dataflow.store.payloads.packs import Payloads
-from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_text, as_texts, flag
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_ms, as_text, as_texts, flag
 from astraflow_dataflow.store.writing import Argument
 
 MAX_SAMPLE_BYTES = 64 * 1024
@@ -89,7 +89,7 @@ class EpisodeStore:
         # The function removes it, and learns from it that none of the payloads was there before.
         mark = "" if some_exist or not payloads else secrets.token_hex(8)
         pushes, sizes = commit_arguments(episodes, headers)
-        arguments = (_ms(horizon_s), mark, packed, *pushes)
+        arguments = (as_ms(horizon_s), mark, packed, *pushes)
         if not payloads:
             reply = await self._commit_beside(run_id, packed, arguments)
             pushed = _pushed(episodes, sizes, reply)
@@ -153,7 +153,7 @@ class EpisodeStore:
         InternalError for one that holds other trajectories than were judged.
         """
         tasks = "\n".join(task.task_id for task, _ in judged)
-        arguments: list[Argument] = [_ms(tombstone_s), switch, tasks]
+        arguments: list[Argument] = [as_ms(tombstone_s), switch, tasks]
         for task, verdicts in judged:
             arguments += _settled(task, verdicts, deadline_of)
         reply = await self._connection.call(Keys(run_id), "settle", *arguments)
@@ -166,7 +166,7 @@ class EpisodeStore:
 
     async def unsettled(self, run_id: str, *, least_age_s: float, limit: int) -> list[str]:
         """Return complete tasks that nobody settled for `least_age_s`."""
-        reply = await self._connection.call(Keys(run_id), "unsettled", _ms(least_age_s), limit)
+        reply = await self._connection.call(Keys(run_id), "unsettled", as_ms(least_age_s), limit)
         return as_texts(reply)
 
 
@@ -188,10 +188,6 @@ def _repeated(
         if isinstance(result, PushResult) and result.outcome == Outcome.OUTCOME_DUPLICATE
     ]
     return {trajectory_id: (episode_id, body) for episode_id, trajectory_id, body in _bodies(again) if body}
-
-
-def _ms(seconds: float) -> int:
-    return int(seconds * 1000)
 
 
 def _quarantine_arguments(episode: trajectory_pb2.Episode, problem: BadTrajectory) -> tuple[Argument, ...]:

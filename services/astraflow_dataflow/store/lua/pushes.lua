@@ -18,6 +18,11 @@ local function headers_of(text)
   return framed, plain
 end
 
+-- The episode that a trajectory of a push is of, by the trajectory's place.
+local function whose(p, i)
+  return p.names[math.ceil(i / p.each)]
+end
+
 -- The episodes of a push, each by itself.
 local function episodes_of(p)
   if p.episodes then return p.episodes end
@@ -320,7 +325,7 @@ local function accept_all(P, t, p)
     for i, member in ipairs(p.members) do set(t, 'm' .. member, 'f' .. p.names[i]) end
   end
   for i, id in ipairs(p.ids) do
-    t.owned[num_owned + 2 * i - 1], t.owned[num_owned + 2 * i] = id, p.places[i] or p.names[math.ceil(i / p.each)]
+    t.owned[num_owned + 2 * i - 1], t.owned[num_owned + 2 * i] = id, p.places[i] or whose(p, i)
   end
   t.headers[#t.headers + 1] = p.headers
   f.left, f.held = tonumber(f.left) - p.n, (f.held or 0) + #p.ids
@@ -374,7 +379,7 @@ local function read_stored(P, tasks, mark)
     for _, p in ipairs(t.is_evaluation and {} or t.pushes) do
       for i, id in ipairs(p.ids) do
         ids[#ids + 1] = id
-        if not (CALL.wrote_all or CALL.pack) then payloads[#payloads + 1] = K.payload(P, p.names[math.ceil(i / p.each)], id) end
+        if not (CALL.wrote_all or CALL.pack) then payloads[#payloads + 1] = K.payload(P, whose(p, i), id) end
       end
     end
   end
@@ -393,7 +398,7 @@ local function place_all(P, pushes, packed)
   for _, p in ipairs(pushes) do
     for i = 1, #p.ids do
       local size = words()
-      p.places[i] = p.names[math.ceil(i / p.each)] .. ' ' .. pack .. ' ' .. offset .. ' ' .. size
+      p.places[i] = whose(p, i) .. ' ' .. pack .. ' ' .. offset .. ' ' .. size
       offset = offset + size
     end
   end
@@ -438,7 +443,7 @@ function SIGNATURE.commit.without_run(P, a)
   if a.packed ~= '' then return end
   call('UNLINK', K.written(P, a.mark))
   for _, p in ipairs(a.pushes) do
-    for i, id in ipairs(p.ids) do call('UNLINK', K.payload(P, p.names[math.ceil(i / p.each)], id)) end
+    for i, id in ipairs(p.ids) do call('UNLINK', K.payload(P, whose(p, i), id)) end
   end
 end
 function F.commit(keys, a)
