@@ -28,6 +28,8 @@ from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import require_server, server_command, wait_until_answering
 
 _START_S = 300.0
+_SYNCED_S = 1.2
+"""Then what was written to a file that is synced every second is on the disk."""
 REDIS_AS_DEPLOYED = ("--auto-aof-rewrite-min-size", "1gb")
 """Where a Redis is set up otherwise than a laptop's: that of compose and of the chart, too."""
 
@@ -71,6 +73,18 @@ class Bed:
         spent.server_s = cpu_seconds(self.servers) - servers_s
         spent.redis_s = self._redis_seconds() - redis_s
         spent.commands = Counter(self.resp.commands_done()) - before
+
+    @asynccontextmanager
+    async def spending_until_synced(self) -> AsyncIterator[Spent]:
+        """The same, with what Redis takes to sync what was written to its disk, which it does every second: by chance
+        that falls in a short block, or behind it.
+        """
+        await asyncio.sleep(_SYNCED_S)
+        redis_s = self._redis_seconds()
+        with self.spending() as spent:
+            yield spent
+        await asyncio.sleep(_SYNCED_S)
+        spent.redis_s = self._redis_seconds() - redis_s
 
     def _redis_seconds(self) -> float:
         """CPU time of Redis, whose one core is what a fleet runs out of. Those that write its file anew, on another

@@ -57,7 +57,8 @@ async def measure_pushes(sizes: PlaneSizes, folder: Path) -> list[Figure]:
                 form: await Driver.create(bed.client, f"bench-{form}", groups_per_step=sizes.batch_groups)
                 for form in _FORMS
             }
-            measure_redis(bed, message, count=count // 4 + 1)  # warm: fresh memory costs Redis page faults
+            # Warm: fresh memory costs Redis page faults.
+            await measure_redis(bed, message, count=count // 4 + 1)
             for form, driver in drivers.items():
                 await _moved(bed, driver, form, tokens=tokens, num_batches=1)
             figures += medians(
@@ -86,7 +87,7 @@ async def measure_batch(sizes: PlaneSizes, folder: Path) -> list[Figure]:
         message = bytes(episodes.body_bytes)
         async with raw_streams(folder, message, count=count) as streams:
             raw_s = [(await streams.measure())[1].seconds for _ in range(sizes.rounds)]
-        _, read = measure_redis(bed, message, count=count)
+        _, read = await measure_redis(bed, message, count=count)
     published_s = _published_s(count)
     row = partial(Figure, what=f"batch of {count} × 2k", unit="ms")
     ratio = partial(Figure, subject="AstraFlow", unit="×")
@@ -122,7 +123,7 @@ async def _round(
     """Each has its turn: streams, Redis, and our pushes in every form."""
     count = streams.count
     pushed, fetched = await streams.measure()
-    stored, read = measure_redis(bed, streams.message, count=count)
+    stored, read = await measure_redis(bed, streams.message, count=count)
     raw = _Raw(pushed=pushed, fetched=fetched, stored=stored, read=read)
     figures = _raw_figures(raw, tokens=tokens, count=count)
     for form, driver in drivers.items():
@@ -140,7 +141,7 @@ async def _moved(
     """
     episodes, first, fetching_s = Episodes(driver.run_id, num_response=tokens), driver.step, 0.0
     leases = await driver.leased(num_batches * driver.groups_per_step, prefix=f"{first}-{num_batches}-")
-    with bed.spending() as pushed:
+    async with bed.spending_until_synced() as pushed:
         await driver.push(leases, episodes, packed=form == "packed")
     with bed.spending() as fetched:
         for _ in range(num_batches):

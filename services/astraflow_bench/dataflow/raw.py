@@ -99,10 +99,10 @@ async def memory_of_streams(folder: Path, *, count: int) -> float:
         return (process.memory_info().rss - before) / count
 
 
-def measure_redis(bed: Bed, value: bytes, *, count: int) -> tuple[RawCost, RawCost]:
+async def measure_redis(bed: Bed, value: bytes, *, count: int) -> tuple[RawCost, RawCost]:
     """SET `count` values in pipelines, and GET them; they are gone afterwards."""
     names = [f"raw:{n}" for n in range(count)]
-    with bed.spending() as stored:
+    async with bed.spending_until_synced() as stored:
         for some in _portions(names):
             bed.resp.pipeline([("SET", name, value) for name in some])
     with bed.spending() as read:
