@@ -25,7 +25,7 @@ type PushLimits struct {
 
 // DefaultPushLimits are those of the contract.
 var DefaultPushLimits = PushLimits{
-	Episodes: 4_096, Bytes: 1 << 28, WindowEpisodes: 64, WindowBytes: 1 << 24, Retain: 3 * time.Second,
+	Episodes: 4_096, Bytes: 1 << 28, WindowEpisodes: 128, WindowBytes: 1 << 24, Retain: 3 * time.Second,
 }
 
 // Pushed is an episode that a push stream took. Done is closed when Result and Err are set.

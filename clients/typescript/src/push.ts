@@ -36,7 +36,7 @@ export interface PushLimits {
 const DEFAULT_LIMITS: PushLimits = {
   maxEpisodes: 4_096,
   maxBytes: 2 ** 28,
-  windowEpisodes: 64,
+  windowEpisodes: 128,
   windowBytes: 2 ** 24,
   retainMs: 3_000,
 };

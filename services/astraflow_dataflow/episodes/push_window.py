@@ -1,6 +1,6 @@
 """The window of one push stream: requests in hand, taken together as they come and answered in their order.
 
-At most 64 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
+At most 128 episodes or 16 MiB are inside at once; a full window stops reading, so HTTP/2 flow control reaches
 the node. A commit of many costs each much less, so a stream on which requests come before those before them are
 answered is busy: what comes is gathered for as long as several more take at the pace of the last ones, a moment
 at most, or until half of the window is: then one half is checked while the other is committed. On a quiet stream
@@ -19,7 +19,7 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Work: TypeAlias = Callable[[Sequence[Request]], Coroutine[Any, Any, Sequence[Answer | Exception]]]
 """Answers several requests: an answer, or what is wrong, of each."""
-MAX_EPISODES = 64
+MAX_EPISODES = 128
 MAX_BYTES = 16 * 2**20
 _PORTION = MAX_EPISODES // 2
 """Episodes that are taken at a time."""

@@ -9,8 +9,10 @@ window is unacknowledged; memory and disk are bounded: a full spool makes `push`
 import asyncio
 import contextlib
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
+from astraflow._contract.rpcs import bounds_of
 from astraflow.client import AsyncClient
 from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.errors import AstraflowError, InternalError, UnavailableError
@@ -32,6 +34,7 @@ log = get_logger(__name__)
 PushCall: TypeAlias = (
     "grpc.aio.StreamStreamCall[trajectory_service_pb2.PushRequest, trajectory_service_pb2.PushResponse]"
 )
+_MAX_PACK = bounds_of(trajectory_service_pb2.PushRequest, "episodes").max_items
 _FLUSH_SHARE = 0.6
 """Of the time for stopping: the engines, which stop afterwards, need the rest."""
 _LOOK_AGAIN_S = 0.25
@@ -201,7 +204,7 @@ class Pusher(StreamService):
         sequence = 0
         while True:
             # What was finished while the last one was written goes together, and costs the server one commit.
-            pack = list(iter(self._spool.next_to_send, None))
+            pack = list(islice(iter(self._spool.next_to_send, None), _MAX_PACK))
             if not pack:
                 self._to_send.clear()
                 await self._to_send.wait()

@@ -23,7 +23,7 @@ class SpoolLimits:
 
     max_episodes: int = 4096
     max_bytes: int = 2**28
-    window_episodes: int = 64
+    window_episodes: int = 128
     window_bytes: int = 16 * 2**20
     retain_acked_s: float = 3.0
     """How long an episode is kept after an acknowledgement in memory when the server cannot tell what is durable;

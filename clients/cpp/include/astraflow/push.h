@@ -22,7 +22,7 @@ namespace astraflow {
 struct PushLimits {
   // What is kept, acknowledged episodes included that the server's disk may not have yet.
   size_t max_episodes = 4'096, max_bytes = size_t{1} << 28;
-  size_t window_episodes = 64, window_bytes = size_t{1} << 24;
+  size_t window_episodes = 128, window_bytes = size_t{1} << 24;
   // How long an acknowledged episode is kept when the server cannot tell what is durable.
   std::chrono::duration<double> retain{3};
 };

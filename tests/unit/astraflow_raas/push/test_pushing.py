@@ -89,6 +89,12 @@ async def test_what_is_finished_together_is_pushed_together(server: RunningServe
     assert server.script.packs == [4, 1]
 
 
+async def test_a_push_has_no_more_episodes_than_the_contract_allows(server: RunningServer) -> None:
+    async with pushing(server, limits=SpoolLimits()) as pusher:
+        await asyncio.gather(*push_all(pusher, *numbered(100)))
+    assert server.script.packs == [64, 36]
+
+
 async def test_one_response_may_acknowledge_several_pushes(server: RunningServer) -> None:
     server.script.ack = asyncio.Event()
     async with pushing(server) as pusher:

@@ -18,7 +18,7 @@ const _ = grpc.SupportPackageIsVersion7
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type TrajectoryServiceClient interface {
 	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-	// several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+	// several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
 	// Repeating an unacknowledged push on a new stream is safe.
 	Push(ctx context.Context, opts ...grpc.CallOption) (TrajectoryService_PushClient, error)
 	// Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error.
@@ -78,7 +78,7 @@ func (c *trajectoryServiceClient) PushEpisode(ctx context.Context, in *PushEpiso
 // for forward compatibility
 type TrajectoryServiceServer interface {
 	// A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-	// several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+	// several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
 	// Repeating an unacknowledged push on a new stream is safe.
 	Push(TrajectoryService_PushServer) error
 	// Unary form for simple clients. Atomic, idempotent. An invalid episode answers OUTCOME_POISON, not an error.

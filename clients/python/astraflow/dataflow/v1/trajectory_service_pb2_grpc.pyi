@@ -35,7 +35,7 @@ class TrajectoryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TrajectoryServiceAsyncStub: ...
     Push: _grpc.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]
     """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-    several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+    several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
     Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _grpc.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]
@@ -48,7 +48,7 @@ class TrajectoryServiceAsyncStub(TrajectoryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Push: _aio.StreamStreamMultiCallable[_trajectory_service_pb2.PushRequest, _trajectory_service_pb2.PushResponse]  # type: ignore[assignment]
     """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-    several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+    several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
     Repeating an unacknowledged push on a new stream is safe.
     """
     PushEpisode: _aio.UnaryUnaryMultiCallable[_trajectory_service_pb2.PushEpisodeRequest, _trajectory_service_pb2.PushEpisodeResponse]  # type: ignore[assignment]
@@ -63,7 +63,7 @@ class TrajectoryServiceServicer:
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trajectory_service_pb2.PushResponse], _abc.AsyncIterator[_trajectory_service_pb2.PushResponse]]:
         """A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-        several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+        several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
         Repeating an unacknowledged push on a new stream is safe.
         """
 

@@ -267,7 +267,7 @@ export const OutcomeSchema: GenEnum<Outcome> = /*@__PURE__*/
 export const TrajectoryService: GenService<{
   /**
    * A node's push stream: requests are numbered by the node from 1; acknowledgements come in order after the commit, of
-   * several requests together where they are there together. At most 64 episodes or 16 MiB may be unacknowledged.
+   * several requests together where they are there together. At most 128 episodes or 16 MiB may be unacknowledged.
    * Repeating an unacknowledged push on a new stream is safe.
    *
    * @generated from rpc astraflow.dataflow.v1.TrajectoryService.Push
