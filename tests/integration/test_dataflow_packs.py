@@ -12,8 +12,9 @@ from astraflow.errors import InternalError, InvalidArgumentError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S, call_with
-from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
-from support.dataflow_world import Node, World, make_episode, make_trajectory, outcome_name, until_equal
+from astraflow_dataflow.store.replies import as_mapping
+from support.dataflow_kept import kept, settled, times_to_live
+from support.dataflow_world import Node, World, make_episode, make_trajectory, outcome_name
 
 SIZE = 4
 TASKS = ("t1", "t2", "t3", "unsubmitted")
@@ -69,61 +70,6 @@ def apart(packs: Sequence[Sequence[Episode]]) -> list[Sequence[Episode]]:
     return list(cut)
 
 
-async def settled(world: World) -> None:
-    """Wait until no complete task waits for its groups to be judged."""
-    raw, settling = world.dataflow.connection.raw, Keys(world.run_id).of("settling")
-
-    async def num_settling() -> int:
-        return as_int(await raw("ZCARD", settling))
-
-    await until_equal(num_settling, 0)
-
-
-async def kept(world: World) -> dict[str, object]:
-    """What Redis keeps of episodes, without what says when they came and which run they are of."""
-    raw, keys = world.dataflow.connection.raw, Keys(world.run_id)
-
-    async def fields(name: str, *leave_out: str) -> dict[str, bytes]:
-        found = as_mapping(await raw("HGETALL", name))
-        return {field: value for field, value in sorted(found.items()) if field not in leave_out}
-
-    async def task(task_id: str) -> dict[str, bytes]:
-        found = await fields(keys.of("task", task_id), "entry", "leased_ms")
-        # Who has the members of a task that came in one push is in one field.
-        for line in filter(None, found.pop("whole", b"").split(b"\n")):
-            member, episode_id, *_ = line.split(b"\t")
-            found[f"m{member.decode()}"] = b"f" + episode_id
-        return dict(sorted(found.items()))
-
-    async def trace(task_id: str) -> list[str]:
-        told = (await world.why(task_id)).task
-        for each in (*told.leases, *told.episodes, *told.trajectories):
-            for when in [name.name for name, _ in each.ListFields() if name.name.endswith("_time")]:
-                each.ClearField(when)
-        told.ClearField("submit_time")
-        return sorted(map(str, (*told.leases, *told.episodes, *told.trajectories)))
-
-    async def lasts(name: str) -> bool:
-        return as_int(await raw("TTL", name)) == -1  # what was uploaded again for nothing ends by itself
-
-    names = [as_text(name) for name in as_list(await raw("KEYS", keys.prefix.replace("{", "\\{") + "*"))]
-    policy, node = await fields(keys.of("policy", "solver")), await fields(keys.of("node", "n1"))
-    return {
-        "tasks": {task_id: await task(task_id) for task_id in TASKS},
-        "traces": {task_id: await trace(task_id) for task_id in TASKS[:3]},
-        "owners": await fields(keys.of("owners")),
-        "groups": [await fields(keys.of("group", f"{task_id}/solver"), "score") for task_id in TASKS],
-        "counters": await fields(keys.of("counters"), "moved"),
-        "policy": [policy.get(name) for name in ("acceptance", "settled")],
-        "node": [node.get(name) for name in ("episodes", "trajectories", "poisoned")],
-        "payloads": sorted([name for name in names if ":payload:" in name and await lasts(name)]),
-        "members": sorted(name for name in names if ":trajectories:" in name),
-        "open": as_list(await raw("ZRANGE", keys.of("open"), 0, -1)),
-        "ready": as_int(await raw("ZCARD", keys.of("ready", "solver"))),
-        "leases": as_list(await raw("ZRANGE", keys.of("leases"), 0, -1)),
-    }
-
-
 async def scene(world: World, name: str) -> Node:
     """A run with three leased tasks."""
     _, node = await world.started(*TASKS[:3], name=name, group_size=SIZE, groups_per_step=8)
@@ -147,7 +93,9 @@ async def test_a_pack_keeps_what_its_episodes_keep_that_are_pushed_singly(
             answers.update((one.episode_id, outcome_name(answer), answer.reason) for one, answer in pushed)
         await settled(world)
         outcomes.append(answers)
-        contents.append({part: str(held).replace(name, "run") for part, held in (await kept(world)).items()})
+        contents.append(
+            {part: str(held).replace(name, "run") for part, held in (await kept(world, TASKS)).items()}
+        )
         account = (await world.status()).trajectories
         assert account.conservation_error == 0, account
     assert outcomes[0] == outcomes[1]
@@ -179,13 +127,6 @@ async def test_a_task_that_redis_holds_damaged_costs_the_others_nothing(world: W
     assert [outcome_name(result) for result in results] == ["ACCEPTED", "RETRY", "ACCEPTED"]
     assert results[1].reason == "INTERNAL"
     assert await times_to_live(world) == [-1, -1, UNCOMMITTED_S], "what is not committed ends by itself"
-
-
-async def times_to_live(world: World) -> list[int]:
-    """Of all payloads and of what is written beside them, in seconds, -1 of those that stay."""
-    raw = world.dataflow.connection.home("run").raw
-    found = [await raw("KEYS", f"af:[{{]run}}:{kind}:*") for kind in ("payload", "written")]
-    return sorted([as_int(await raw("TTL", as_text(name))) for names in found for name in as_list(names)])
 
 
 async def test_what_came_before_does_not_keep_others_of_a_commit_from_being_stored(world: World) -> None:

@@ -46,6 +46,7 @@ IN_CI = (
     "test_dataflow_snapshots",
     "test_dataflow_switching",
     "test_dataflow_versions",
+    "test_dataflow_whole",
     "test_requested_evaluations",
     "test_run_life",
 )
@@ -59,7 +60,7 @@ LONG = (
     "test_so_they_do_with_payloads_outside",
 )
 """Tests that run on the old Redis in `make soak` only: shorter ones beside them show the same."""
-ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs")
+ON_A_CLUSTER = ("test_dataflow_deletion", "test_dataflow_packs", "test_dataflow_whole")
 """Modules whose tests run on a cluster as well: steps over several slots, and transactions of payloads and commits."""
 
 

@@ -248,15 +248,20 @@ class DataflowMachine(RuleBasedStateMachine):
         server=any_of,
         members=st.lists(st.integers(0, GROUP_SIZE - 1), min_size=2, max_size=3),
         again=st.booleans(),
+        equal=st.booleans(),
     )
-    def push_together(self, lease: int, server: int, members: Sequence[int], again: bool) -> None:
-        """Several episodes of a lease in one message, the newest push once more with them: each has the answer that it
-        would have alone.
+    def push_together(
+        self, lease: int, server: int, members: Sequence[int], again: bool, equal: bool
+    ) -> None:
+        """Several episodes of a lease in one message, with equal rewards or not, the newest push once more with them:
+        each has the answer that it would have alone.
         """
         node, held = self._lease(lease, server)
         name, version = f"e{len(self.pushed)}", self.model.version
         episodes = [
-            node.episode(held, member, episode_id=f"{name}.{n}", version=version, reward=float(n % 2))
+            node.episode(
+                held, member, episode_id=f"{name}.{n}", version=version, reward=float(n % 2 or equal)
+            )
             for n, member in enumerate(members)
         ]
         episodes += [self.pushed[-1][1]] if again and self.pushed else []

@@ -94,6 +94,11 @@ class Tour:
         """Groups that are filtered, that several pushes complete at once, that both servers settle."""
         self._submit()
         self._work((1.0, 1.0))
+        for leased_by in (ANY, OTHER):
+            self._lease(1, node=leased_by)
+            self._together([1, 0], equal=True)
+            self._again()
+        self._submit()
         self._lease(1)
         self._lease(1)
         self._do(self.machine.push_at_once, first=LAST, server=ANY, rewards=[0.0, 1.0, 0.0, 1.0])
@@ -169,17 +174,26 @@ class Tour:
         self._ack("intent", which=0)
 
     def together(self) -> None:
-        """Members in one message: all of them, none of which was there, some, and what is repeated."""
+        """Members in one message: all of them, none of which was there, some, and what is repeated. Their server leased
+        the task, or another did.
+        """
+        for leased_by in (ANY, OTHER):
+            self._submit()
+            self._lease(1, node=leased_by)
+            self._together([0, 1])  # all
+            self._together([0, 1], again=True)  # superseded, and one is a repetition
+            self._lease(1, node=leased_by)
+            self._push(LAST, member=0)
+            self._together([0, 1], again=True)
+            self._lease(1, node=leased_by)
+            self._together([0, 0])  # the same member twice
+            self._together([1, 0])
         self._submit()
         self._lease(1)
-        self._together([0, 1])  # all
-        self._together([0, 1], again=True)  # superseded, and one is a repetition
-        self._lease(1)
-        self._push(LAST, member=0)
-        self._together([0, 1], again=True)
-        self._lease(1)
-        self._together([0, 0])  # the same member twice
-        self._together([1, 0])
+        self._expire_last()
+        self._lease(1, node=OTHER)
+        self._together([0, 1], lease=-2)  # all, late
+        self._again()
 
     def _do(self, call: Callable[..., Any], **arguments: Any) -> None:
         call(**arguments)
@@ -216,8 +230,11 @@ class Tour:
         how: dict[str, Any] = {"reward": reward, "age": age, "failed": failed, "hedge": 1}
         self._do(self.machine.push, lease=lease, server=ANY, member=member, **how)
 
-    def _together(self, members: Sequence[int], *, again: bool = False) -> None:
-        self._do(self.machine.push_together, lease=LAST, server=ANY, members=members, again=again)
+    def _together(
+        self, members: Sequence[int], *, lease: int = LAST, again: bool = False, equal: bool = False
+    ) -> None:
+        how = {"members": members, "again": again, "equal": equal}
+        self._do(self.machine.push_together, lease=lease, server=ANY, **how)
 
     def _again(self) -> None:
         self._do(self.machine.push_again, episode=0, server=OTHER)

@@ -103,7 +103,7 @@ BUGS = (
     Bug(
         "an ended lease stays with its node",
         f"{LUA}/tasks.lua",
-        "gather({ 'SREM', K.node_leases(P, node) }, task)",
+        "gather('SREM', K.node_leases(P, node), task)",
         "",
     ),
     Bug(
@@ -139,7 +139,7 @@ BUGS = (
     Bug(
         "a settled group keeps its credit",
         f"{LUA}/settle.lua",
-        "do gather({ 'SREM', K.outstanding(P, role.policy) }, role.name .. ' ' .. task) end",
+        "do gather('SREM', K.outstanding(P, role.policy), role.name .. ' ' .. task) end",
         "do local _ = role end",
     ),
     Bug(
@@ -151,7 +151,7 @@ BUGS = (
     Bug(
         "a group that is ready is nowhere",
         f"{LUA}/settle.lua",
-        "gather({ 'ZADD', K.ready(P, item.policy) }, score, item.gid)",
+        "gather('ZADD', K.ready(P, item.policy), score, item.gid)",
         "",
     ),
     Bug(
@@ -261,6 +261,36 @@ BUGS = (
         f"{LUA}/versions.lua",
         "if tonumber(bound) <= over then",
         "if tonumber(bound) < over then",
+    ),
+    Bug(
+        "all of a task is taken under an attempt that is over",
+        f"{LUA}/pushes.lua",
+        "f.attempt == t.attempt and f.node == t.node",
+        "true",
+    ),
+    Bug(
+        "a task that came as a whole keeps its lease",
+        f"{LUA}/pushes.lua",
+        "leave_lease(P, t.id, t.node, t.attempt, 'group_closed', t.node)\n  gather('ZREM'",
+        "gather('ZREM'",
+    ),
+    Bug(
+        "a task that came as a whole is not counted",
+        f"{LUA}/pushes.lua",
+        "count(P, 'ingested', n)\n  count_tools(P, t)",
+        "count_tools(P, t)",
+    ),
+    Bug(
+        "of a task that came as a whole nobody knows the members",
+        f"{LUA}/pushes.lua",
+        "'whole', t.who, 'left', 0, 'why', '')",
+        "'left', 0, 'why', '')",
+    ),
+    Bug(
+        "a task that came as a whole is not filtered",
+        "astraflow_dataflow/episodes/settling.py",
+        "task=task, verdicts=judge(task, rules), episodes=",
+        'task=task, verdicts=["ready"] * len(task.groups), episodes=',
     ),
     Bug(
         "what a dead task had accepted is accepted again",

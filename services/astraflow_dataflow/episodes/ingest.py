@@ -22,6 +22,7 @@ from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.snapshots import results
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
 from astraflow_dataflow.runs import background
+from astraflow_dataflow.runs.leased import WholeTask
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.episodes.commits import ACCEPTED, Pushed
@@ -47,6 +48,8 @@ _INTERRUPTED = "the commit was interrupted; push again"
 class _Waiting:
     episodes: Sequence[trajectory_pb2.Episode]
     pushed: asyncio.Future[Sequence[Pushed]]
+    whole: Sequence[WholeTask]
+    """The tasks that the episodes are all of; empty when they are not all of any, or others too."""
 
     @property
     def tasks(self) -> set[str]:
@@ -145,7 +148,10 @@ class Ingest:
         self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]
     ) -> Sequence[Pushed]:
         queue, loop = self._queue_of(context), asyncio.get_running_loop()
-        portions = [_Waiting(portion, loop.create_future()) for portion in _portions(episodes)]
+        portions = [
+            _Waiting(portion, loop.create_future(), context.leased.take_whole(portion))
+            for portion in _portions(episodes)
+        ]
         for waiting in portions:
             await queue.put(waiting)
         answers = await asyncio.gather(*(waiting.pushed for waiting in portions), return_exceptions=True)
@@ -175,14 +181,15 @@ class Ingest:
         self, context: RunContext, queue: asyncio.Queue[_Waiting], complete: asyncio.Queue[CompleteTask]
     ) -> None:
         """Commit what arrives, until cancelled. Groups are settled beside the next commits."""
-        held: list[_Waiting] = []  # what was too much for the commit before
+        held: list[_Waiting] = []  # what was too much for the commit before, or is of the other kind
         try:
             while True:
                 batch, held = held or [await queue.get()], []
                 while not (held or queue.empty() or _is_enough(batch)):
                     one = queue.get_nowait()
                     tasks = one.tasks.union(*(waiting.tasks for waiting in batch))
-                    (batch if len(tasks) <= TASKS_PER_COMMIT else held).append(one)
+                    fits = len(tasks) <= TASKS_PER_COMMIT and bool(one.whole) == bool(batch[0].whole)
+                    (batch if fits else held).append(one)
                 for task in await self._commit(context, batch):
                     complete.put_nowait(task)
         finally:
@@ -196,9 +203,7 @@ class Ingest:
         failpoints.hit("dataflow.storing")
         episodes = [episode for waiting in batch for episode in waiting.episodes]
         try:
-            pushed, completed = await self.store.episodes.commit(
-                context.run_id, episodes, horizon_s=context.recipe.dataflow.group_deadline_s
-            )
+            pushed, completed = await self._stored(context, batch)
         except BaseException as error:
             # A defect or a stop: whoever waits must not wait for ever, and may push again.
             told = error if isinstance(error, AstraflowError) else UnavailableError(_INTERRUPTED)
@@ -221,6 +226,25 @@ class Ingest:
             except AstraflowError as error:
                 log.warning("ratings.missed", episodes=len(accepted), message=error.message)
         return completed
+
+    async def _stored(
+        self, context: RunContext, batch: Sequence[_Waiting]
+    ) -> tuple[list[Pushed], list[CompleteTask]]:
+        """What became of each episode, and the tasks that are complete and wait to be settled."""
+        tasks = [task for waiting in batch for task in waiting.whole]
+        whole = await self.settling.commit_whole(context, tasks) if tasks else {}
+        episodes = [episode for waiting in batch for episode in waiting.episodes]
+        rest = [episode for episode in episodes if episode.task_id not in whole]
+        pushed, completed = list[Pushed](), list[CompleteTask]()
+        if rest:
+            pushed, completed = await self.store.episodes.commit(
+                context.run_id, rest, horizon_s=context.recipe.dataflow.group_deadline_s
+            )
+        if not whole:
+            return pushed, completed
+        answers = {task_id: iter(own) for task_id, own in whole.items()}
+        others = iter(pushed)
+        return [next(answers.get(episode.task_id, others)) for episode in episodes], completed
 
     async def _rate(self, context: RunContext, episodes: Sequence[trajectory_pb2.Episode]) -> None:
         """Change ratings by what these episodes ended with: once each, or never where the server dies here."""

@@ -6,15 +6,22 @@ server settles it. Called by ingest and by the run loop.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from astraflow.dataflow.v1.trajectory_service_pb2 import PushResult
 from astraflow.plugins import Group
+from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.records import CompleteTask
-from astraflow_dataflow.rules.groups import Rules, judge
+from astraflow_dataflow.rules.groups import Rules, complete_task, judge, placed_headers
 from astraflow_dataflow.rules.staleness import deadline_version
 from astraflow_dataflow.runs.data_plugins import with_states
+from astraflow_dataflow.runs.leased import LeasedTask, WholeTask
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
+from astraflow_dataflow.store.episodes.commits import Pushed
+from astraflow_dataflow.store.episodes.judged import Judged, JudgedTask
+from astraflow_dataflow.store.episodes.pushes import has_repeats
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -49,27 +56,42 @@ class Settling:
         while settled is None:
             rules, filters, switch = context.rules, context.plugins.filters, context.switch
 
-            async def work(rules: Rules = rules) -> list[tuple[CompleteTask, list[str]]]:
-                return [(task, judge(task, rules)) for task in tasks]
+            async def work(rules: Rules = rules) -> list[JudgedTask]:
+                return [JudgedTask(task=task, verdicts=judge(task, rules)) for task in tasks]
 
             judged = await with_states(self.store.plugin_states, context.run_id, filters, work)
             settled = await self.store.episodes.settle(
-                context.run_id,
-                judged,
-                deadline_of=lambda policy_id, items: deadline_version(
-                    items, context.recipe.policy(policy_id).batches
-                ),
-                tombstone_s=TOMBSTONE_S,
-                switch=switch,
+                context.run_id, _as_judged(context, judged, switch=switch)
             )
             if settled is None:
                 await self.registry.refresh_plugins(context)
-        for task, verdicts in judged:
-            if task.task_id in settled:
-                self._tell(context, task, verdicts)
+        for one in judged:
+            if one.task.task_id in settled:
+                self._tell(context, one)
         return len(settled)
 
-    def _tell(self, context: RunContext, task: CompleteTask, verdicts: Sequence[str]) -> None:
+    async def commit_whole(
+        self, context: RunContext, tasks: Sequence[WholeTask]
+    ) -> Mapping[str, Sequence[Pushed]]:
+        """Commit and settle tasks of which all has come, in one call.
+
+        Returns what became of the episodes of each by task; those of others are to be committed. Filters that keep
+        states are asked once a task is complete: what they keep must not change twice.
+        """
+        episodes = [episode for _, own in tasks for episode in own]
+        if has_repeats(episodes) or any(plugin.state is not None for plugin in context.plugins.filters):
+            return {}
+        judged = [_judged_whole(own, leased, context.rules) for leased, own in tasks]
+        pushed = await self.store.episodes.commit_whole(
+            context.run_id, _as_judged(context, judged, switch=context.switch)
+        )
+        for one in judged:
+            if isinstance(pushed.get(one.task.task_id, [None])[0], PushResult):
+                self._tell(context, one)
+        return pushed
+
+    def _tell(self, context: RunContext, judged: JudgedTask) -> None:
+        task, verdicts = judged.task, judged.verdicts
         bind(correlation_id=task_correlation(task.task_id), task_id=task.task_id)
         closed = "early" if task.why else "whole"
         for group, verdict in zip(task.groups, verdicts, strict=True):
@@ -93,6 +115,32 @@ class Settling:
             settled += fresh
             is_full = len(left) == _AT_ONCE and fresh > 0
         return settled
+
+
+def _judged_whole(episodes: Sequence[Episode], leased: LeasedTask, rules: Rules) -> JudgedTask:
+    """A task that these episodes are all of, as it is once they are committed."""
+    headers = [list(placed_headers(episode)) for episode in episodes]
+    task = complete_task(
+        episodes[0].task_id,
+        spec=leased.spec,
+        headers=chain.from_iterable(headers),
+        group_size=leased.group_size,
+        num_finished=leased.group_size,
+    )
+    return JudgedTask(
+        task=task, verdicts=judge(task, rules), episodes=list(zip(episodes, headers, strict=True))
+    )
+
+
+def _as_judged(context: RunContext, tasks: Sequence[JudgedTask], *, switch: int) -> Judged:
+    return Judged(
+        tasks=tasks,
+        deadline_of=lambda policy_id, items: deadline_version(
+            items, context.recipe.policy(policy_id).batches
+        ),
+        tombstone_s=TOMBSTONE_S,
+        switch=switch,
+    )
 
 
 def inform_curators(context: RunContext, groups: Sequence[Group], verdicts: Sequence[str]) -> None:

@@ -91,6 +91,29 @@ def groups_of(
     ]
 
 
+def complete_task(
+    task_id: str,
+    *,
+    spec: bytes,
+    headers: Iterable[trajectory_pb2.TrajectoryHeader],
+    group_size: int,
+    num_finished: int,
+    why: str = "",
+    credited: frozenset[str] | None = None,
+) -> CompleteTask:
+    """Return a complete task with its groups; `spec` is its serialized Task, `headers` are those pushed."""
+    groups = groups_of(task_id, spec=spec, headers=headers)
+    return CompleteTask(
+        task_id=task_id,
+        why=why,
+        credited=credited,
+        group_size=group_size,
+        num_finished=num_finished,
+        groups=groups,
+        items=[items_of(task_id, group) for group in groups],
+    )
+
+
 def judge(task: CompleteTask, rules: Rules) -> list[str]:
     """Return what becomes of each of the task's groups, in their order: `ready`, why it is dropped, or which route took
     it.

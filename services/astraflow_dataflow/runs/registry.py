@@ -23,6 +23,7 @@ from astraflow_dataflow.rules.routes import verdict_of
 from astraflow_dataflow.rules.window import Admission, Window
 from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_dataflow.runs.leased import LeasedTasks
 from astraflow_dataflow.runs.lengths import Lengths
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.store.connection import Connection
@@ -54,6 +55,8 @@ class RunContext:
     """Newest announced version of each policy, -1 before the first; refreshed on `version` events and on demand."""
     lengths: Lengths = field(default_factory=Lengths)
     """How long the tasks of each source are, of what this process has settled."""
+    leased: LeasedTasks = field(default_factory=LeasedTasks)
+    """Tasks that this process leased."""
     data_incarnation: str = ""
     """Identity of the Redis data set and process; read again after each outage."""
     wakeups: Wakeups = field(default_factory=Wakeups)

@@ -86,6 +86,7 @@ _WRITES = (
     "feed",
     "lease",
     "commit",
+    "commit_whole",
     "quarantine",
     "pin",
     "requeue",

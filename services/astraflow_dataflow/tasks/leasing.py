@@ -98,6 +98,7 @@ class Leasing:
             purpose = "evaluation" if is_evaluation else "hedge" if lease.hedge else "training"
             self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
             complete(lease, context)
+            context.leased.note(lease)
         if offer.leases:
             failpoints.hit("dataflow.leased")
         return offer

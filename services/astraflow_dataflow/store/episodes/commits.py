@@ -5,24 +5,24 @@ run loop.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from astraflow.dataflow.v1.batch_pb2 import BatchItem
 from astraflow.dataflow.v1.trajectory_service_pb2 import Outcome, PushResult
 from astraflow.errors import AstraflowError, InternalError, NotFoundError, PayloadMissingError
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_dataflow.records import CompleteTask
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
-from astraflow_dataflow.rules.groups import groups_of, items_of, placed_headers, was_judged
+from astraflow_dataflow.rules.groups import complete_task, placed_headers
 from astraflow_dataflow.store.connection import Call
+from astraflow_dataflow.store.episodes.judged import Judged, settle_arguments, whole_arguments
 from astraflow_dataflow.store.episodes.pushes import Headers, commit_arguments, stored_headers
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import call_with
 from astraflow_dataflow.store.payloads.packs import Payloads
-from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_ms, as_text, as_texts, flag
+from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_ms, as_text, as_texts
 from astraflow_dataflow.store.writing import Argument
 
 MAX_SAMPLE_BYTES = 64 * 1024
@@ -32,7 +32,6 @@ Pushed: TypeAlias = PushResult | AstraflowError
 """What became of an episode, or why it must be pushed again."""
 _OUTCOMES = {name.removeprefix("OUTCOME_"): number for name, number in Outcome.items()}
 """By the names that the functions have for them."""
-DeadlineOf = Callable[[str, Sequence[BatchItem]], int]
 
 
 class EpisodeStore:
@@ -68,6 +67,26 @@ class EpisodeStore:
         accepted = _accepted(episodes, headers, pushed) if completed else {}
         return pushed, [_completed(as_list(task), accepted) for task in completed]
 
+    async def commit_whole(self, run_id: str, judged: Judged) -> dict[str, list[Pushed]]:
+        """Store and settle tasks that were judged with all of their episodes, in one call.
+
+        Returns what became of the episodes of each by task; those of one that is not as it was when it was judged, or
+        other plug-ins hold by now, are to be committed. Raises as `commit` does.
+        """
+        episodes = [episode for one in judged.tasks for episode, _ in one.episodes]
+        reply, *_ = await self._call_with_payloads(
+            run_id, episodes, "commit_whole", list(whole_arguments(judged))
+        )
+        position, answers = as_int(reply[0]), map(as_text, as_list(reply[1]))
+        return {
+            one.task.task_id: [
+                _result("ACCEPTED", "", position) if answer == "1" else _damaged(one.task.task_id, answer)
+                for _ in one.episodes
+            ]
+            for one, answer in zip(judged.tasks, answers, strict=True)
+            if answer
+        }
+
     async def _commit(
         self,
         run_id: str,
@@ -78,6 +97,27 @@ class EpisodeStore:
         some_exist: bool,
     ) -> tuple[list[Pushed], list[Reply], bool]:
         """Return what became of each, the tasks that are complete, and whether all payloads were written."""
+        pushes, sizes = commit_arguments(episodes, headers)
+        reply, packed, wrote_all = await self._call_with_payloads(
+            run_id, episodes, "commit", [as_ms(horizon_s), *pushes], some_exist=some_exist
+        )
+        pushed = _pushed(episodes, sizes, reply)
+        if packed:
+            await self._payloads.replace_lost(run_id, _repeated(episodes, pushed))
+        return pushed, as_list(reply[2]), wrote_all
+
+    async def _call_with_payloads(
+        self,
+        run_id: str,
+        episodes: Sequence[trajectory_pb2.Episode],
+        name: str,
+        arguments: Sequence[Argument],
+        *,
+        some_exist: bool = False,
+    ) -> tuple[list[Reply], str, bool]:
+        """Store the payloads of episodes and call a function that refers to them: where they are come first among its
+        arguments. Returns its reply, where they are if they are outside, and whether all were written.
+        """
         keys = Keys(run_id)
         bodies = list(_bodies(episodes))
         packed = await self._payloads.write(run_id, [body for _, _, body in bodies])
@@ -86,31 +126,21 @@ class EpisodeStore:
             for episode_id, trajectory_id, body in bodies
             if not packed and body
         }
+        if not payloads:  # they are outside, or not kept
+            try:
+                reply = await self._connection.call(keys, name, "", packed, *arguments)
+            except NotFoundError:
+                await self._payloads.forgo(run_id, packed)
+                raise
+            return as_list(reply), packed, True
         # The function removes it, and learns from it that none of the payloads was there before.
-        mark = "" if some_exist or not payloads else secrets.token_hex(8)
-        pushes, sizes = commit_arguments(episodes, headers)
-        arguments = (as_ms(horizon_s), mark, packed, *pushes)
-        if not payloads:
-            reply = await self._commit_beside(run_id, packed, arguments)
-            pushed = _pushed(episodes, sizes, reply)
-            if packed:
-                await self._payloads.replace_lost(run_id, _repeated(episodes, pushed))
-            return pushed, as_list(reply[2]), True
+        mark = "" if some_exist else secrets.token_hex(8)
         if mark:
             payloads[keys.of("written", mark)] = b""
-        answer, wrote_all = await call_with(
-            self._connection, keys, payloads, "commit", *arguments, some_exist=some_exist
+        reply, wrote_all = await call_with(
+            self._connection, keys, payloads, name, mark, packed, *arguments, some_exist=some_exist
         )
-        reply = as_list(answer)
-        return _pushed(episodes, sizes, reply), as_list(reply[2]), wrote_all
-
-    async def _commit_beside(self, run_id: str, packed: str, arguments: Sequence[Argument]) -> list[Reply]:
-        """The same of payloads that are outside, or not kept."""
-        try:
-            return as_list(await self._connection.call(Keys(run_id), "commit", *arguments))
-        except NotFoundError:
-            await self._payloads.forgo(run_id, packed)
-            raise
+        return as_list(reply), packed, wrote_all
 
     async def quarantine(
         self, run_id: str, refused: Sequence[tuple[trajectory_pb2.Episode, BadTrajectory]]
@@ -138,25 +168,12 @@ class EpisodeStore:
         found = as_list(await self._connection.call(Keys(run_id), "members", *task_ids))
         return [_completed(as_list(task), {}) for task in found]
 
-    async def settle(
-        self,
-        run_id: str,
-        judged: Sequence[tuple[CompleteTask, Sequence[str]]],
-        *,
-        deadline_of: DeadlineOf,
-        tombstone_s: float,
-        switch: int = 0,
-    ) -> set[str] | None:
-        """Move the groups of complete tasks to ready or dropped, by the verdict of each; `deadline_of` a policy and
-        items is the version that a group counts as sampled with. Returns the tasks that another server had not
-        settled before, None when they were judged by other plug-ins than those of the newest `switch`. Raises
-        InternalError for one that holds other trajectories than were judged.
+    async def settle(self, run_id: str, judged: Judged) -> set[str] | None:
+        """Move the groups of complete tasks to ready or dropped, by the verdict of each. Returns the tasks that another
+        server had not settled before, None when they were judged by other plug-ins than those of the newest switch.
+        Raises InternalError for one that holds other trajectories than were judged.
         """
-        tasks = "\n".join(task.task_id for task, _ in judged)
-        arguments: list[Argument] = [as_ms(tombstone_s), switch, tasks]
-        for task, verdicts in judged:
-            arguments += _settled(task, verdicts, deadline_of)
-        reply = await self._connection.call(Keys(run_id), "settle", *arguments)
+        reply = await self._connection.call(Keys(run_id), "settle", *settle_arguments(judged))
         if not isinstance(reply, list):
             return None
         settled, wrong = as_list(reply)
@@ -204,22 +221,6 @@ def _quarantine_arguments(episode: trajectory_pb2.Episode, problem: BadTrajector
     )
 
 
-def _settled(task: CompleteTask, verdicts: Sequence[str], deadline_of: DeadlineOf) -> Iterable[Argument]:
-    """The arguments of `settle` for each group."""
-    for group, batch, verdict in zip(task.groups, task.items, verdicts, strict=True):
-        items = batch.items
-        yield from (
-            task.task_id,
-            group.group_id,
-            group.policy,
-            verdict,
-            flag(was_judged(verdict)),
-            len(items),
-        )
-        yield from (deadline_of(group.policy, items), repr(sum(item.reward for item in items)))
-        yield from (batch.SerializeToString(), "\n".join(item.trajectory_id for item in items))
-
-
 def _accepted(
     episodes: Sequence[trajectory_pb2.Episode], headers: Sequence[Headers], pushed: Sequence[Pushed]
 ) -> dict[str, list[trajectory_pb2.TrajectoryHeader]]:
@@ -242,15 +243,15 @@ def _completed(fields: list[Reply], accepted: Mapping[str, Headers]) -> Complete
 
 def _complete_task(fields: list[Reply], headers: Headers) -> CompleteTask:
     task_id, why, credited, size, num_finished, _, spec = fields
-    groups = groups_of(as_text(task_id), spec=as_bytes(spec), headers=headers)
-    return CompleteTask(
-        task_id=as_text(task_id),
+    roles = as_text(credited)
+    return complete_task(
+        as_text(task_id),
         why=as_text(why),
-        credited=None if as_text(credited) == "*" else frozenset(filter(None, as_text(credited).split("\n"))),
+        credited=None if roles == "*" else frozenset(filter(None, roles.split("\n"))),
         group_size=as_int(size),
         num_finished=as_int(num_finished),
-        groups=groups,
-        items=[items_of(as_text(task_id), group) for group in groups],
+        spec=as_bytes(spec),
+        headers=headers,
     )
 
 
@@ -275,8 +276,12 @@ def _committed(episode: trajectory_pb2.Episode, outcome: str, *, position: int) 
             f"the payload of episode {episode.episode_id} is gone; push it again", retry_after_s=0.1
         )
     if name == "ERROR":
-        return InternalError(f"Redis answered an error for task {episode.task_id}: {detail}")
+        return _damaged(episode.task_id, detail)
     return _result(name, detail, position)
+
+
+def _damaged(task_id: str, detail: str) -> InternalError:
+    return InternalError(f"Redis answered an error for task {task_id}: {detail}")
 
 
 def _result(outcome: str, reason: str, position: int) -> PushResult:

@@ -5,7 +5,7 @@ Pure. Redis keeps of a push what is sent here: lines, and headers behind their s
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.rules.evaluation import is_evaluation_task
@@ -13,6 +13,7 @@ from astraflow_dataflow.rules.scores import result_lines
 from astraflow_dataflow.store.writing import Argument
 
 Headers: TypeAlias = Sequence[trajectory_pb2.TrajectoryHeader]
+PushedEpisode: TypeAlias = tuple[trajectory_pb2.Episode, Headers]
 _MOST_COUNTED = 1_000_000
 _SIZE_BYTES = 4
 """Before each header; the functions read it, too."""
@@ -22,7 +23,7 @@ def commit_arguments(
     episodes: Sequence[trajectory_pb2.Episode], headers: Sequence[Headers]
 ) -> tuple[list[Argument], list[int]]:
     """What `commit` takes: pushes of episodes that follow each other and are alike. Returns how many each has, too."""
-    repeats = "d" if _has_repeats(episodes, headers) else ""
+    repeats = "d" if has_repeats(episodes) else ""
     arguments, sizes = list[Argument](), list[int]()
     for (whose, how), alike in groupby(zip(episodes, headers, strict=True), key=_whose_and_how):
         pushed = list(alike)
@@ -31,16 +32,16 @@ def commit_arguments(
     return arguments, sizes
 
 
-def _has_repeats(episodes: Sequence[trajectory_pb2.Episode], headers: Sequence[Headers]) -> bool:
-    """Whether a member, an episode or a trajectory comes twice."""
+def has_repeats(episodes: Sequence[trajectory_pb2.Episode]) -> bool:
+    """Return whether a member, an episode or a trajectory comes twice."""
     members = {(episode.task_id, episode.member) for episode in episodes}
     episode_ids = {episode.episode_id for episode in episodes}
-    trajectory_ids = {header.trajectory_id for own in headers for header in own}
-    num_each = (len(members), len(episode_ids), len(trajectory_ids))
-    return num_each != (len(episodes), len(episodes), sum(map(len, headers)))
+    trajectory_ids = [item.header.trajectory_id for episode in episodes for item in episode.trajectories]
+    num_each = (len(members), len(episode_ids), len(set(trajectory_ids)))
+    return num_each != (len(episodes), len(episodes), len(trajectory_ids))
 
 
-def _whose_and_how(pushed: tuple[trajectory_pb2.Episode, Headers]) -> tuple[tuple[Argument, ...], str]:
+def _whose_and_how(pushed: PushedEpisode) -> tuple[tuple[Argument, ...], str]:
     """What episodes that are committed together have in common: task, attempt, node, and how they are."""
     episode, headers = pushed
     how = f"{len(headers)}h" if episode.hedge else str(len(headers))
@@ -51,11 +52,35 @@ def _whose_and_how(pushed: tuple[trajectory_pb2.Episode, Headers]) -> tuple[tupl
     return (episode.task_id, episode.attempt, episode.node_id), how
 
 
-def _push_arguments(how: str, pushed: Sequence[tuple[trajectory_pb2.Episode, Headers]]) -> list[Argument]:
+def _push_arguments(how: str, pushed: Sequence[PushedEpisode]) -> list[Argument]:
     """What `commit` takes of a push behind whose it is."""
-    calls = errors = 0
-    who, traces, framed, results = list[str](), list[str](), list[bytes](), list[Argument]()
+    lines, framed, results = lines_of(pushed), list[bytes](), list[Argument]()
     is_evaluation = is_evaluation_task(pushed[0][0].task_id)
+    for episode, headers in pushed:
+        if is_evaluation:
+            results += (_metric_lines(episode), result_lines(episode))
+        for header in headers:
+            framed += _framed(header.SerializeToString())
+    if lines.tool_calls:
+        how += f"t{lines.tool_calls},{lines.tool_errors}"
+    return [how, lines.who, lines.traces, b"".join(framed), *results]
+
+
+class PushLines(NamedTuple):
+    """What is kept of a push as text: a line of each episode, member and id and calls of tools where there are any, and
+    one of each trajectory, as its task's trace has it.
+    """
+
+    who: str
+    traces: str
+    tool_calls: int
+    tool_errors: int
+
+
+def lines_of(pushed: Sequence[PushedEpisode]) -> PushLines:
+    """Return the lines of episodes that are pushed together."""
+    calls = errors = 0
+    who, traces = list[str](), list[str]()
     for episode, headers in pushed:
         line = f"{episode.member}\t{episode.episode_id}"
         if own_calls := _counted(episode, "environment.tool_calls"):
@@ -63,14 +88,8 @@ def _push_arguments(how: str, pushed: Sequence[tuple[trajectory_pb2.Episode, Hea
             line += f"\t{own_calls},{own_errors}"
             calls, errors = calls + own_calls, errors + own_errors
         who.append(line)
-        if is_evaluation:
-            results += (_metric_lines(episode), result_lines(episode))
-        for header in headers:
-            traces.append(_traced(header))
-            framed += _framed(header.SerializeToString())
-    if calls:
-        how += f"t{calls},{errors}"
-    return [how, "\n".join(who), "\n".join(traces), b"".join(framed), *results]
+        traces += map(_traced, headers)
+    return PushLines("\n".join(who), "\n".join(traces), calls, errors)
 
 
 def _framed(header: bytes) -> tuple[bytes, bytes]:

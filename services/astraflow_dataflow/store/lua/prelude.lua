@@ -81,19 +81,36 @@ local function call_many(head, values)
   return replies
 end
 
--- Values of a command that takes many: it is sent when the call ends, once for all of the same beginning. Nothing reads before what it changes.
-local function gather_all(head, values)
-  local name = table.concat(head, ' ')
-  if not CALL.gathered[name] then
-    CALL.gathered[name] = { head = head }
-    table.insert(CALL.gathered, CALL.gathered[name])
+-- Adds values to a command that takes many, of this key: it is sent when the call ends, once for all. Nothing reads before what it changes.
+local gather, gather_all
+do
+
+local function gathered(command, key)
+  local of_command = CALL.gathered[command]
+  if not of_command then
+    of_command = {}
+    CALL.gathered[command] = of_command
   end
-  local all = CALL.gathered[name]
+  local all = of_command[key]
+  if not all then
+    all = { head = command == 'XACK' and { command, key, GROUP } or { command, key } }
+    of_command[key] = all
+    table.insert(CALL.gathered, all)
+  end
+  return all
+end
+
+function gather(command, key, value, second)
+  local all = gathered(command, key)
+  all[#all + 1] = value
+  if second then all[#all + 1] = second end
+end
+
+function gather_all(command, key, values)
+  local all = gathered(command, key)
   for _, value in ipairs(values) do all[#all + 1] = value end
 end
 
-local function gather(head, ...)
-  gather_all(head, { ... })
 end
 
 -- Something happened to `subject`, a node, a policy or the run, that people see in its timeline.

@@ -91,7 +91,7 @@ local function write_task(P, t, horizon)
   call_many({ 'HSET', K.task(P, t.id) }, t.set)
   call_many({ 'RPUSH', K.members(P, t.id) }, t.headers)
   if #t.owned > 0 then
-    gather_all({ 'HSET', K.owners(P) }, t.owned)
+    gather_all('HSET', K.owners(P), t.owned)
     count(P, 'ingested', #t.owned / 2)
     count(P, 'assembling', #t.owned / 2)
   end
@@ -213,11 +213,11 @@ local function close_complete(P, t, e)
   end_copy(P, t.id, f.copy, 'group_closed', e.node, 'completed')
   if t.is_evaluation then return end
   move()
-  if f.state == 'retry' then gather({ 'ZREM', K.retry(P, TRAIN) }, t.id) end
+  if f.state == 'retry' then gather('ZREM', K.retry(P, TRAIN), t.id) end
   set(t, 'state', 'complete')
   set(t, 'why', '')
-  gather({ 'ZREM', K.open(P) }, t.id)
-  gather({ 'ZADD', K.settling(P) }, now_ms(), t.id)
+  gather('ZREM', K.open(P), t.id)
+  gather('ZADD', K.settling(P), now_ms(), t.id)
 end
 
 local function end_evaluation_task(P, t)
@@ -405,7 +405,7 @@ local function place_all(P, pushes, packed)
   PACKS.begin(P, pack)
 end
 
--- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per push: task, attempt,
+-- commit: mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', horizon ms, then per push: task, attempt,
 -- node, how, who, traces, headers. `how` is the number of episodes and of trajectories of each, with 'h' for hedges, 'f' for what failed, 'e' for
 -- an evaluation's, 'd' where a member or an id comes twice in this call, 't' and two numbers for calls of tools and those that failed. `who` has a line of
 -- each episode: member, id and, where there are any, its calls of tools and those that failed; `traces` one of each trajectory: id, policy, role,
@@ -436,7 +436,7 @@ function SIGNATURE.commit.read(values)
     end
     pushes[#pushes + 1] = p
   end
-  return { horizon = values[1], mark = values[2], packed = values[3], pushes = pushes }
+  return { mark = values[1], packed = values[2], horizon = values[3], pushes = pushes }
 end
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
@@ -475,6 +475,105 @@ function F.commit(keys, a)
   write_gathered(P)
   for _, node in ipairs(CALL.poison_of) do note_poison(P, node) end
   return { at, replies, completed }
+end
+
+-- Whether a task is as when its groups were judged: leased to the node that pushes it, with nothing of it here yet, and credit for all of its roles.
+local function is_as_judged(t, f)
+  return f.state == 'leased' and f.left == f.size and tonumber(f.size) == #t.names and f.attempt == t.attempt and f.node == t.node
+    and not (f.refused or f.uncredited or string.find(f.copy or '', ' '))
+end
+
+-- Reads the tasks of a call; those that are not as they were judged, or have a trajectory that is here, are left out.
+local function read_judged(P, tasks)
+  local names, ids, at = { 'state', 'left', 'size', 'attempt', 'node', 'refused', 'uncredited', 'copy', 'leased_ms', 'letter', 'lane', 'entry' }, {}, 0
+  for _, t in ipairs(tasks) do
+    for _, id in ipairs(t.ids) do ids[#ids + 1] = id end
+    -- A value of another type is a defect: whoever pushes again hears of it.
+    local is_read, values = pcall(call, 'HMGET', K.task(P, t.id), unpack(names))
+    for i, value in ipairs(is_read and values or {}) do t.fields[names[i]] = value or nil end
+    t.is_taken = is_as_judged(t, t.fields)
+  end
+  local owners = call_many({ 'HMGET', K.owners(P) }, ids)
+  for _, t in ipairs(tasks) do
+    for _ = 1, #t.ids do
+      at = at + 1
+      if owners[at] then t.is_taken = false end
+    end
+  end
+end
+
+local function own_all(P, tasks)
+  local owned = {}
+  for _, t in ipairs(tasks) do
+    for i, id in ipairs(t.is_taken and t.ids or {}) do owned[#owned + 1], owned[#owned + 2] = id, t.places[i] or whose(t, i) end
+  end
+  call_many({ 'HSET', K.owners(P) }, owned)
+end
+
+-- All of a task comes, and is settled: what `commit` and `settle` do of it, without what the one would write for the other to remove.
+local function take_whole(P, t, tombstone_ms)
+  local f, n = t.fields, #t.ids
+  count(P, 'ingested', n)
+  count_tools(P, t)
+  if CALL.has_pack then CALL.held = CALL.held + n end
+  credit_node(P, t.node, #t.names, n)
+  note_pace(P, f, node_of(P, t.node), t.node)
+  leave_lease(P, t.id, t.node, t.attempt, 'group_closed', t.node)
+  gather('ZREM', K.open(P), t.id)
+  local verdicts = settle_groups(P, t.id, t.groups, f)
+  note_all(P, t.id, { push_entry(t, 'ACCEPTED', '', t.who, t.traces), trace_entry('l', t.attempt, 'completed'), unpack(verdicts) })
+  entomb(P, t.id, tombstone_ms, 'whole', t.who, 'left', 0, 'why', '')
+end
+
+-- commit_whole: mark, pack and sizes of payloads, each as of `commit`, tombstone ttl ms, the switch of plug-ins that judged, then per task: task, attempt,
+-- node, calls of tools and those that failed, who, traces, number of groups, and of each what `settle` has behind its task. A task is taken and settled,
+-- or left as it is where anything is otherwise than its groups were judged for; then its payloads end some day, and it is to be committed. Returns the
+-- position, and '1' or '' of each task, or what is wrong with what is stored of it.
+SIGNATURE.commit_whole = {}
+function SIGNATURE.commit_whole.read(values)
+  local tasks, at, names = {}, 5, SIGNATURE.settle.each
+  while values[at] do
+    local t = { id = values[at], attempt = values[at + 1], node = values[at + 2], who = values[at + 4], traces = values[at + 5], fields = {}, names = {},
+      ids = {}, places = {}, groups = {} }
+    local calls, errors = string.match(values[at + 3], '^(%d+),(%d+)$')
+    t.tool_calls, t.tool_errors = tonumber(calls), tonumber(errors)
+    for episode in string.gmatch(t.who, '%d+\t([^\t\n]+)[^\n]*') do t.names[#t.names + 1] = episode end
+    for id in string.gmatch(t.traces, '([^\t\n]+)[^\n]*') do t.ids[#t.ids + 1] = id end
+    t.each = #t.ids / #t.names
+    local num_groups = tonumber(values[at + 6])
+    at = at + 7
+    for g = 1, num_groups do
+      t.groups[g] = {}
+      for i = 2, #names do t.groups[g][names[i]] = values[at + i - 2] end
+      at = at + #names - 1
+    end
+    tasks[#tasks + 1] = t
+  end
+  return { mark = values[1], packed = values[2], tombstone_ms = tonumber(values[3]), switch = values[4], pushes = tasks }
+end
+SIGNATURE.commit_whole.without_run = SIGNATURE.commit.without_run
+function F.commit_whole(keys, a)
+  local P, tasks, answers = keys[1], a.pushes, {}
+  local run = run_of(P)
+  CALL.nodes = {}
+  place_all(P, tasks, a.packed)
+  CALL.wrote_all = a.mark ~= '' and call('UNLINK', K.written(P, a.mark)) == 1
+  if run.state == 'active' and (run.switch or '0') == a.switch and (CALL.wrote_all or CALL.has_pack) then read_judged(P, tasks) end
+  own_all(P, tasks)
+  for i, t in ipairs(tasks) do
+    answers[i] = t.is_taken and '1' or ''
+    if t.is_taken then
+      local ok, problem = pcall(take_whole, P, t, a.tombstone_ms)
+      if not ok then answers[i] = type(problem) == 'table' and problem.err or tostring(problem) end
+    elseif CALL.wrote_all then
+      for k, id in ipairs(t.ids) do call('EXPIRE', K.payload(P, whose(t, k), id), UNCOMMITTED_S) end
+    end
+  end
+  PACKS.hold_rest(P)
+  write_judged(P)
+  local at = position(P, CALL.moved)
+  write_nodes(P)
+  return { at, answers }
 end
 
 -- quarantine: task, member, episode, node, reason, detail, number of trajectories, sample, attempt. Idempotent per episode id.

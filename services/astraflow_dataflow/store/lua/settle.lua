@@ -37,6 +37,10 @@ function F.members(keys, a)
   return found
 end
 
+local settle_groups, write_judged
+-- A block of its own, as Lua has room for 200 local names outside.
+do
+
 -- What one call settles of a policy, read once: its acceptance and the rewards of its groups, which `write_judged` writes.
 local function judge(P, policy, kept, sum, n)
   CALL.judged = CALL.judged or {}
@@ -50,7 +54,7 @@ local function judge(P, policy, kept, sum, n)
   j[#j + 1] = sum .. ' ' .. n
 end
 
-local function write_judged(P)
+function write_judged(P)
   for policy, j in pairs(CALL.judged or {}) do
     call('HSET', K.policy(P, policy), 'acceptance', precise(j.acceptance))
     call('LPUSH', K.recent(P, policy), unpack(j))
@@ -58,14 +62,14 @@ local function write_judged(P)
   end
 end
 
-local function make_ready(P, item)
+local function make_ready(P, task, item)
   CALL.arrivals = (CALL.arrivals or tonumber(run_of(P).arrivals or 0)) + 1
   add(K.run(P), 'arrivals', 1)
   -- Earliest deadline first: the oldest version decides, arrival breaks ties.
   local score = precise(tonumber(item.oldest) * 4294967296 + CALL.arrivals)
-  call('HSET', K.group(P, item.gid), 'policy', item.policy, 'task', item.task, 'n', item.n, 'oldest', item.oldest, 'items', item.items,
+  call('HSET', K.group(P, item.gid), 'policy', item.policy, 'task', task, 'n', item.n, 'oldest', item.oldest, 'items', item.items,
     'ids', item.ids, 'score', score)
-  gather({ 'ZADD', K.ready(P, item.policy) }, score, item.gid)
+  gather('ZADD', K.ready(P, item.policy), score, item.gid)
   count(P, 'ready', tonumber(item.n))
   emit(P, 'ready ' .. item.policy)
 end
@@ -80,11 +84,9 @@ local function go_elsewhere(P, item)
   if evaluated then forget(P, split(item.ids)) else retire(P, item.gid, item.policy, item.verdict, item.items, split(item.ids)) end
 end
 
--- One complete task's groups are settled; what is said of them is in `groups`, and `f` is what its hash says. Returns why they cannot be, or nil.
-local function settle_task(P, task, groups, tombstone_ms, f)
-  local total, judged, is_used, verdicts = 0, false, false, {}
-  for _, item in ipairs(groups) do total = total + tonumber(item.n) end
-  if total ~= tonumber(f.held or 0) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
+-- Each group of a task goes where its verdict says; `f` is what the task's hash says. Returns entries for its trace.
+function settle_groups(P, task, groups, f)
+  local judged, is_used, verdicts = false, false, {}
   for _, item in ipairs(groups) do
     local policy, verdict, n = item.policy, item.verdict, tonumber(item.n)
     verdicts[#verdicts + 1] = trace_entry('G', item.gid, verdict)
@@ -93,7 +95,7 @@ local function settle_task(P, task, groups, tombstone_ms, f)
     judged = judged or item.judged == '1'
     if verdict == 'ready' then
       is_used = true
-      make_ready(P, item)
+      make_ready(P, task, item)
     elseif string.find(verdict, '^routed_') or string.find(verdict, '^evaluated_') then
       is_used = true
       go_elsewhere(P, item)
@@ -103,21 +105,31 @@ local function settle_task(P, task, groups, tombstone_ms, f)
       retire(P, item.gid, policy, verdict, item.items, split(item.ids))
     end
   end
-  if #verdicts > 0 then note_all(P, task, verdicts) end
   -- A group that is used with k of n is that task's last: requeued, the task would make another of the same id.
   if is_used and f.letter then call('XDEL', K.dead(P), f.letter) end
   if judged then note_completed(P, 'training') end
-  count(P, 'assembling', -total)
-  for _, role in ipairs(trained_roles(P)) do gather({ 'SREM', K.outstanding(P, role.policy) }, role.name .. ' ' .. task) end
+  for _, role in ipairs(trained_roles(P)) do gather('SREM', K.outstanding(P, role.policy), role.name .. ' ' .. task) end
   leave_queue(P, f.lane, f.entry)
-  gather({ 'ZREM', K.settling(P) }, task)
-  entomb(P, task, tombstone_ms)
   emit(P, 'work')
+  return verdicts
+end
+
+-- One complete task's groups are settled. Returns why they cannot be, or nil.
+local function settle_task(P, task, groups, tombstone_ms, f)
+  local total = 0
+  for _, item in ipairs(groups) do total = total + tonumber(item.n) end
+  if total ~= tonumber(f.held or 0) then return 'task ' .. task .. ' holds other trajectories than are being settled' end
+  local verdicts = settle_groups(P, task, groups, f)
+  if #verdicts > 0 then note_all(P, task, verdicts) end
+  count(P, 'assembling', -total)
+  gather('ZREM', K.settling(P), task)
+  call('UNLINK', K.members(P, task))
+  entomb(P, task, tombstone_ms)
   return nil
 end
 
--- settle: tombstone ttl ms, the switch of plug-ins that they were judged by, lines of tasks, then task, gid, policy, verdict ('ready', a drop reason or a route), '1' when filters judged it, n, oldest
--- version, sum of rewards, items, ids per group. All groups of a task at once, or none when another server was first. Returns the tasks that were
+-- settle: tombstone ttl ms, the switch of plug-ins that they were judged by, lines of tasks, then task, gid, policy, verdict ('ready', a drop reason or
+-- a route), '1' when filters judged it, n, oldest version, sum of rewards, items, ids per group. All groups of a task at once, or none when another server was first. Returns the tasks that were
 -- settled, and what is wrong with one that could not be or ''; 0 when other plug-ins hold by now.
 SIGNATURE.settle = { 'tombstone_ms', 'switch', 'tasks', each = { 'task', 'gid', 'policy', 'verdict', 'judged', 'n', 'oldest', 'reward_sum', 'items', 'ids' } }
 function F.settle(keys, a)
@@ -135,6 +147,8 @@ function F.settle(keys, a)
   end
   write_judged(P)
   return { settled, wrong }
+end
+
 end
 
 -- unsettled: least age ms, limit. Returns complete tasks that nobody settled yet.

@@ -34,15 +34,15 @@ end
 
 -- Removes what points at a running lease; its holder learns of it unless it ended the lease itself.
 local function leave_lease(P, task, node, attempt, reason, quiet_node)
-  gather({ 'ZREM', K.leases(P) }, task)
-  gather({ 'SREM', K.node_leases(P, node) }, task)
+  gather('ZREM', K.leases(P), task)
+  gather('SREM', K.node_leases(P, node), task)
   if max_leases(P) < math.huge then emit(P, 'work') end
   if node ~= quiet_node then tell_lost(node, task .. '#' .. attempt, reason) end
 end
 
 -- Ends the lease of a task if it has one, by its state, node and attempt; `outcome` is for the trace.
 local function end_lease_of(P, task, state, node, attempt, reason, quiet_node, outcome)
-  if state ~= 'leased' then return gather({ 'ZREM', K.leases(P) }, task) end
+  if state ~= 'leased' then return gather('ZREM', K.leases(P), task) end
   note(P, task, 'l', attempt, outcome)
   leave_lease(P, task, node, attempt, reason, quiet_node)
 end
@@ -76,21 +76,20 @@ end
 local function leave_queue(P, lane, entry)
   move()
   if not lane then return end
-  gather({ 'XACK', K.lane(P, lane), GROUP }, entry)
-  gather({ 'XDEL', K.lane(P, lane) }, entry)
+  gather('XACK', K.lane(P, lane), entry)
+  gather('XDEL', K.lane(P, lane), entry)
 end
 
 local function leave_lane(P, task, lane, entry)
   leave_queue(P, lane, entry)
-  if lane then gather({ 'ZREM', retries(P, lane) }, task) end
-  gather({ 'ZREM', K.open(P) }, task)
+  if lane then gather('ZREM', retries(P, lane), task) end
+  gather('ZREM', K.open(P), task)
 end
 
--- Leaves what repeated pushes need (members, refusals) and lets even that end some day.
-local function entomb(P, task, ttl_ms)
-  call('HSET', K.task(P, task), 'state', 'done')
+-- Leaves what repeated pushes need (members, refusals) and lets even that end some day; further fields and values are written, too.
+local function entomb(P, task, ttl_ms, ...)
+  call('HSET', K.task(P, task), 'state', 'done', ...)
   call('HDEL', K.task(P, task), 'spec', 'lane', 'entry', 'credited', 'uncredited', 'avoid', 'copy', 'held')
-  gather({ 'UNLINK' }, K.members(P, task))
   call('PEXPIRE', K.task(P, task), ttl_ms)
   close_trace(P, task, ttl_ms)
 end
@@ -167,7 +166,7 @@ local function give_again(P, task, reason, detail, now, due, quiet_node)
   end
   end_lease_of(P, task, f[3], f[4], f[5], 'lease_lost', quiet_node, reason)
   call('HSET', T, 'state', 'retry')
-  gather({ 'ZADD', retries(P, f[2]) }, due, task)
+  gather('ZADD', retries(P, f[2]), due, task)
   emit(P, 'work')
   return true
 end

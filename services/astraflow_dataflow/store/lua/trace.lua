@@ -27,7 +27,7 @@ end
 -- Lets a finished task's trace end some day; of very many finished ones only the newest are kept.
 local function close_trace(P, task, ttl_ms)
   if call('PEXPIRE', K.trace(P, task), ttl_ms) == 0 then return end
-  gather({ 'RPUSH', K.traced(P) }, task)
+  gather('RPUSH', K.traced(P), task)
   CALL.traced = (CALL.traced or call('LLEN', K.traced(P))) + 1
   if CALL.traced > MAX_TRACED then
     CALL.traced = CALL.traced - 1

@@ -1,7 +1,7 @@
 """Ingest answers everybody who waits, whatever becomes of the commit."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -11,9 +11,10 @@ from astraflow.dataflow.v1.durability_pb2 import DURABILITY_MEMORY
 from astraflow.dataflow.v1.trajectory_service_pb2 import OUTCOME_ACCEPTED, PushResult
 from astraflow.errors import UnavailableError
 from astraflow.recipe import RowLimits
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.episodes.ingest import TASKS_PER_COMMIT, Ingest
 from astraflow_dataflow.records import Level
+from astraflow_dataflow.runs.leased import LeasedTasks, WholeTask
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.episodes.commits import Pushed
 from astraflow_kit.metrics import Metrics
@@ -34,6 +35,7 @@ class Failing:
         self.episodes = self.recipe = self.dataflow = self
         self.group_deadline_s = 60.0
         self.tasks: list[asyncio.Task[None]] = []
+        self.leased = LeasedTasks()
         us: Any = self
         self.durability: Any = Durability(us, Level.MEMORY)
 
@@ -42,11 +44,15 @@ class Failing:
         raise self._error
 
     async def push(self, *episodes: trajectory_pb2.Episode) -> Sequence[Pushed]:
-        """Push over an ingest whose commits fail."""
+        """Push over an ingest whose commits are these."""
+        return (await self.push_each(episodes))[0]
+
+    async def push_each(self, *pushes: Sequence[trajectory_pb2.Episode]) -> Sequence[Sequence[Pushed]]:
+        """Several pushes at once."""
         us: Any = self
         ingest = Ingest(store=us, registry=us, settling=us, metrics=Metrics(), durability=self.durability)
         try:
-            return await ingest.push(us, episodes)
+            return await asyncio.gather(*(ingest.push(us, episodes) for episodes in pushes))
         finally:
             for task in self.tasks:
                 task.cancel()
@@ -65,6 +71,8 @@ class Counting(Failing):
     def __init__(self) -> None:
         super().__init__(RuntimeError())
         self.commits: list[list[str]] = []
+        self.as_known: set[str] = set()
+        """Tasks that a commit of whole ones takes."""
         self.snapshots, self.run = (), Mock(identity="0" * 32)
         self.durability = AsyncMock(note=Mock(), reached=Mock(return_value=DURABILITY_MEMORY))
 
@@ -74,6 +82,52 @@ class Counting(Failing):
         """Accept all."""
         self.commits.append([episode.task_id for episode in episodes])
         return [PushResult(outcome=OUTCOME_ACCEPTED, detail=one.episode_id) for one in episodes], []
+
+    async def commit_whole(self, _: object, tasks: Sequence[WholeTask]) -> Mapping[str, Sequence[PushResult]]:
+        """Accept those that are as they were known."""
+        self.commits.append(["whole", *(own[0].task_id for _, own in tasks)])
+        return {
+            own[0].task_id: [PushResult(outcome=OUTCOME_ACCEPTED, detail=one.episode_id) for one in own]
+            for _, own in tasks
+            if own[0].task_id in self.as_known
+        }
+
+
+def leased(task_id: str) -> task_pb2.Lease:
+    """Of a task of two members."""
+    task = task_pb2.Task(task_id=task_id, group_size=2)
+    return task_pb2.Lease(lease_id=f"{task_id}#1", task=task, attempt=1, members=[0, 1])
+
+
+async def test_a_whole_task_that_is_not_as_it_was_known_is_committed_with_its_answers_in_order() -> None:
+    store: Any = Counting()
+    store.as_known = {"b"}
+    for name in ("a", "b"):
+        store.leased.note(leased(name))
+    # As they come, not by task.
+    given = [
+        make_episode(run_id="run", task_id=name, member=member) for member in (1, 0) for name in ("a", "b")
+    ]
+    taken = await store.push(*given)
+    assert store.commits == [["whole", "a", "b"], ["a", "a"]]
+    assert [result.detail for result in taken] == [episode.episode_id for episode in given]
+
+
+async def test_whole_tasks_are_not_committed_with_what_comes_in_parts() -> None:
+    store: Any = Counting()
+    store.as_known = {"a", "b"}
+    for name in ("a", "b", "c"):
+        store.leased.note(leased(name))
+
+    def of(name: str, *members: int) -> list[trajectory_pb2.Episode]:
+        return [make_episode(run_id="run", task_id=name, member=member) for member in members]
+
+    pushes = [of("a", 0, 1), of("c", 0), of("b", 0, 1)]
+    results = await store.push_each(*pushes)
+    assert [[one.detail for one in answer] for answer in results] == [
+        [one.episode_id for one in push] for push in pushes
+    ]
+    assert store.commits == [["whole", "a"], ["c"], ["whole", "b"]]
 
 
 async def test_a_commit_holds_redis_for_no_more_than_so_many_tasks() -> None:
