@@ -28,7 +28,7 @@ def dataflow(
     tokens: Annotated[_Series | None, typer.Option(min=1, help="Response tokens; repeat it.")] = None,
     batch_groups: Annotated[int, typer.Option(min=1, help="Groups of 8 in a batch.")] = 64,
     batches: Annotated[int, typer.Option(min=1, help="Batches of 2k tokens that are pushed.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of pushes and of raw streams.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of pushes and of raw streams.")] = 9,
     leases: Annotated[int, typer.Option(min=1, help="Tasks that are leased, and again.")] = 64_000,
     streams: Annotated[_Series | None, typer.Option(min=1, help="Idle streams; repeat it.")] = None,
     idle_seconds: Annotated[float, typer.Option(min=0.1, help="How long something idle is watched.")] = 20.0,

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 
-_MOST_BYTES = 16 * 2**20
+_MOST_BYTES = 8 * 2**20
 """Of specifications; the tasks that were leased longest ago go first."""
 
 
@@ -66,24 +66,18 @@ class LeasedTasks:
             self._forget(next(iter(self._tasks)))
 
     def take_whole(self, episodes: Sequence[trajectory_pb2.Episode]) -> list[WholeTask]:
-        """Return the tasks that these episodes are all of, nothing where others are among them. They are kept no
-        longer.
+        """Return the tasks that these episodes are all of, nothing where others are among them. A task of which
+        something came is known no longer.
         """
         of_task: dict[str, list[trajectory_pb2.Episode]] = {}
         for episode in episodes:
             of_task.setdefault(episode.task_id, []).append(episode)
-        whole: list[WholeTask] = [
-            (leased, own)
-            for task_id, own in of_task.items()
-            if (leased := self._tasks.get(task_id)) and leased.is_all(own)
-        ]
-        if len(whole) < len(of_task):
-            return []
-        for task_id in of_task:
-            self._forget(task_id)
-        return whole
+        known = [(self._forget(task_id), own) for task_id, own in of_task.items()]
+        whole = [(leased, own) for leased, own in known if leased is not None and leased.is_all(own)]
+        return [*whole] if len(whole) == len(known) else []
 
-    def _forget(self, task_id: str) -> None:
+    def _forget(self, task_id: str) -> LeasedTask | None:
         leased = self._tasks.pop(task_id, None)
         if leased is not None:
             self._bytes -= len(leased.spec)
+        return leased
