@@ -6,6 +6,22 @@ from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import as_int, as_list, as_mapping, as_text
 from support.dataflow_world import World, until_equal
 
+OF_TASKS = frozenset(
+    {
+        "copies",
+        "group",
+        "node_leases",
+        "outstanding",
+        "retry",
+        "settling",
+        "task",
+        "trace",
+        "trajectories",
+        "written",
+    }
+)
+"""Kinds of keys that no background work makes or removes."""
+
 
 async def settled(world: World) -> None:
     """Wait until no complete task waits for its groups to be judged."""
@@ -60,9 +76,7 @@ async def kept(world: World, task_ids: Sequence[str]) -> dict[str, object]:
         "routed": await fields(keys.of("routed")),
         "archive": await fields(keys.of("archive"), "bytes"),
         "payloads": sorted([name for name in names if ":payload:" in name and await lasts(name)]),
-        "names": sorted(
-            name for name in names if not {"payload", "evaluation", "evaluations"} & set(name.split(":"))
-        ),
+        "names": sorted(name for name in names if name.split(":")[2] in OF_TASKS),
         "open": as_list(await raw("ZRANGE", keys.of("open"), 0, -1)),
         "ready": as_int(await raw("ZCARD", keys.of("ready", "solver"))),
         "leases": as_list(await raw("ZRANGE", keys.of("leases"), 0, -1)),

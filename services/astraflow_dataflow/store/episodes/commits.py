@@ -75,7 +75,7 @@ class EpisodeStore:
         """
         episodes = [episode for one in judged.tasks for episode, _ in one.episodes]
         reply, *_ = await self._call_with_payloads(
-            run_id, episodes, "commit_whole", list(whole_arguments(judged))
+            run_id, episodes, "commit_whole", as_ms(judged.tombstone_s), list(whole_arguments(judged))
         )
         position, answers = as_int(reply[0]), map(as_text, as_list(reply[1]))
         return {
@@ -99,7 +99,7 @@ class EpisodeStore:
         """Return what became of each, the tasks that are complete, and whether all payloads were written."""
         pushes, sizes = commit_arguments(episodes, headers)
         reply, packed, wrote_all = await self._call_with_payloads(
-            run_id, episodes, "commit", [as_ms(horizon_s), *pushes], some_exist=some_exist
+            run_id, episodes, "commit", as_ms(horizon_s), pushes, some_exist=some_exist
         )
         pushed = _pushed(episodes, sizes, reply)
         if packed:
@@ -111,12 +111,13 @@ class EpisodeStore:
         run_id: str,
         episodes: Sequence[trajectory_pb2.Episode],
         name: str,
+        first: Argument,
         arguments: Sequence[Argument],
         *,
         some_exist: bool = False,
     ) -> tuple[list[Reply], str, bool]:
-        """Store the payloads of episodes and call a function that refers to them: where they are come first among its
-        arguments. Returns its reply, where they are if they are outside, and whether all were written.
+        """Store the payloads of episodes and call a function that refers to them, with where they are behind its first
+        argument. Returns its reply, where they are if they are outside, and whether all were written.
         """
         keys = Keys(run_id)
         bodies = list(_bodies(episodes))
@@ -128,7 +129,7 @@ class EpisodeStore:
         }
         if not payloads:  # they are outside, or not kept
             try:
-                reply = await self._connection.call(keys, name, "", packed, *arguments)
+                reply = await self._connection.call(keys, name, first, "", packed, *arguments)
             except NotFoundError:
                 await self._payloads.forgo(run_id, packed)
                 raise
@@ -138,7 +139,7 @@ class EpisodeStore:
         if mark:
             payloads[keys.of("written", mark)] = b""
         reply, wrote_all = await call_with(
-            self._connection, keys, payloads, name, mark, packed, *arguments, some_exist=some_exist
+            self._connection, keys, payloads, name, first, mark, packed, *arguments, some_exist=some_exist
         )
         return as_list(reply), packed, wrote_all
 

@@ -51,8 +51,8 @@ def settle_arguments(judged: Judged) -> Iterator[Argument]:
 
 
 def whole_arguments(judged: Judged) -> Iterator[Argument]:
-    """Yield what `commit_whole` takes behind payloads."""
-    yield from (as_ms(judged.tombstone_s), judged.switch)
+    """Yield what `commit_whole` takes behind where payloads are."""
+    yield judged.switch
     for one in judged.tasks:
         (first, _), lines = one.episodes[0], lines_of(one.episodes)
         yield from (one.task.task_id, first.attempt, first.node_id)

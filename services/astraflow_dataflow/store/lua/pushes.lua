@@ -405,7 +405,7 @@ local function place_all(P, pushes, packed)
   PACKS.begin(P, pack)
 end
 
--- commit: mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', horizon ms, then per push: task, attempt,
+-- commit: horizon ms, mark that was written with the payloads or '', pack and sizes of payloads that are outside or '', then per push: task, attempt,
 -- node, how, who, traces, headers. `how` is the number of episodes and of trajectories of each, with 'h' for hedges, 'f' for what failed, 'e' for
 -- an evaluation's, 'd' where a member or an id comes twice in this call, 't' and two numbers for calls of tools and those that failed. `who` has a line of
 -- each episode: member, id and, where there are any, its calls of tools and those that failed; `traces` one of each trajectory: id, policy, role,
@@ -436,7 +436,7 @@ function SIGNATURE.commit.read(values)
     end
     pushes[#pushes + 1] = p
   end
-  return { mark = values[1], packed = values[2], horizon = values[3], pushes = pushes }
+  return { horizon = values[1], mark = values[2], packed = values[3], pushes = pushes }
 end
 -- Here and not by the caller, which may have been cancelled since it sent the payloads.
 function SIGNATURE.commit.without_run(P, a)
@@ -525,7 +525,7 @@ local function take_whole(P, t, tombstone_ms)
   entomb(P, t.id, tombstone_ms, 'whole', t.who, 'left', 0, 'why', '')
 end
 
--- commit_whole: mark, pack and sizes of payloads, each as of `commit`, tombstone ttl ms, the switch of plug-ins that judged, then per task: task, attempt,
+-- commit_whole: tombstone ttl ms, mark, pack and sizes of payloads, each as of `commit`, the switch of plug-ins that judged, then per task: task, attempt,
 -- node, calls of tools and those that failed, who, traces, number of groups, and of each what `settle` has behind its task. A task is taken and settled,
 -- or left as it is where anything is otherwise than its groups were judged for; then its payloads end some day, and it is to be committed. Returns the
 -- position, and '1' or '' of each task, or what is wrong with what is stored of it.
@@ -549,7 +549,7 @@ function SIGNATURE.commit_whole.read(values)
     end
     tasks[#tasks + 1] = t
   end
-  return { mark = values[1], packed = values[2], tombstone_ms = tonumber(values[3]), switch = values[4], pushes = tasks }
+  return { tombstone_ms = tonumber(values[1]), mark = values[2], packed = values[3], switch = values[4], pushes = tasks }
 end
 SIGNATURE.commit_whole.without_run = SIGNATURE.commit.without_run
 function F.commit_whole(keys, a)
