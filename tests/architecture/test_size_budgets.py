@@ -20,8 +20,8 @@ Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
 KIT_LINES = 3_760
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 58_974
-TEST_CODE_LINES = 71_639
+PRODUCT_CODE_LINES = 58_975
+TEST_CODE_LINES = 71_651
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.
