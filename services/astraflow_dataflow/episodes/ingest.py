@@ -203,7 +203,7 @@ class Ingest:
         failpoints.hit("dataflow.storing")
         episodes = [episode for waiting in batch for episode in waiting.episodes]
         try:
-            pushed, completed = await self._stored(context, batch)
+            pushed, completed = await self._stored(context, batch, episodes)
         except BaseException as error:
             # A defect or a stop: whoever waits must not wait for ever, and may push again.
             told = error if isinstance(error, AstraflowError) else UnavailableError(_INTERRUPTED)
@@ -228,20 +228,17 @@ class Ingest:
         return completed
 
     async def _stored(
-        self, context: RunContext, batch: Sequence[_Waiting]
+        self, context: RunContext, batch: Sequence[_Waiting], episodes: Sequence[trajectory_pb2.Episode]
     ) -> tuple[list[Pushed], list[CompleteTask]]:
-        """What became of each episode, and the tasks that are complete and wait to be settled."""
+        """What became of each episode of a batch, and the tasks that are complete and wait to be settled."""
         tasks = [task for waiting in batch for task in waiting.whole]
         whole = await self.settling.commit_whole(context, tasks) if tasks else {}
-        episodes = [episode for waiting in batch for episode in waiting.episodes]
         rest = [episode for episode in episodes if episode.task_id not in whole]
         pushed, completed = list[Pushed](), list[CompleteTask]()
         if rest:
             pushed, completed = await self.store.episodes.commit(
                 context.run_id, rest, horizon_s=context.recipe.dataflow.group_deadline_s
             )
-        if not whole:
-            return pushed, completed
         answers = {task_id: iter(own) for task_id, own in whole.items()}
         others = iter(pushed)
         return [next(answers.get(episode.task_id, others)) for episode in episodes], completed

@@ -73,8 +73,8 @@ class LeasedTasks:
         for episode in episodes:
             of_task.setdefault(episode.task_id, []).append(episode)
         known = [(self._forget(task_id), own) for task_id, own in of_task.items()]
-        whole = [(leased, own) for leased, own in known if leased is not None and leased.is_all(own)]
-        return [*whole] if len(whole) == len(known) else []
+        whole: list[WholeTask] = [(leased, own) for leased, own in known if leased and leased.is_all(own)]
+        return whole if len(whole) == len(known) else []
 
     def _forget(self, task_id: str) -> LeasedTask | None:
         leased = self._tasks.pop(task_id, None)

@@ -46,8 +46,7 @@ def settle_arguments(judged: Judged) -> Iterator[Argument]:
     yield from (as_ms(judged.tombstone_s), judged.switch)
     yield "\n".join(one.task.task_id for one in judged.tasks)
     for one in judged.tasks:
-        for group in _groups(one, judged.deadline_of):
-            yield from (one.task.task_id, *group)
+        yield from _groups(one, judged.deadline_of)
 
 
 def whole_arguments(judged: Judged) -> Iterator[Argument]:
@@ -58,16 +57,14 @@ def whole_arguments(judged: Judged) -> Iterator[Argument]:
         yield from (one.task.task_id, first.attempt, first.node_id)
         yield from (f"{lines.tool_calls},{lines.tool_errors}", lines.who, lines.traces)
         yield len(one.verdicts)
-        for group in _groups(one, judged.deadline_of):
-            yield from group
+        yield from _groups(one, judged.deadline_of)
 
 
-def _groups(judged: JudgedTask, deadline_of: DeadlineOf) -> Iterator[tuple[Argument, ...]]:
+def _groups(judged: JudgedTask, deadline_of: DeadlineOf) -> Iterator[Argument]:
     """What the functions take of each group of a task."""
     for group, batch, verdict in zip(judged.task.groups, judged.task.items, judged.verdicts, strict=True):
         items = batch.items
-        yield (
-            *(group.group_id, group.policy, verdict, flag(was_judged(verdict)), len(items)),
-            *(deadline_of(group.policy, items), repr(sum(item.reward for item in items))),
-            *(batch.SerializeToString(), "\n".join(item.trajectory_id for item in items)),
-        )
+        yield from (judged.task.task_id, group.group_id, group.policy, verdict)
+        yield from (flag(was_judged(verdict)), len(items), deadline_of(group.policy, items))
+        yield from (repr(sum(item.reward for item in items)), batch.SerializeToString())
+        yield "\n".join(item.trajectory_id for item in items)

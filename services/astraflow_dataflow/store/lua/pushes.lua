@@ -478,7 +478,8 @@ function F.commit(keys, a)
 end
 
 -- Whether a task is as when its groups were judged: leased to the node that pushes it, with nothing of it here yet, and credit for all of its roles.
-local function is_as_judged(t, f)
+local function is_as_judged(t)
+  local f = t.fields
   return f.state == 'leased' and f.left == f.size and tonumber(f.size) == #t.names and f.attempt == t.attempt and f.node == t.node
     and not (f.refused or f.uncredited or string.find(f.copy or '', ' '))
 end
@@ -491,7 +492,7 @@ local function read_judged(P, tasks)
     -- A value of another type is a defect: whoever pushes again hears of it.
     local is_read, values = pcall(call, 'HMGET', K.task(P, t.id), unpack(names))
     for i, value in ipairs(is_read and values or {}) do t.fields[names[i]] = value or nil end
-    t.is_taken = is_as_judged(t, t.fields)
+    t.is_taken = is_as_judged(t)
   end
   local owners = call_many({ 'HMGET', K.owners(P) }, ids)
   for _, t in ipairs(tasks) do
@@ -526,30 +527,24 @@ local function take_whole(P, t, tombstone_ms)
 end
 
 -- commit_whole: tombstone ttl ms, mark, pack and sizes of payloads, each as of `commit`, the switch of plug-ins that judged, then per task: task, attempt,
--- node, calls of tools and those that failed, who, traces, number of groups, and of each what `settle` has behind its task. A task is taken and settled,
+-- node, calls of tools and those that failed, who, traces, number of groups, and of each what `settle` takes. A task is taken and settled,
 -- or left as it is where anything is otherwise than its groups were judged for; then its payloads end some day, and it is to be committed. Returns the
 -- position, and '1' or '' of each task, or what is wrong with what is stored of it.
 SIGNATURE.commit_whole = {}
+local WHOLE = { 'tombstone_ms', 'mark', 'packed', 'switch',
+  each = { 'id', 'attempt', 'node', 'tools', 'who', 'traces', 'n', each = SIGNATURE.settle.each } }
 function SIGNATURE.commit_whole.read(values)
-  local tasks, at, names = {}, 5, SIGNATURE.settle.each
-  while values[at] do
-    local t = { id = values[at], attempt = values[at + 1], node = values[at + 2], who = values[at + 4], traces = values[at + 5], fields = {}, names = {},
-      ids = {}, places = {}, groups = {} }
-    local calls, errors = string.match(values[at + 3], '^(%d+),(%d+)$')
+  local a = by_name(WHOLE, values)
+  a.pushes = a.each
+  for _, t in ipairs(a.pushes) do
+    t.groups, t.fields, t.names, t.ids, t.places = t.each, {}, {}, {}, {}
+    local calls, errors = string.match(t.tools, '^(%d+),(%d+)$')
     t.tool_calls, t.tool_errors = tonumber(calls), tonumber(errors)
     for episode in string.gmatch(t.who, '%d+\t([^\t\n]+)[^\n]*') do t.names[#t.names + 1] = episode end
     for id in string.gmatch(t.traces, '([^\t\n]+)[^\n]*') do t.ids[#t.ids + 1] = id end
     t.each = #t.ids / #t.names
-    local num_groups = tonumber(values[at + 6])
-    at = at + 7
-    for g = 1, num_groups do
-      t.groups[g] = {}
-      for i = 2, #names do t.groups[g][names[i]] = values[at + i - 2] end
-      at = at + #names - 1
-    end
-    tasks[#tasks + 1] = t
   end
-  return { tombstone_ms = tonumber(values[1]), mark = values[2], packed = values[3], switch = values[4], pushes = tasks }
+  return a
 end
 SIGNATURE.commit_whole.without_run = SIGNATURE.commit.without_run
 function F.commit_whole(keys, a)
@@ -563,7 +558,7 @@ function F.commit_whole(keys, a)
   for i, t in ipairs(tasks) do
     answers[i] = t.is_taken and '1' or ''
     if t.is_taken then
-      local ok, problem = pcall(take_whole, P, t, a.tombstone_ms)
+      local ok, problem = pcall(take_whole, P, t, tonumber(a.tombstone_ms))
       if not ok then answers[i] = type(problem) == 'table' and problem.err or tostring(problem) end
     elseif CALL.wrote_all then
       for k, id in ipairs(t.ids) do call('EXPIRE', K.payload(P, whose(t, k), id), UNCOMMITTED_S) end

@@ -62,12 +62,12 @@ function write_judged(P)
   end
 end
 
-local function make_ready(P, task, item)
+local function make_ready(P, item)
   CALL.arrivals = (CALL.arrivals or tonumber(run_of(P).arrivals or 0)) + 1
   add(K.run(P), 'arrivals', 1)
   -- Earliest deadline first: the oldest version decides, arrival breaks ties.
   local score = precise(tonumber(item.oldest) * 4294967296 + CALL.arrivals)
-  call('HSET', K.group(P, item.gid), 'policy', item.policy, 'task', task, 'n', item.n, 'oldest', item.oldest, 'items', item.items,
+  call('HSET', K.group(P, item.gid), 'policy', item.policy, 'task', item.task, 'n', item.n, 'oldest', item.oldest, 'items', item.items,
     'ids', item.ids, 'score', score)
   gather('ZADD', K.ready(P, item.policy), score, item.gid)
   count(P, 'ready', tonumber(item.n))
@@ -95,7 +95,7 @@ function settle_groups(P, task, groups, f)
     judged = judged or item.judged == '1'
     if verdict == 'ready' then
       is_used = true
-      make_ready(P, task, item)
+      make_ready(P, item)
     elseif string.find(verdict, '^routed_') or string.find(verdict, '^evaluated_') then
       is_used = true
       go_elsewhere(P, item)
