@@ -9,7 +9,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.code_size import by_room, code_lines, product_modules, suite_modules
+from support.code_size import by_room, code_lines, other_languages, product_modules, suite_modules
 from support.source_tree import modules, recipe_modules, roots
 
 
@@ -24,6 +24,9 @@ def main() -> None:
     product = [code_lines(module) for module in product_modules()]
     summary = f"{sum(product)} code lines, median {median(product):.0f}"
     out.write(f"\nproduct (without benchmarks and recipes): {summary}\n")
+    others = other_languages()
+    out.write(", ".join(f"{language} {lines}" for language, lines in others.items()))
+    out.write(f"\nproduct in all languages: {sum(product) + sum(others.values())} code lines\n")
     out.write(f"tests: {sum(code_lines(module) for module in suite_modules())} code lines\n")
 
 
