@@ -30,6 +30,7 @@ from astraflow.connecting.connection import is_loopback
 from astraflow.errors import (
     AstraflowError,
     DeadlineError,
+    FencedError,
     InternalError,
     InvalidArgumentError,
     PermissionError_,
@@ -40,6 +41,7 @@ from astraflow_kit import traces
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import STRANGER, Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
+from astraflow_kit.identity.speakers import SessionKeys
 from astraflow_kit.identity.tokens import Identity, refusal
 from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.ids import IdSource
@@ -65,7 +67,7 @@ _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _MAX_NAME = 256
 _LARGE_BYTES = 2**20
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
+_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_, FencedError)
 _OPTIONS = (
     # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
@@ -98,11 +100,13 @@ class GrpcServer:
         settings: DaemonSettings,
         metrics: Metrics,
         run_id: str = "",
+        session_keys: SessionKeys | None = None,
         revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
         share_port: bool = False,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
+        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers speak,
+        for rpcs whose contracts ask; `revoked` returns ids of tokens that were
         revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
         other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
         """
@@ -113,6 +117,7 @@ class GrpcServer:
         self._settings = settings
         self._metrics = metrics
         self._run_id = run_id
+        self._session_keys = session_keys
         self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
         self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
@@ -137,6 +142,7 @@ class GrpcServer:
                 verifier=self._verifier,
                 run_id=self._run_id,
                 knows_peers=self._settings.tls_client_ca_file is not None,
+                keys=self._session_keys,
             ),
             streams=self._streams,
             metrics=self._metrics,
@@ -261,10 +267,6 @@ class _Guard(grpc.aio.ServerInterceptor):
     def _streaming(self, behaviour: Callable[..., Any], receive: Receive, *, rpc: str) -> Callable[..., Any]:
         async def call(messages: Messages, context: Context) -> AsyncIterator[object]:
             async with self._around(context, rpc=rpc) as (_, caller):
-                if caller is STRANGER:
-                    raise refusal(
-                        "missing", f"{rpc} is a stream, which this server opens only to callers with a token"
-                    )
                 responses = behaviour(await receive(messages, caller), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # it writes through the context itself
@@ -280,6 +282,11 @@ class _Guard(grpc.aio.ServerInterceptor):
         counts as empty.
         """
         if handler.request_streaming:
+            if caller is STRANGER:
+                raise refusal(
+                    "missing",
+                    f"{rpc} takes a stream, which this server reads from callers with a token alone",
+                )
             return (await self._received(handler, rpc, each) async for each in messages)
         return await self._received(handler, rpc, b"" if caller is STRANGER else await _only(messages, rpc))
 
@@ -297,7 +304,9 @@ class _Guard(grpc.aio.ServerInterceptor):
         return message
 
     @asynccontextmanager
-    async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[tuple[Mapping[str, str], Identity]]:
+    async def _around(
+        self, context: Context, *, rpc: str
+    ) -> AsyncIterator[tuple[Mapping[str, str], Identity]]:
         """The caller's metadata, and who it is."""
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
         correlation_id = _loggable(metadata.get(CORRELATION_METADATA, "")) or self._ids.new()
@@ -307,6 +316,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
             identity = self._gate.admit(rpc, metadata)
+            await self._gate.prove(rpc, metadata)
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
             with self._streams.while_good(identity):

@@ -29,7 +29,9 @@ Hostile = Callable[[RawConnection], object]
 def calling(rpc: str, content: bytes, **metadata: str) -> Hostile:
     """One call after the other."""
     named = {name.replace("_", "-"): value for name, value in metadata.items()}
-    return lambda connection: [connection.call(rpc, content, metadata=named, whole=False) for _ in range(CALLS)]
+    return lambda connection: [
+        connection.call(rpc, content, metadata=named, whole=False) for _ in range(CALLS)
+    ]
 
 
 HOSTILE: dict[str, Hostile] = {

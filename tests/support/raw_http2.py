@@ -99,9 +99,7 @@ class RawConnection:
     def _send(self, content: bytes, sent: int, stream: int, *, whole: bool) -> int:
         while (size := min(_PART, len(content) - sent, self._window[stream], self._window[0])) > 0:
             is_last = whole and sent + size == len(content)
-            self.send(
-                frame(_DATA, _END_STREAM if is_last else 0, content[sent : sent + size], stream=stream)
-            )
+            self.send(frame(_DATA, _END_STREAM if is_last else 0, content[sent : sent + size], stream=stream))
             sent += size
             self._window[stream] -= size
             self._window[0] -= size

@@ -1,8 +1,8 @@
 """What stands before every rpc: whose token it is, whether its role may call, and whether it may speak of that run.
 
-Invariant: `admit` judges by metadata alone, before any message is received: a call passes only with a role that the
-contract of its rpc names. None of its messages then names a run, policy or pool that its token is not for. Called by
-`serve`; servicers read the caller through `caller()`.
+Invariant: `admit` and `prove` judge by metadata alone, before any message is received: a call passes only with a role
+that the contract of its rpc names, as the node or trainer that its credential proves. None of its messages then names a
+run, policy or pool that its token is not for. Called by `serve`; servicers read the caller through `caller()`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
 from astraflow.errors import PermissionError_, UnauthenticatedError
+from astraflow_kit.identity import speakers
 from astraflow_kit.identity.scopes import narrow
 from astraflow_kit.identity.tokens import ALL, OPEN_TO_ALL, ROLES, Identity, refusal
 from astraflow_kit.identity.verifier import Verifier
@@ -49,11 +50,13 @@ class Gate:
         verifier: Verifier | None,
         run_id: str = "",
         knows_peers: bool = False,
+        keys: speakers.SessionKeys | None = None,
     ) -> None:
         """`run_id` is the run that the daemon belongs to, of a daemon that has one; `knows_peers` where every
-        connection has shown a certificate of the clients' authority.
+        connection has shown a certificate of the clients' authority; `keys` prove as whom callers speak.
         """
         self._contracts = contracts
+        self._keys = keys
         self._verifier = verifier
         self._run_id = run_id
         self._knows_peers = knows_peers
@@ -82,6 +85,12 @@ class Gate:
             return False
         return True
 
+    async def prove(self, rpc: str, metadata: Mapping[str, str]) -> None:
+        """Find out as whom `caller` speaks. Raises UnauthenticatedError, PermissionError_."""
+        contract = self._contracts.get(rpc)
+        if contract is not None and self._keys is not None:
+            await speakers.prove(contract, metadata, keys=self._keys, identity=caller())
+
     def allow(self, rpc: str, identity: Identity) -> None:
         """The same for a caller that was identified otherwise, as readers of pages are. Raises PermissionError_."""
         self._require_allowed(identity, rpc, self._contracts[rpc])
@@ -101,12 +110,16 @@ class Gate:
             )
 
     def narrow(self, rpc: str, request: object) -> None:
-        """Hold a request of `rpc` against what the token of `caller` is for.
+        """Hold a request of `rpc` against what the token of `caller` is for, and as whom it speaks.
 
         Raises PermissionError_ naming what it is not for.
         """
+        if not isinstance(request, Message) or rpc not in self._contracts:
+            return
+        if self._keys is not None:
+            speakers.hold(self._contracts[rpc], request)
         identity = caller()
-        if not identity.is_narrow or not isinstance(request, Message) or rpc not in self._contracts:
+        if not identity.is_narrow:
             return
         found = narrow(request, identity)
         if found is None:

@@ -177,6 +177,7 @@ class ClaimPolicyResponse(_message.Message):
     BATCH_LEASE_DURATION_FIELD_NUMBER: _builtins.int
     DATA_INCARNATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     """Carried by every later call; ≥ 1."""
     last_finished_step: _builtins.int
@@ -189,6 +190,8 @@ class ClaimPolicyResponse(_message.Message):
     """Changes when Redis was restarted and may have lost its last second."""
     identity: _builtins.str
     """Identity of the run that this server has now."""
+    session: _builtins.str
+    """Credential of the session, a secret: the metadata `astraflow-session` of every later call under this claim."""
     @_builtins.property
     def batch_lease_duration(self) -> _duration_pb2.Duration:
         """Lease time of a batch."""
@@ -203,10 +206,11 @@ class ClaimPolicyResponse(_message.Message):
         batch_lease_duration: _duration_pb2.Duration | None = ...,
         data_incarnation: _builtins.str = ...,
         identity: _builtins.str = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "data_incarnation", b"data_incarnation", "identity", b"identity", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "batch_lease_duration", b"batch_lease_duration", "data_incarnation", b"data_incarnation", "identity", b"identity", "last_durable_step", b"last_durable_step", "last_finished_step", b"last_finished_step", "session", b"session", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015

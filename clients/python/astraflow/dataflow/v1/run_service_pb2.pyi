@@ -301,7 +301,7 @@ class JoinRunRequest(_message.Message):
     node_id: _builtins.str
     """Stable name of the node."""
     incarnation: _builtins.int
-    """Increases with each start of the node's process."""
+    """0 for a process that just started; else the number that JoinRun gave to this process."""
     region: _builtins.str
     """Region the node is in; empty when there is one."""
     pool: _builtins.str
@@ -351,9 +351,17 @@ class JoinRunResponse(_message.Message):
     DATA_INCARNATION_FIELD_NUMBER: _builtins.int
     CODE_REF_FIELD_NUMBER: _builtins.int
     STORE_GRANTS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     data_incarnation: _builtins.str
     """Identity of the Redis data set; another one than before means that writes may have been lost: push every episode
     again that the durable watermark had not passed. Positions and watermarks are comparable within one identity only.
+    """
+    incarnation: _builtins.int
+    """Number of this start of the node's process, counted by the server from 1."""
+    session: _builtins.str
+    """Credential of the session, a secret: the metadata `astraflow-session` of every later call of this node. The node keeps
+    it (mode 0600) and presents it when it joins again, also after a restart.
     """
     @_builtins.property
     def run(self) -> _run_pb2.Run:
@@ -386,10 +394,12 @@ class JoinRunResponse(_message.Message):
         data_incarnation: _builtins.str = ...,
         code_ref: _blob_pb2.CodeRef | None = ...,
         store_grants: _abc.Iterable[_blob_pb2.StoreGrant] | None = ...,
+        incarnation: _builtins.int = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code_ref", b"code_ref", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_ref", b"code_ref", "data_incarnation", b"data_incarnation", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run", "store_grants", b"store_grants", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code_ref", b"code_ref", "data_incarnation", b"data_incarnation", "incarnation", b"incarnation", "lease_ttl_duration", b"lease_ttl_duration", "run", b"run", "session", b"session", "store_grants", b"store_grants", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,6 +47,10 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """Only on a push stream: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`, `INTERNAL`)
     with which PushEpisode fails. Push it again later.
     """
+    OUTCOME_REFUSED: _Outcome.ValueType  # 9
+    """Not taken in and not kept: the session that pushed it was not given this attempt at this task. `reason` is
+    `not_lease_holder`, `unknown_attempt` or `wrong_session`.
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """What became of a pushed episode; the table is section 6 of the protocol. Nothing is ever overwritten."""
@@ -70,6 +74,10 @@ OUTCOME_POISON: Outcome.ValueType  # 7
 OUTCOME_RETRY: Outcome.ValueType  # 8
 """Only on a push stream: it could not be taken in yet, for `reason` (`UNKNOWN_VERSION`, `PAYLOAD_MISSING`, `INTERNAL`)
 with which PushEpisode fails. Push it again later.
+"""
+OUTCOME_REFUSED: Outcome.ValueType  # 9
+"""Not taken in and not kept: the session that pushed it was not given this attempt at this task. `reason` is
+`not_lease_holder`, `unknown_attempt` or `wrong_session`.
 """
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 

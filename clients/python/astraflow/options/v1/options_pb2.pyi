@@ -121,6 +121,44 @@ SCOPE_NO_RUN: Scope.ValueType  # 4
 """None: the service does not know runs."""
 Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
+class _Speaker:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SpeakerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Speaker.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPEAKER_UNSPECIFIED: _Speaker.ValueType  # 0
+    """Nobody: the token alone decides."""
+    SPEAKER_NODE: _Speaker.ValueType  # 1
+    """The node of the credential. `node_id` and `incarnation` in the request are that node's, or empty and filled in."""
+    SPEAKER_TRAINER: _Speaker.ValueType  # 2
+    """The trainer of the credential. `policy_id` and `trainer_epoch` in the request are those of its claim."""
+    SPEAKER_OPENS_NODE: _Speaker.ValueType  # 3
+    """The call opens a node's session; a node that restarted presents the credential that it kept."""
+    SPEAKER_OPENS_TRAINER: _Speaker.ValueType  # 4
+    """The call opens a trainer's session; a trainer that claims again presents the credential that it has."""
+    SPEAKER_TRAINER_ONCE_CLAIMED: _Speaker.ValueType  # 5
+    """As SPEAKER_TRAINER, except that before its claim, with `trainer_epoch` 0, a trainer has no credential to present."""
+
+class Speaker(_Speaker, metaclass=_SpeakerEnumTypeWrapper):
+    """As whom a call speaks, and how it proves that. A token says which run and role; the session credential that JoinRun or
+    ClaimPolicy returned says which node or trainer. It travels as the metadata `astraflow-session` of every later call.
+    """
+
+SPEAKER_UNSPECIFIED: Speaker.ValueType  # 0
+"""Nobody: the token alone decides."""
+SPEAKER_NODE: Speaker.ValueType  # 1
+"""The node of the credential. `node_id` and `incarnation` in the request are that node's, or empty and filled in."""
+SPEAKER_TRAINER: Speaker.ValueType  # 2
+"""The trainer of the credential. `policy_id` and `trainer_epoch` in the request are those of its claim."""
+SPEAKER_OPENS_NODE: Speaker.ValueType  # 3
+"""The call opens a node's session; a node that restarted presents the credential that it kept."""
+SPEAKER_OPENS_TRAINER: Speaker.ValueType  # 4
+"""The call opens a trainer's session; a trainer that claims again presents the credential that it has."""
+SPEAKER_TRAINER_ONCE_CLAIMED: Speaker.ValueType  # 5
+"""As SPEAKER_TRAINER, except that before its claim, with `trainer_epoch` 0, a trainer has no credential to present."""
+Global___Speaker: _TypeAlias = Speaker  # noqa: Y015
+
 @_typing.final
 class Errors(_message.Message):
     """Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them)."""
@@ -296,6 +334,7 @@ RETRY_FIELD_NUMBER: _builtins.int
 ERRORS_FIELD_NUMBER: _builtins.int
 MISSING_FIELD_NUMBER: _builtins.int
 SCOPE_FIELD_NUMBER: _builtins.int
+SPEAKER_FIELD_NUMBER: _builtins.int
 COMMON_ERRORS_FIELD_NUMBER: _builtins.int
 bounds: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Bounds]
 """Values that the field may have; absent when those of its type's default are taken."""
@@ -311,5 +350,7 @@ missing: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions
 """Present only when the rpc is declared but not provided: then no servicer has it, and otherwise one must."""
 scope: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Scope.ValueType]
 """Which runs the call is about, where its request does not say."""
+speaker: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Speaker.ValueType]
+"""As whom the call speaks."""
 common_errors: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.ServiceOptions, Global___Errors]
 """How every rpc of the service refuses a call, besides what the rpc itself lists."""

@@ -261,7 +261,7 @@ class Lease(_message.Message):
     UNCREDITED_ROLES_FIELD_NUMBER: _builtins.int
     HEDGE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """Opaque; unique per (task, attempt)."""
+    """Opaque and unguessable; unique per (task, attempt). Of use to the session alone that was given it."""
     run_id: _builtins.str
     """The run of the task."""
     attempt: _builtins.int

@@ -434,6 +434,7 @@ class Episode(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     HEDGE_FIELD_NUMBER: _builtins.int
     DRAWS_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run of the task."""
     task_id: _builtins.str
@@ -452,6 +453,8 @@ class Episode(_message.Message):
     """Reason slug when it failed; empty otherwise."""
     hedge: _builtins.bool
     """True for a redundant copy that runs beside the lease holder."""
+    lease_id: _builtins.str
+    """The lease under which it ran, as the server gave it: proves that this session was given this attempt at this task."""
     @_builtins.property
     def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryItem]:
         """What it made; none when it failed."""
@@ -479,10 +482,11 @@ class Episode(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         hedge: _builtins.bool = ...,
         draws: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        lease_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draws", b"draws", "episode_id", b"episode_id", "failure_reason", b"failure_reason", "hedge", b"hedge", "member", b"member", "metrics", b"metrics", "node_id", b"node_id", "run_id", b"run_id", "status", b"status", "task_id", b"task_id", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draws", b"draws", "episode_id", b"episode_id", "failure_reason", b"failure_reason", "hedge", b"hedge", "lease_id", b"lease_id", "member", b"member", "metrics", b"metrics", "node_id", b"node_id", "run_id", b"run_id", "status", b"status", "task_id", b"task_id", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,14 +26,14 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%astraflow/server/v1/server_info.proto\x12\x13\x61straflow.server.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa7\x01\n\nServerInfo\x12\x17\n\x0fproduct_version\x18\x01 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x02 \x01(\r\x12\x1f\n\x17oldest_contract_version\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x04 \x03(\t\x12/\n\x0bserver_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB|\n\x16io.astraflow.server.v1P\x01ZFgithub.com/astraflow/astraflow/clients/go/astraflow/server/v1;serverv1\xaa\x02\x13\x41straflow.Server.V1\xf0\xf3\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%astraflow/server/v1/server_info.proto\x12\x13\x61straflow.server.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa7\x01\n\nServerInfo\x12\x17\n\x0fproduct_version\x18\x01 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x02 \x01(\r\x12\x1f\n\x17oldest_contract_version\x18\x03 \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x04 \x03(\t\x12/\n\x0bserver_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampB|\n\x16io.astraflow.server.v1P\x01ZFgithub.com/astraflow/astraflow/clients/go/astraflow/server/v1;serverv1\xaa\x02\x13\x41straflow.Server.V1\xf0\xf3\x18\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'astraflow.server.v1.server_info_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
-  _globals['DESCRIPTOR']._serialized_options = b'\n\026io.astraflow.server.v1P\001ZFgithub.com/astraflow/astraflow/clients/go/astraflow/server/v1;serverv1\252\002\023Astraflow.Server.V1\360\363\030\003'
+  _globals['DESCRIPTOR']._serialized_options = b'\n\026io.astraflow.server.v1P\001ZFgithub.com/astraflow/astraflow/clients/go/astraflow/server/v1;serverv1\252\002\023Astraflow.Server.V1\360\363\030\004'
   _globals['_SERVERINFO']._serialized_start=132
   _globals['_SERVERINFO']._serialized_end=299
 # @@protoc_insertion_point(module_scope)

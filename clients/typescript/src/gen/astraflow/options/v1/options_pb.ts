@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file astraflow/options/v1/options.proto.
  */
 export const file_astraflow_options_v1_options: GenFile = /*@__PURE__*/
-  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSKPAwoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIEhAKCHJlcXVpcmVkGAsgASgIEg4KBnVuaXF1ZRgMIAEoCBIRCgltdWx0aWxpbmUYDSABKAgSDgoGcG9pc29uGA4gASgJEg4KBnJlbWVkeRgPIAEoCUIGCgRfbWluQgYKBF9tYXhCCgoIX21pbl9sZW5CCgoIX21heF9sZW5CDAoKX21pbl9ieXRlc0IMCgpfbWF4X2J5dGVzQgwKCl9taW5faXRlbXNCDAoKX21heF9pdGVtcyqFAQoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9ST0xMT1VUEAESEAoMUk9MRV9UUkFJTkVSEAISEQoNUk9MRV9PUEVSQVRPUhADEg8KC1JPTEVfVklFV0VSEAQSDgoKUk9MRV9BR0VOVBAFEg8KC1JPTEVfQU5ZT05FEAYqVQoFUmV0cnkSFQoRUkVUUllfVU5TUEVDSUZJRUQQABIOCgpSRVRSWV9SRUFEEAESFAoQUkVUUllfSURFTVBPVEVOVBACEg8KC1JFVFJZX05FVkVSEAMqcgoFU2NvcGUSFQoRU0NPUEVfVU5TUEVDSUZJRUQQABIUChBTQ09QRV9TRVJWRURfUlVOEAESFgoSU0NPUEVfVklTSUJMRV9SVU5TEAISEgoOU0NPUEVfQUxMX1JVTlMQAxIQCgxTQ09QRV9OT19SVU4QBDpVCgZib3VuZHMSHS5nb29nbGUucHJvdG9idWYuRmllbGRPcHRpb25zGL+OAyABKAsyHC5hc3RyYWZsb3cub3B0aW9ucy52MS5Cb3VuZHNSBmJvdW5kczpJChBjb250cmFjdF92ZXJzaW9uEhwuZ29vZ2xlLnByb3RvYnVmLkZpbGVPcHRpb25zGL6OAyABKA1SD2NvbnRyYWN0VmVyc2lvbjpSCgVyb2xlcxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLmOAyADKA4yGi5hc3RyYWZsb3cub3B0aW9ucy52MS5Sb2xlUgVyb2xlczpTCgVyZXRyeRIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLqOAyABKA4yGy5hc3RyYWZsb3cub3B0aW9ucy52MS5SZXRyeVIFcmV0cnk6VgoGZXJyb3JzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYu44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkVycm9yc1IGZXJyb3JzOlkKB21pc3NpbmcSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi8jgMgASgLMh0uYXN0cmFmbG93Lm9wdGlvbnMudjEuTWlzc2luZ1IHbWlzc2luZzpTCgVzY29wZRIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGMCOAyABKA4yGy5hc3RyYWZsb3cub3B0aW9ucy52MS5TY29wZVIFc2NvcGU6ZAoNY29tbW9uX2Vycm9ycxIfLmdvb2dsZS5wcm90b2J1Zi5TZXJ2aWNlT3B0aW9ucxi9jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgxjb21tb25FcnJvcnNCfAoXaW8uYXN0cmFmbG93Lm9wdGlvbnMudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L29wdGlvbnMvdjE7b3B0aW9uc3YxqgIUQXN0cmFmbG93Lk9wdGlvbnMuVjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
+  fileDesc("CiJhc3RyYWZsb3cvb3B0aW9ucy92MS9vcHRpb25zLnByb3RvEhRhc3RyYWZsb3cub3B0aW9ucy52MSIZCgZFcnJvcnMSDwoHcmVhc29ucxgBIAMoCSIuCgdNaXNzaW5nEhIKCmNhcGFiaWxpdHkYASABKAkSDwoHaW5zdGVhZBgCIAEoCSKPAwoGQm91bmRzEhAKA21pbhgBIAEoAUgAiAEBEhAKA21heBgCIAEoAUgBiAEBEhQKB21pbl9sZW4YAyABKARIAogBARIUCgdtYXhfbGVuGAQgASgESAOIAQESFgoJbWluX2J5dGVzGAUgASgESASIAQESFgoJbWF4X2J5dGVzGAYgASgESAWIAQESFgoJbWluX2l0ZW1zGAcgASgESAaIAQESFgoJbWF4X2l0ZW1zGAggASgESAeIAQESDwoHcGF0dGVybhgJIAEoCRIPCgdjbGFtcGVkGAogASgIEhAKCHJlcXVpcmVkGAsgASgIEg4KBnVuaXF1ZRgMIAEoCBIRCgltdWx0aWxpbmUYDSABKAgSDgoGcG9pc29uGA4gASgJEg4KBnJlbWVkeRgPIAEoCUIGCgRfbWluQgYKBF9tYXhCCgoIX21pbl9sZW5CCgoIX21heF9sZW5CDAoKX21pbl9ieXRlc0IMCgpfbWF4X2J5dGVzQgwKCl9taW5faXRlbXNCDAoKX21heF9pdGVtcyqFAQoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9ST0xMT1VUEAESEAoMUk9MRV9UUkFJTkVSEAISEQoNUk9MRV9PUEVSQVRPUhADEg8KC1JPTEVfVklFV0VSEAQSDgoKUk9MRV9BR0VOVBAFEg8KC1JPTEVfQU5ZT05FEAYqVQoFUmV0cnkSFQoRUkVUUllfVU5TUEVDSUZJRUQQABIOCgpSRVRSWV9SRUFEEAESFAoQUkVUUllfSURFTVBPVEVOVBACEg8KC1JFVFJZX05FVkVSEAMqcgoFU2NvcGUSFQoRU0NPUEVfVU5TUEVDSUZJRUQQABIUChBTQ09QRV9TRVJWRURfUlVOEAESFgoSU0NPUEVfVklTSUJMRV9SVU5TEAISEgoOU0NPUEVfQUxMX1JVTlMQAxIQCgxTQ09QRV9OT19SVU4QBCqeAQoHU3BlYWtlchIXChNTUEVBS0VSX1VOU1BFQ0lGSUVEEAASEAoMU1BFQUtFUl9OT0RFEAESEwoPU1BFQUtFUl9UUkFJTkVSEAISFgoSU1BFQUtFUl9PUEVOU19OT0RFEAMSGQoVU1BFQUtFUl9PUEVOU19UUkFJTkVSEAQSIAocU1BFQUtFUl9UUkFJTkVSX09OQ0VfQ0xBSU1FRBAFOlUKBmJvdW5kcxIdLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE9wdGlvbnMYv44DIAEoCzIcLmFzdHJhZmxvdy5vcHRpb25zLnYxLkJvdW5kc1IGYm91bmRzOkkKEGNvbnRyYWN0X3ZlcnNpb24SHC5nb29nbGUucHJvdG9idWYuRmlsZU9wdGlvbnMYvo4DIAEoDVIPY29udHJhY3RWZXJzaW9uOlIKBXJvbGVzEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuY4DIAMoDjIaLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJvbGVSBXJvbGVzOlMKBXJldHJ5Eh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYuo4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlJldHJ5UgVyZXRyeTpWCgZlcnJvcnMSHi5nb29nbGUucHJvdG9idWYuTWV0aG9kT3B0aW9ucxi7jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgZlcnJvcnM6WQoHbWlzc2luZxIeLmdvb2dsZS5wcm90b2J1Zi5NZXRob2RPcHRpb25zGLyOAyABKAsyHS5hc3RyYWZsb3cub3B0aW9ucy52MS5NaXNzaW5nUgdtaXNzaW5nOlMKBXNjb3BlEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYwI4DIAEoDjIbLmFzdHJhZmxvdy5vcHRpb25zLnYxLlNjb3BlUgVzY29wZTpZCgdzcGVha2VyEh4uZ29vZ2xlLnByb3RvYnVmLk1ldGhvZE9wdGlvbnMYwY4DIAEoDjIdLmFzdHJhZmxvdy5vcHRpb25zLnYxLlNwZWFrZXJSB3NwZWFrZXI6ZAoNY29tbW9uX2Vycm9ycxIfLmdvb2dsZS5wcm90b2J1Zi5TZXJ2aWNlT3B0aW9ucxi9jgMgASgLMhwuYXN0cmFmbG93Lm9wdGlvbnMudjEuRXJyb3JzUgxjb21tb25FcnJvcnNCfAoXaW8uYXN0cmFmbG93Lm9wdGlvbnMudjFQAVpIZ2l0aHViLmNvbS9hc3RyYWZsb3cvYXN0cmFmbG93L2NsaWVudHMvZ28vYXN0cmFmbG93L29wdGlvbnMvdjE7b3B0aW9uc3YxqgIUQXN0cmFmbG93Lk9wdGlvbnMuVjFiBnByb3RvMw", [file_google_protobuf_descriptor]);
 
 /**
  * Reasons by which an rpc refuses a call, besides those by which every rpc may (docs/contracts.md lists them).
@@ -342,6 +342,62 @@ export const ScopeSchema: GenEnum<Scope> = /*@__PURE__*/
   enumDesc(file_astraflow_options_v1_options, 2);
 
 /**
+ * As whom a call speaks, and how it proves that. A token says which run and role; the session credential that JoinRun or
+ * ClaimPolicy returned says which node or trainer. It travels as the metadata `astraflow-session` of every later call.
+ *
+ * @generated from enum astraflow.options.v1.Speaker
+ */
+export enum Speaker {
+  /**
+   * Nobody: the token alone decides.
+   *
+   * @generated from enum value: SPEAKER_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The node of the credential. `node_id` and `incarnation` in the request are that node's, or empty and filled in.
+   *
+   * @generated from enum value: SPEAKER_NODE = 1;
+   */
+  NODE = 1,
+
+  /**
+   * The trainer of the credential. `policy_id` and `trainer_epoch` in the request are those of its claim.
+   *
+   * @generated from enum value: SPEAKER_TRAINER = 2;
+   */
+  TRAINER = 2,
+
+  /**
+   * The call opens a node's session; a node that restarted presents the credential that it kept.
+   *
+   * @generated from enum value: SPEAKER_OPENS_NODE = 3;
+   */
+  OPENS_NODE = 3,
+
+  /**
+   * The call opens a trainer's session; a trainer that claims again presents the credential that it has.
+   *
+   * @generated from enum value: SPEAKER_OPENS_TRAINER = 4;
+   */
+  OPENS_TRAINER = 4,
+
+  /**
+   * As SPEAKER_TRAINER, except that before its claim, with `trainer_epoch` 0, a trainer has no credential to present.
+   *
+   * @generated from enum value: SPEAKER_TRAINER_ONCE_CLAIMED = 5;
+   */
+  TRAINER_ONCE_CLAIMED = 5,
+}
+
+/**
+ * Describes the enum astraflow.options.v1.Speaker.
+ */
+export const SpeakerSchema: GenEnum<Speaker> = /*@__PURE__*/
+  enumDesc(file_astraflow_options_v1_options, 3);
+
+/**
  * Values that the field may have; absent when those of its type's default are taken.
  *
  * @generated from extension: astraflow.options.v1.Bounds bounds = 51007;
@@ -398,10 +454,18 @@ export const scope: GenExtension<MethodOptions, Scope> = /*@__PURE__*/
   extDesc(file_astraflow_options_v1_options, 6);
 
 /**
+ * As whom the call speaks.
+ *
+ * @generated from extension: astraflow.options.v1.Speaker speaker = 51009;
+ */
+export const speaker: GenExtension<MethodOptions, Speaker> = /*@__PURE__*/
+  extDesc(file_astraflow_options_v1_options, 7);
+
+/**
  * How every rpc of the service refuses a call, besides what the rpc itself lists.
  *
  * @generated from extension: astraflow.options.v1.Errors common_errors = 51005;
  */
 export const common_errors: GenExtension<ServiceOptions, Errors> = /*@__PURE__*/
-  extDesc(file_astraflow_options_v1_options, 7);
+  extDesc(file_astraflow_options_v1_options, 8);
 

@@ -216,7 +216,7 @@ export const SamplingParamsSchema: GenMessage<SamplingParams> = /*@__PURE__*/
  */
 export type Lease = Message$1<"astraflow.rollout.v1.Lease"> & {
   /**
-   * Opaque; unique per (task, attempt).
+   * Opaque and unguessable; unique per (task, attempt). Of use to the session alone that was given it.
    *
    * @generated from field: string lease_id = 1;
    */
