@@ -267,6 +267,10 @@ class _Guard(grpc.aio.ServerInterceptor):
     def _streaming(self, behaviour: Callable[..., Any], receive: Receive, *, rpc: str) -> Callable[..., Any]:
         async def call(messages: Messages, context: Context) -> AsyncIterator[object]:
             async with self._around(context, rpc=rpc) as (_, caller):
+                if caller is STRANGER:
+                    raise refusal(
+                        "missing", f"{rpc} is a stream, which this server opens only to callers with a token"
+                    )
                 responses = behaviour(await receive(messages, caller), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # it writes through the context itself
@@ -282,11 +286,6 @@ class _Guard(grpc.aio.ServerInterceptor):
         counts as empty.
         """
         if handler.request_streaming:
-            if caller is STRANGER:
-                raise refusal(
-                    "missing",
-                    f"{rpc} takes a stream, which this server reads from callers with a token alone",
-                )
             return (await self._received(handler, rpc, each) async for each in messages)
         return await self._received(handler, rpc, b"" if caller is STRANGER else await _only(messages, rpc))
 
