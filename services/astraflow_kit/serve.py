@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -39,9 +40,10 @@ from astraflow.errors import (
 )
 from astraflow_kit import traces
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
-from astraflow_kit.identity.gate import STRANGER, Gate
+from astraflow_kit.identity.gate import STRANGER, Gate, caller
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
-from astraflow_kit.identity.speakers import SessionKeys
+from astraflow_kit.identity.refusals import Refusals
+from astraflow_kit.identity.speakers import SessionKeys, speaker
 from astraflow_kit.identity.tokens import Identity, refusal
 from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.ids import IdSource
@@ -101,14 +103,16 @@ class GrpcServer:
         metrics: Metrics,
         run_id: str = "",
         session_keys: SessionKeys | None = None,
+        refusals: Refusals | None = None,
         revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
         share_port: bool = False,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers speak,
-        for rpcs whose contracts ask; `revoked` returns ids of tokens that were
-        revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
-        other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
+        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers
+        speak, for rpcs whose contracts ask; `refusals` is told whose calls are refused; `revoked` returns ids of tokens
+        that were revoked otherwise than by the settings' file; `port_setting` is what people call the port; with
+        `share_port` other processes may listen there too. Raises SettingsError for keys or certificates that cannot be
+        used.
         """
         # Unasked, a second daemon on the same port would silently take half of the calls.
         self._options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))
@@ -118,6 +122,7 @@ class GrpcServer:
         self._metrics = metrics
         self._run_id = run_id
         self._session_keys = session_keys
+        self._refusals = refusals or Refusals()
         self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
         self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
@@ -145,6 +150,7 @@ class GrpcServer:
                 keys=self._session_keys,
             ),
             streams=self._streams,
+            refusals=self._refusals,
             metrics=self._metrics,
         )
         self._server = grpc.aio.server(interceptors=[guard], options=self._options)
@@ -180,6 +186,7 @@ class GrpcServer:
         warned_s = -math.inf
         while True:
             self._streams.end_those_without_token()
+            self._metrics.set("astraflow_token_expiry_timestamp_seconds", self._refusals.next_end_s())
             if self._certificate is not None:
                 expires_s, remaining_s = (
                     self._certificate.current().expires_s,
@@ -217,12 +224,14 @@ class _Guard(grpc.aio.ServerInterceptor):
         *,
         gate: Gate,
         streams: OpenStreams,
+        refusals: Refusals,
         metrics: Metrics,
     ) -> None:
         self._services = contracts
         self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
         self._gate = gate
         self._streams = streams
+        self._refusals = refusals
         self._metrics = metrics
         self._ids = IdSource()
 
@@ -315,6 +324,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
             identity = self._gate.admit(rpc, metadata)
+            self._refusals.see(identity)
             await self._gate.prove(rpc, metadata)
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
@@ -328,13 +338,24 @@ class _Guard(grpc.aio.ServerInterceptor):
             contract = self._rpcs.get(rpc)
             typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
-            why = typed.metadata.get("reason", "") if isinstance(error, _IDENTITY_ERRORS) else ""
+            why = ""
+            if isinstance(error, _IDENTITY_ERRORS):
+                why = typed.metadata.get("reason", "")
+                self._refusals.note(
+                    typed, caller=_speaking() if isinstance(error, PermissionError_) else None
+                )
             self._metrics.increment("astraflow_rpcs_refused_total", reason=typed.reason, why=why)
             await _abort(context, typed)
         finally:
             self._metrics.add("astraflow_rpcs_active", -1, rpc=rpc)
             self._metrics.increment("astraflow_rpcs_total", rpc=rpc, code=code)
             self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
+
+
+def _speaking() -> Identity:
+    """Whose call it is: the node or trainer that its session proves, else the subject of its token."""
+    identity, session = caller(), speaker()
+    return replace(identity, subject=f"{session.speaker} {session.name}") if session else identity
 
 
 async def _only(messages: Messages, rpc: str) -> bytes:

@@ -1,6 +1,6 @@
-"""Connections of strangers to a dataflow server that knows its callers: what they send is not read, and costs little."""
+"""Connections of strangers to a server that knows its callers: what they send is not read, and costs little."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,11 +49,11 @@ HOSTILE: dict[str, Hostile] = {
 
 
 @pytest.fixture
-def server(process: DataflowProcess, tmp_path: Path) -> Iterator[DataflowProcess]:
+def server(process: DataflowProcess, tmp_path: Path) -> DataflowProcess:
     process.start(options=["--token-keys-file", str(keys_file(tmp_path))])
     with Client(process.address) as client:  # the first call of a kind loads what it needs
         client.server_info()
-    yield process
+    return process
 
 
 class Memory:

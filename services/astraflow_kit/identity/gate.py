@@ -72,8 +72,8 @@ class Gate:
         if contract is None or OPEN_TO_ALL in contract.roles:  # they tell nothing about runs, as health
             return ANYONE if self._may_be_heard(authorization) else STRANGER
         identity = self._identify(authorization)
-        self._require_allowed(identity, rpc, contract)
         _caller.set(identity)
+        self._require_allowed(identity, rpc, contract)
         return identity
 
     def _may_be_heard(self, authorization: str | None) -> bool:
