@@ -69,6 +69,7 @@ from astraflow_kit import lifecycle
 from astraflow_kit.allocator import LARGEST_REUSED_BYTES, MMAP_THRESHOLD, TRIM_THRESHOLD, set_options
 from astraflow_kit.clock import SystemClock
 from astraflow_kit.identity.gate import caller
+from astraflow_kit.identity.refusals import Refusals
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
@@ -100,6 +101,7 @@ class Dataflow:
     grants: StoreGrants
     revoked_tokens: RevokedTokens
     archives: Archives
+    refusals: Refusals
 
     @classmethod
     def assemble(cls, settings: DataflowServerSettings) -> Dataflow:
@@ -108,7 +110,7 @@ class Dataflow:
         connection = redis_of(settings)
         payloads = payloads_of(settings, connection)
         store = Store.over(connection, payloads)
-        versions, redis_watch = Versions(store), RedisWatch(connection)
+        versions, redis_watch, refusals = Versions(store), RedisWatch(connection), Refusals()
         registry = RunRegistry(
             store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
         )
@@ -118,6 +120,7 @@ class Dataflow:
             metrics=metrics,
             redis=redis_watch,
             steps=StepHistory(store.admin),
+            refusals=refusals,
             trainer_lease_s=settings.batch_lease_s,
         )
         dataflow = cls(
@@ -134,6 +137,7 @@ class Dataflow:
             grants=_grants(settings),
             revoked_tokens=RevokedTokens(connection),
             archives=Archives.over(settings.store, work_dir=settings.work_dir / "stores"),
+            refusals=refusals,
         )
         dataflow.registry.on_loaded = dataflow.start_run_loop
         dataflow.registry.on_forgotten = dataflow.forget
@@ -371,6 +375,7 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         registrations,
         settings=settings,
         metrics=dataflow.metrics,
+        refusals=dataflow.refusals,
         revoked=dataflow.revoked_tokens.seen,
         share_port=settings.share_port,
     )

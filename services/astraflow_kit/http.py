@@ -9,10 +9,12 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from astraflow_kit.log import without_secrets
 from astraflow_kit.metrics import CONTENT_TYPE, Metrics
@@ -80,6 +82,42 @@ def create_probes(
     return app
 
 
+class TimedProtocol(H11Protocol):
+    """A connection that is closed unless each request, header and body, arrives in time; uvicorn itself waits."""
+
+    timeout_s: ClassVar[float] = 20.0
+    _timer: asyncio.TimerHandle | None = None
+    _arrived: object = None
+    """The newest request that is here whole."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a piece of a request."""
+        if self._timer is None:
+            self._wait()
+        super().data_received(data)
+        if self.cycle is not self._arrived and not self.cycle.more_body:
+            self._arrived = self.cycle
+            self._wait_no_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing comes any more."""
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._timer = self.loop.call_later(self.timeout_s, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class HttpServer:
     """Serves an app on one address without touching the process's signal handlers; a lifecycle `Service`."""
 
@@ -103,6 +141,7 @@ class HttpServer:
             app,
             log_config=None,
             access_log=False,
+            http=TimedProtocol,
             lifespan="off",
             ws="none",
             timeout_keep_alive=keep_alive_s,

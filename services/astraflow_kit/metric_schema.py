@@ -52,6 +52,10 @@ _ENTRIES = (
     _gauge("astraflow_rpcs_active", "Rpcs in progress, streams included.", "rpc"),
     _counter("astraflow_rpcs_refused_total", "Refused rpcs by error, and why by token.", "reason", "why"),
     _gauge("astraflow_tls_expiry_timestamp_seconds", "When the server's certificate ends."),
+    _gauge(
+        "astraflow_token_expiry_timestamp_seconds",
+        "When the first token in use that ends soon ends; else 0.",
+    ),
     # dataflow
     _counter("astraflow_dataflow_pushes_total", "Pushed episodes by outcome.", "outcome"),
     _counter("astraflow_dataflow_hedges_total", "Pushed episodes of second copies by outcome.", "outcome"),

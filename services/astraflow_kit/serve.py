@@ -1,8 +1,8 @@
 """The gRPC server of a daemon.
 
-Invariant: every rpc passes one guard that checks the caller's role, turns errors into rich statuses (an
-unexpected one becomes INTERNAL with a correlation id, never a traceback), counts it and logs it; rpcs that the
-contracts declare missing, and those that no contract has, are answered here. `__main__` modules build one
+Invariant: every rpc passes one guard that judges the caller by metadata before it asks gRPC for a message, turns errors
+into rich statuses (an unexpected one becomes INTERNAL with a correlation id, never a traceback), counts it and logs it;
+rpcs that the contracts declare missing, and those that no contract has, are answered here. `__main__` modules build one
 `GrpcServer` and run it as a `Service`.
 """
 
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -29,6 +30,8 @@ from astraflow._status import to_status
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import (
     AstraflowError,
+    DeadlineError,
+    FencedError,
     InternalError,
     InvalidArgumentError,
     PermissionError_,
@@ -37,8 +40,11 @@ from astraflow.errors import (
 )
 from astraflow_kit import traces
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
-from astraflow_kit.identity.gate import Gate
+from astraflow_kit.identity.gate import STRANGER, Gate, caller
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
+from astraflow_kit.identity.refusals import Refusals
+from astraflow_kit.identity.speakers import SessionKeys, speaker
+from astraflow_kit.identity.tokens import Identity, refusal
 from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
@@ -55,17 +61,24 @@ STOP_GRACE_S = 5.0
 _WARN_EVERY_S = 6 * 3600.0
 RETRY_AFTER_S = 0.2
 """How long callers wait after a retryable error that names no time itself."""
+REQUEST_TIMEOUT_S = 120.0
+"""How long the one message of a call may take to arrive: 64 MiB at 4.5 Mbit/s."""
 # Statuses travel in HTTP/2 headers, which peers bound to 8 KiB, as text, escaped to three bytes for each that is
 # not ASCII, and once more as details.
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _MAX_NAME = 256
 _LARGE_BYTES = 2**20
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
+_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_, FencedError)
 _OPTIONS = (
     # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Only the identity: 60 KB of gzip would be 60 MB here. gRPC answers UNIMPLEMENTED and names the algorithm.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Connections that say nothing end: those without handshake, and those without a call.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -75,8 +88,8 @@ _OPTIONS = (
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Request: TypeAlias = "bytes | AsyncIterator[bytes]"
-Receive: TypeAlias = "Callable[[Request], Awaitable[object]]"
+Messages: TypeAlias = "AsyncIterator[bytes]"
+Receive: TypeAlias = "Callable[[Messages, Identity], Awaitable[object]]"
 
 
 class GrpcServer:
@@ -89,13 +102,17 @@ class GrpcServer:
         settings: DaemonSettings,
         metrics: Metrics,
         run_id: str = "",
+        session_keys: SessionKeys | None = None,
+        refusals: Refusals | None = None,
         revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
         share_port: bool = False,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
-        revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
-        other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
+        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers
+        speak, for rpcs whose contracts ask; `refusals` is told whose calls are refused; `revoked` returns ids of tokens
+        that were revoked otherwise than by the settings' file; `port_setting` is what people call the port; with
+        `share_port` other processes may listen there too. Raises SettingsError for keys or certificates that cannot be
+        used.
         """
         # Unasked, a second daemon on the same port would silently take half of the calls.
         self._options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))
@@ -104,6 +121,8 @@ class GrpcServer:
         self._settings = settings
         self._metrics = metrics
         self._run_id = run_id
+        self._session_keys = session_keys
+        self._refusals = refusals or Refusals()
         self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
         self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
@@ -123,9 +142,15 @@ class GrpcServer:
         self.services = tuple(contracts)
         guard = _Guard(
             contracts,
-            verifier=self._verifier,
+            gate=Gate(
+                {rpc: contract for service in contracts.values() for rpc, contract in service.items()},
+                verifier=self._verifier,
+                run_id=self._run_id,
+                knows_peers=self._settings.tls_client_ca_file is not None,
+                keys=self._session_keys,
+            ),
             streams=self._streams,
-            run_id=self._run_id,
+            refusals=self._refusals,
             metrics=self._metrics,
         )
         self._server = grpc.aio.server(interceptors=[guard], options=self._options)
@@ -161,6 +186,7 @@ class GrpcServer:
         warned_s = -math.inf
         while True:
             self._streams.end_those_without_token()
+            self._metrics.set("astraflow_token_expiry_timestamp_seconds", self._refusals.next_end_s())
             if self._certificate is not None:
                 expires_s, remaining_s = (
                     self._certificate.current().expires_s,
@@ -196,15 +222,16 @@ class _Guard(grpc.aio.ServerInterceptor):
         self,
         contracts: Mapping[str, Mapping[str, RpcContract]],
         *,
-        verifier: Verifier | None,
+        gate: Gate,
         streams: OpenStreams,
-        run_id: str,
+        refusals: Refusals,
         metrics: Metrics,
     ) -> None:
         self._services = contracts
         self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
-        self._gate = Gate(self._rpcs, verifier=verifier, run_id=run_id)
+        self._gate = gate
         self._streams = streams
+        self._refusals = refusals
         self._metrics = metrics
         self._ids = IdSource()
 
@@ -230,25 +257,30 @@ class _Guard(grpc.aio.ServerInterceptor):
         shape = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
         behaviour = getattr(handler, shape)
         wrap = self._streaming if handler.response_streaming else self._unary
-        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        # gRPC receives, whole, the message of a call that it takes for a unary one before anybody is asked.
+        make = getattr(grpc, f"stream_{_arity(handler.response_streaming)}_rpc_method_handler")
         guarded: Handler = make(
-            wrap(behaviour, partial(self._received, handler, rpc), rpc=rpc),
+            wrap(behaviour, partial(self._request, handler, rpc), rpc=rpc),
             response_serializer=handler.response_serializer,
         )
         return guarded
 
-    def _unary(self, behaviour: Callable[..., Any], received: Receive, *, rpc: str) -> Callable[..., Any]:
-        async def call(request: Request, context: Context) -> object:
-            async with self._around(context, rpc=rpc) as metadata:
+    def _unary(self, behaviour: Callable[..., Any], receive: Receive, *, rpc: str) -> Callable[..., Any]:
+        async def call(messages: Messages, context: Context) -> object:
+            async with self._around(context, rpc=rpc) as (metadata, caller):
                 with traces.served(rpc, metadata.get("traceparent", "")):
-                    return await behaviour(await received(request), context)
+                    return await behaviour(await receive(messages, caller), context)
 
         return call
 
-    def _streaming(self, behaviour: Callable[..., Any], received: Receive, *, rpc: str) -> Callable[..., Any]:
-        async def call(request: Request, context: Context) -> AsyncIterator[object]:
-            async with self._around(context, rpc=rpc):
-                responses = behaviour(await received(request), context)
+    def _streaming(self, behaviour: Callable[..., Any], receive: Receive, *, rpc: str) -> Callable[..., Any]:
+        async def call(messages: Messages, context: Context) -> AsyncIterator[object]:
+            async with self._around(context, rpc=rpc) as (_, caller):
+                if caller is STRANGER:
+                    raise refusal(
+                        "missing", f"{rpc} is a stream, which this server opens only to callers with a token"
+                    )
+                responses = behaviour(await receive(messages, caller), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # it writes through the context itself
                     return
@@ -258,12 +290,18 @@ class _Guard(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _received(self, handler: Handler, rpc: str, request: Request) -> object:
-        """What a servicer gets of a request: its message, or a stream of messages, each read by this server so that
-        unreadable ones are refused like any other mistake, and those that speak of what the token is not for.
+    async def _request(self, handler: Handler, rpc: str, messages: Messages, caller: Identity) -> object:
+        """What a servicer gets: the message, or a stream of them. Of a stranger nothing is received: its message
+        counts as empty.
         """
-        if not isinstance(request, bytes):
-            return self._each_received(handler, rpc, request)
+        if handler.request_streaming:
+            return (await self._received(handler, rpc, each) async for each in messages)
+        return await self._received(handler, rpc, b"" if caller is STRANGER else await _only(messages, rpc))
+
+    async def _received(self, handler: Handler, rpc: str, request: bytes) -> object:
+        """A message, read by this server so that an unreadable one is refused like any other mistake, and one that
+        speaks of what the token is not for.
+        """
         # Read beside the event loop, which millions of elements would hold up.
         is_large = len(request) > _LARGE_BYTES
         read = partial(_read, request, handler, rpc=rpc)
@@ -273,15 +311,11 @@ class _Guard(grpc.aio.ServerInterceptor):
             await asyncio.to_thread(admit, message) if is_large else admit(message)
         return message
 
-    async def _each_received(
-        self, handler: Handler, rpc: str, requests: AsyncIterator[bytes]
-    ) -> AsyncIterator[object]:
-        async for request in requests:
-            yield await self._received(handler, rpc, request)
-
     @asynccontextmanager
-    async def _around(self, context: Context, *, rpc: str) -> AsyncIterator[Mapping[str, str]]:
-        """The caller's metadata."""
+    async def _around(
+        self, context: Context, *, rpc: str
+    ) -> AsyncIterator[tuple[Mapping[str, str], Identity]]:
+        """The caller's metadata, and who it is."""
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}
         correlation_id = _loggable(metadata.get(CORRELATION_METADATA, "")) or self._ids.new()
         bind(correlation_id=correlation_id)
@@ -289,11 +323,13 @@ class _Guard(grpc.aio.ServerInterceptor):
         code = "CANCELLED"
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
-            identity = self._gate.admit(rpc, metadata.get("authorization"))
+            identity = self._gate.admit(rpc, metadata)
+            self._refusals.see(identity)
+            await self._gate.prove(rpc, metadata)
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
             with self._streams.while_good(identity):
-                yield metadata
+                yield metadata, identity
             code = "OK"  # also when a request stream just ended because its caller vanished
         except grpc.aio.AbortError:
             code = "ABORTED_BY_SERVICER"
@@ -302,13 +338,38 @@ class _Guard(grpc.aio.ServerInterceptor):
             contract = self._rpcs.get(rpc)
             typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
-            why = typed.metadata.get("reason", "") if isinstance(error, _IDENTITY_ERRORS) else ""
+            why = ""
+            if isinstance(error, _IDENTITY_ERRORS):
+                why = typed.metadata.get("reason", "")
+                self._refusals.note(
+                    typed, caller=_speaking() if isinstance(error, PermissionError_) else None
+                )
             self._metrics.increment("astraflow_rpcs_refused_total", reason=typed.reason, why=why)
             await _abort(context, typed)
         finally:
             self._metrics.add("astraflow_rpcs_active", -1, rpc=rpc)
             self._metrics.increment("astraflow_rpcs_total", rpc=rpc, code=code)
             self._metrics.observe("astraflow_rpc_seconds", time.perf_counter() - started_s, rpc=rpc)
+
+
+def _speaking() -> Identity:
+    """Whose call it is: the node or trainer that its session proves, else the subject of its token."""
+    identity, session = caller(), speaker()
+    return replace(identity, subject=f"{session.speaker} {session.name}") if session else identity
+
+
+async def _only(messages: Messages, rpc: str) -> bytes:
+    """The one message of a call. Raises DeadlineError, InvalidArgumentError for a call without any."""
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            return await anext(aiter(messages))
+    except TimeoutError:
+        raise DeadlineError(
+            f"the request of {rpc} did not arrive within {REQUEST_TIMEOUT_S:g} s; send it in parts, or over a faster "
+            "link"
+        ) from None
+    except StopAsyncIteration:
+        raise InvalidArgumentError(f"a call of {rpc} ended without its request; send one message") from None
 
 
 def _read(request: bytes, handler: Handler, *, rpc: str) -> object:

@@ -590,6 +590,7 @@ async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[Wo
         dataflow.registrations(),
         settings=configured,
         metrics=dataflow.metrics,
+        refusals=dataflow.refusals,
         revoked=dataflow.revoked_tokens.seen,
     )
     await keeper.start()

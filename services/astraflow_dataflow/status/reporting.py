@@ -20,7 +20,7 @@ from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import Wait, archive_waits, current_waits
+from astraflow_dataflow.rules.waits import Wait, access_waits, archive_waits, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.autoscaling import autoscaling_message, stored
@@ -34,6 +34,7 @@ from astraflow_dataflow.status.wait_book import WaitBook
 from astraflow_dataflow.store.runs import RUN_STATES
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.identity.refusals import Refusals
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 
@@ -49,6 +50,7 @@ class Reporting:
     metrics: Metrics
     redis: RedisWatch
     steps: StepHistory
+    refusals: Refusals
     trainer_lease_s: float
     """Time without a call after which a trainer is silent."""
     _clock: ClockJumps = field(default_factory=ClockJumps)
@@ -245,6 +247,7 @@ class Reporting:
             clock_jumped_ms=self._clock.jumped_ms,
             trains=context.recipe.trains,
         )
+        waits += access_waits(self.refusals.refused(context.run_id), self.refusals.ending(context.run_id))
         if context.recipe.dataflow.archive is not None:
             archive = await self.store.archive.state(context.run_id)
             waits += archive_waits(archive, now_ms=audit.now_ms)

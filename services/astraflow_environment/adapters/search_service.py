@@ -18,6 +18,7 @@ from astraflow.data.task_files import read_rows
 from astraflow.errors import RecipeError
 from astraflow_environment.adapters.dense_index import DenseIndex, embedder, sentence_transformer
 from astraflow_environment.adapters.search import MAX_QUERY_CHARS
+from astraflow_kit.http import TimedProtocol
 
 _FIELDS = {"doc_id": str, "title": str, "text": str}
 
@@ -102,7 +103,7 @@ def main() -> None:
         parser.error(f"{error.name} is missing; pip install 'astraflow[environment,{extra}]'")
     except RecipeError as error:
         parser.error(error.message)
-    uvicorn.run(search_app(index), host=options.host, port=options.port)
+    uvicorn.run(search_app(index), host=options.host, port=options.port, http=TimedProtocol)
 
 
 def _index(options: argparse.Namespace) -> SearchIndex:

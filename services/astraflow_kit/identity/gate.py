@@ -1,8 +1,8 @@
 """What stands before every rpc: whose token it is, whether its role may call, and whether it may speak of that run.
 
-Invariant: a call passes only with a role that the contract of its rpc names, and none of its messages names a run,
-policy or pool that its token is not for. Called by `serve`; servicers read
-the caller through `caller()`.
+Invariant: `admit` and `prove` judge by metadata alone, before any message is received: a call passes only with a role
+that the contract of its rpc names, as the node or trainer that its credential proves. None of its messages then names a
+run, policy or pool that its token is not for. Called by `serve`; servicers read the caller through `caller()`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,16 @@ from contextvars import ContextVar
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
-from astraflow.errors import PermissionError_
+from astraflow.errors import PermissionError_, UnauthenticatedError
+from astraflow_kit.identity import speakers
 from astraflow_kit.identity.scopes import narrow
 from astraflow_kit.identity.tokens import ALL, OPEN_TO_ALL, ROLES, Identity, refusal
 from astraflow_kit.identity.verifier import Verifier
 
 ANYONE = Identity(subject="anonymous", roles=frozenset(ROLES))
+STRANGER = Identity(subject="stranger", roles=frozenset())
+"""Somebody without proof at a server that asks for it: calls what is open to anyone, and is not listened to."""
+_AUTHORIZATION = "authorization"
 _caller: ContextVar[Identity] = ContextVar("astraflow_caller", default=ANYONE)
 
 
@@ -40,26 +44,52 @@ class Gate:
     """Decides whether a call may proceed. Without a verifier every caller has every role, on every run."""
 
     def __init__(
-        self, contracts: Mapping[str, RpcContract], *, verifier: Verifier | None, run_id: str = ""
+        self,
+        contracts: Mapping[str, RpcContract],
+        *,
+        verifier: Verifier | None,
+        run_id: str = "",
+        knows_peers: bool = False,
+        keys: speakers.SessionKeys | None = None,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, of a daemon that has one."""
+        """`run_id` is the run that the daemon belongs to, of a daemon that has one; `knows_peers` where every
+        connection has shown a certificate of the clients' authority; `keys` prove as whom callers speak.
+        """
         self._contracts = contracts
+        self._keys = keys
         self._verifier = verifier
         self._run_id = run_id
+        self._knows_peers = knows_peers
 
-    def admit(self, rpc: str, authorization: str | None) -> Identity:
-        """Return the caller of `rpc` (`/package.Service/Method`) and remember it for `caller`.
+    def admit(self, rpc: str, metadata: Mapping[str, str]) -> Identity:
+        """Return the caller of `rpc` (`/package.Service/Method`) and remember it for `caller`; STRANGER for one whose
+        messages are not to be received.
 
         Raises UnauthenticatedError for a token that is missing or not accepted, PermissionError_ for one of a role
         that is not allowed or, where the request does not say, of other runs.
         """
-        contract = self._contracts.get(rpc)
-        if contract is None or OPEN_TO_ALL in contract.roles:
-            return ANYONE  # they tell nothing about runs, as health and reflection
+        contract, authorization = self._contracts.get(rpc), metadata.get(_AUTHORIZATION)
+        if contract is None or OPEN_TO_ALL in contract.roles:  # they tell nothing about runs, as health
+            return ANYONE if self._may_be_heard(authorization) else STRANGER
         identity = self._identify(authorization)
-        self._require_allowed(identity, rpc, contract)
         _caller.set(identity)
+        self._require_allowed(identity, rpc, contract)
         return identity
+
+    def _may_be_heard(self, authorization: str | None) -> bool:
+        if self._verifier is None or self._knows_peers:
+            return True
+        try:
+            self._verifier.identify(authorization)
+        except UnauthenticatedError:
+            return False
+        return True
+
+    async def prove(self, rpc: str, metadata: Mapping[str, str]) -> None:
+        """Find out as whom `caller` speaks. Raises UnauthenticatedError, PermissionError_."""
+        contract = self._contracts.get(rpc)
+        if contract is not None and self._keys is not None:
+            await speakers.prove(contract, metadata, keys=self._keys, identity=caller())
 
     def allow(self, rpc: str, identity: Identity) -> None:
         """The same for a caller that was identified otherwise, as readers of pages are. Raises PermissionError_."""
@@ -80,12 +110,16 @@ class Gate:
             )
 
     def narrow(self, rpc: str, request: object) -> None:
-        """Hold a request of `rpc` against what the token of `caller` is for.
+        """Hold a request of `rpc` against what the token of `caller` is for, and as whom it speaks.
 
         Raises PermissionError_ naming what it is not for.
         """
+        if not isinstance(request, Message) or rpc not in self._contracts:
+            return
+        if self._keys is not None:
+            speakers.hold(self._contracts[rpc], request)
         identity = caller()
-        if not identity.is_narrow or not isinstance(request, Message) or rpc not in self._contracts:
+        if not identity.is_narrow:
             return
         found = narrow(request, identity)
         if found is None:

@@ -29,7 +29,9 @@ ROLES = tuple(
     if role != OPEN_TO_ALL
 )
 """Roles that a token may name."""
+_WARNED_S, _WARNED_SHARE = 86_400.0, 0.2
 _MAX_SHOWN = 64
+_MAX_RUNS_CHARS = 1024
 _REMEDY = "ask this server's operator for a new one (astraflow token create)"
 # Times, audience and issuer are checked here, to be refused with the values that were found.
 _SIGNATURE_ONLY: Options = {
@@ -54,6 +56,8 @@ class Identity:
     """The token's `jti`, by which it is revoked; empty for a caller without token."""
     expires_s: float = math.inf
     """Seconds since the Unix epoch."""
+    warned_from_s: float = math.inf
+    """From when operators are told that it ends: its last fifth, at most a day."""
 
     @property
     def is_narrow(self) -> bool:
@@ -65,9 +69,12 @@ class Identity:
         return ALL in self.runs or run_id in self.runs
 
 
-def refusal(reason: str, message: str) -> UnauthenticatedError:
-    """The error for a token that is not accepted; `reason` is a slug, which also labels the metric."""
-    return UnauthenticatedError(message, metadata={"reason": reason})
+def refusal(reason: str, message: str, *, of: Identity | None = None) -> UnauthenticatedError:
+    """The error for a token that is not accepted; `reason` is a slug, which also labels the metric. `of` is what the
+    token proves all the same.
+    """
+    proven = {"subject": of.subject, "runs": ",".join(sorted(of.runs))[:_MAX_RUNS_CHARS]} if of else {}
+    return UnauthenticatedError(message, metadata={"reason": reason, **proven})
 
 
 def verify(token: str, *, keys: Mapping[str, Ed25519PublicKey], audience: str, now_s: float) -> Identity:
@@ -78,8 +85,8 @@ def verify(token: str, *, keys: Mapping[str, Ed25519PublicKey], audience: str, n
     """
     claims = _signed_claims(token, keys)
     identity = _identity(claims)
-    _require_audience(claims, audience)
-    _require_time(claims, who=identity.subject, now_s=now_s)
+    _require_audience(claims, audience, of=identity)
+    _require_time(claims, of=identity, now_s=now_s)
     return identity
 
 
@@ -125,6 +132,7 @@ def _identity(claims: Mapping[str, Any]) -> Identity:
         raise refusal(
             "malformed", f"the token's role is {_shown(role)}, not one of {', '.join(ROLES)}; {_REMEDY}"
         )
+    expires_s = _time(claims, "exp")
     return Identity(
         subject=str(texts["sub"])[:_MAX_SHOWN],
         roles=frozenset({role}),
@@ -132,7 +140,8 @@ def _identity(claims: Mapping[str, Any]) -> Identity:
         pools=_names(claims, "pools"),
         policies=_names(claims, "policies"),
         token_id=str(texts["jti"]),
-        expires_s=_time(claims, "exp") + LEEWAY_S,
+        expires_s=expires_s + LEEWAY_S,
+        warned_from_s=expires_s - min(_WARNED_S, _WARNED_SHARE * (expires_s - _time(claims, "nbf"))),
     )
 
 
@@ -143,7 +152,7 @@ def _names(claims: Mapping[str, Any], claim: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _require_audience(claims: Mapping[str, Any], audience: str) -> None:
+def _require_audience(claims: Mapping[str, Any], audience: str, *, of: Identity) -> None:
     named = claims.get("aud")
     audiences = named if isinstance(named, list) else [named]
     if audience not in audiences:
@@ -151,22 +160,26 @@ def _require_audience(claims: Mapping[str, Any], audience: str) -> None:
             "wrong_audience",
             f"the token is for audience {_shown(named)}, this server is {audience!r} (its setting token_audience): "
             "it belongs to another installation, or was made with another --audience",
+            of=of,
         )
 
 
-def _require_time(claims: Mapping[str, Any], *, who: str, now_s: float) -> None:
+def _require_time(claims: Mapping[str, Any], *, of: Identity, now_s: float) -> None:
+    who = of.subject
     valid_from_s, expires_s = _time(claims, "nbf"), _time(claims, "exp")
     if now_s < valid_from_s - LEEWAY_S:
         raise refusal(
             "not_yet_valid",
             f"the token of {who!r} is valid from {shown_time(valid_from_s)}, this server's clock says "
             f"{shown_time(now_s)}: a clock is off; set the signer's and this server's clock (NTP), or wait",
+            of=of,
         )
     if now_s >= expires_s + LEEWAY_S:
         raise refusal(
             "expired",
             f"the token of {who!r} expired at {shown_time(expires_s)}, this server's clock says "
             f"{shown_time(now_s)}; {_REMEDY}",
+            of=of,
         )
 
 

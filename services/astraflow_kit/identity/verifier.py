@@ -58,6 +58,7 @@ class Verifier:
                 "revoked",
                 f"the token {identity.token_id} of {identity.subject!r} was revoked; ask this server's operator for "
                 "a new one (astraflow token create)",
+                of=identity,
             )
         return identity
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from astraflow_kit.http import HttpServer, ReadinessCheck, create_app
+from astraflow_kit.http import HttpServer, ReadinessCheck, TimedProtocol, create_app
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.ports import PortError
 
@@ -91,3 +91,34 @@ async def test_a_taken_port_is_refused_with_the_remedy() -> None:
         second = HttpServer(create_app(metrics=Metrics(), status=_status), port=port)
         with pytest.raises(PortError, match=rf"127\.0\.0\.1:{port}.*another http_port"):
             await second.start()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /status HTTP/1.1\r\nHost: a",
+        b"POST /status HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /healthz HTTP/1.1\r\n",
+    ],
+    ids=["nothing", "half a header", "half a body", "half of a second request"],
+)
+async def test_a_connection_whose_request_does_not_arrive_is_closed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TimedProtocol, "timeout_s", 0.2)
+    async with serving() as client:
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(sent)
+        await asyncio.wait_for(reader.read(), 60)  # to its end, which the server makes
+        writer.close()
+
+
+async def test_a_request_that_has_arrived_may_take_longer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimedProtocol, "timeout_s", 0.2)
+
+    async def slow() -> None:
+        await asyncio.sleep(0.6)
+
+    async with serving({"slow": slow}) as client:
+        assert (await client.get("/readyz")).json()["ready"]

@@ -309,7 +309,7 @@ async def test_without_tokens_anyone_may_call_but_a_token_is_not_ignored(channel
     assert "token_keys_file" in error.message
 
 
-async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path) -> None:
+async def test_health_needs_no_token_and_reflection_takes_its_stream_with_one_alone(tmp_path: Path) -> None:
     async with serving(DaemonSettings(token_keys_file=keys_file(tmp_path))) as (_, channel):
         health: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", ECHO, LATER):
@@ -317,7 +317,10 @@ async def test_health_and_reflection_are_served_and_need_no_token(tmp_path: Path
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter([asked]), timeout=30)]
+        with pytest.raises(grpc.aio.AioRpcError, match="only to callers with a token"):
+            await anext(aiter(stub.ServerReflectionInfo(iter([asked]), timeout=30)))
+        shown = [("authorization", f"Bearer {token('n', 'viewer')}")]
+        answers = [a async for a in stub.ServerReflectionInfo(iter([asked]), timeout=30, metadata=shown)]
     names = {service.name for service in answers[0].list_services_response.service}
     assert names == {ECHO, LATER, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 

@@ -46,12 +46,13 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.STORE: ("store_missing", "store_read_only", "store_full", "store_unreachable"),
     Rank.SILENT: ("engine_hung", "trainer_hung", "trainer_silent"),
     Rank.BROKEN: (
+        "callers_refused",
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
         *("environment_unavailable", "node_poison", "weight_fault", "archive_failed", "archive_behind"),
     ),
     Rank.MISSING: (
         *("no_node", "no_capable_node", "no_trainer", "policy_not_served", "no_version"),
-        *("dataset_exhausted", "tasks_skipped", "paused"),
+        *("dataset_exhausted", "tasks_skipped", "paused", "token_ends"),
     ),
     Rank.STARTING: ("warm_start", "model_loading", "node_starting"),
     Rank.FLOW: (

@@ -38,6 +38,7 @@ _PATIENCE_S, _ANSWER_S = 2.0, 3.0
 _STAGES = {
     "server": "everything",
     "data": "everything that must be written",
+    "access": "letting callers in",
     "lease": "handing out tasks",
     "assemble": "completing groups",
     "batch": "training",

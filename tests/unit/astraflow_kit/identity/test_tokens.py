@@ -59,7 +59,9 @@ def test_roles_are_those_of_the_contract() -> None:
 
 def test_a_good_token_says_who_calls_and_what_it_is_for() -> None:
     identity = read(
-        token("node-1", "rollout", runs=["a", "b"], pools=["spot"], policies=["*"], exp=NOW_S + 9)
+        token(
+            "node-1", "rollout", runs=["a", "b"], pools=["spot"], policies=["*"], nbf=NOW_S - 1, exp=NOW_S + 9
+        )
     )
     assert identity == Identity(
         subject="node-1",
@@ -68,6 +70,7 @@ def test_a_good_token_says_who_calls_and_what_it_is_for() -> None:
         pools=frozenset({"spot"}),
         token_id="jti-node-1",
         expires_s=NOW_S + 9 + LEEWAY_S,
+        warned_from_s=NOW_S + 7,
     )
     assert [identity.may_see(run) for run in ("a", "c")] == [True, False]
 

@@ -1147,7 +1147,8 @@ type Wait struct {
 	unknownFields protoimpl.UnknownFields
 
 	// Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`, `archive`; or what all of
-	// them need: `data`, the server's Redis, and `server`, which clients say of one that does not answer.
+	// them need: `data`, the server's Redis, `access`, whom the server lets in, and `server`, which clients say of one that
+	// does not answer.
 	Stage string `protobuf:"bytes,1,opt,name=stage,proto3" json:"stage,omitempty"`
 	// Policy concerned; empty when it is the run.
 	PolicyId string `protobuf:"bytes,2,opt,name=policy_id,json=policyId,proto3" json:"policy_id,omitempty"`

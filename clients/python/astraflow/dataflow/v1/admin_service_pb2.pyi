@@ -670,7 +670,8 @@ class Wait(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """Stage of the data path: `lease`, `assemble`, `batch`, `publish`, `activate`, `evaluate`, `archive`; or what all of
-    them need: `data`, the server's Redis, and `server`, which clients say of one that does not answer.
+    them need: `data`, the server's Redis, `access`, whom the server lets in, and `server`, which clients say of one that
+    does not answer.
     """
     policy_id: _builtins.str
     """Policy concerned; empty when it is the run."""
