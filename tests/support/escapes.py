@@ -1,10 +1,10 @@
+# ruff: noqa: E501 - a program is a line
 """What a policy may try instead of solving its task, by the place where it acts, and the sign that it was tried.
 
 A row that shows no sign tried nothing: its test fails, whatever the reward. What an escape may reach is named by
 `{path}` and `{port}` (a file and a server of the host that hold the secret), `{mark}` (a word to find leftovers by).
 """
 
-import base64
 from dataclasses import dataclass
 
 from astraflow.plugins import TaskSpec
@@ -53,7 +53,9 @@ CODE: dict[str, CodeEscape] = {
         f"for n in range(3, 4096):\n try: os.write(n, {VERDICT * 3!r})\n except OSError: pass\nos._exit(0)"
     ),
     "descriptors handed over by pidfd": _call("call(438, call(434, os.getppid(), 0), 255, 0)"),
-    "a verdict in the parent's /proc": _code("open(f'/proc/{os.getppid()}/fd/1', 'wb').write(b'1')", _REFUSED),
+    "a verdict in the parent's /proc": _code(
+        "open(f'/proc/{os.getppid()}/fd/1', 'wb').write(b'1')", _REFUSED
+    ),
     "the tests in /proc/self": _code("return open('/proc/self/cmdline').read()", _REFUSED),
     "the tests through the files of the harness": _code(
         "found = ''\nfor root, _, files in os.walk('/harness'):\n for name in files:\n  found += open(os.path.join(root, name), errors='replace').read()\n"
@@ -90,7 +92,9 @@ CODE: dict[str, CodeEscape] = {
     "a locale of its own": _code("open('/usr/lib/locale/locale-archive', 'ab').write(b'x')", _REFUSED),
     "a link to the host": _code("os.symlink('{path}', '/tmp/l')\nreturn open('/tmp/l').read()", _REFUSED),
     "a hard link out of the sandbox": _code("os.link('/usr/bin/su', '/tmp/su')", _REFUSED),
-    "block devices": _code("os.mknod('/tmp/d', 0o60666, os.makedev(254, 0))\nopen('/tmp/d','rb').read(9)", _REFUSED),
+    "block devices": _code(
+        "os.mknod('/tmp/d', 0o60666, os.makedev(254, 0))\nopen('/tmp/d','rb').read(9)", _REFUSED
+    ),
     "the kernel's memory": _code("return open('/dev/mem', 'rb').read(9)", _REFUSED),
     "the console and terminals": _code(
         "opened = []\nfor path in ('/dev/tty', '/dev/console', '/dev/ptmx', '/dev/pts/0'):\n"
@@ -108,7 +112,8 @@ CODE: dict[str, CodeEscape] = {
     ),
     "raw sockets": _code("import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)", _REFUSED),
     "abstract sockets of the host": _code(
-        "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(b'\\0{mark}')\nreturn s.recv(99).decode()", _REFUSED
+        "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(b'\\0{mark}')\nreturn s.recv(99).decode()",
+        _REFUSED,
     ),
     "netlink": _code(
         "import socket\ns = socket.socket(16, 3, 0)\ns.bind((0, 0))\nimport struct\n"
@@ -118,14 +123,21 @@ CODE: dict[str, CodeEscape] = {
     ),
     "fork bomb": _code("for _ in range(500): os.fork()", _REFUSED),
     "fork bomb by clone and vfork": _call("call(56, 17, 0, 0, 0, 0)"),
-    "zombie flood": _code("for _ in range(500):\n if os.posix_spawn('/usr/bin/true', ['true'], {{}}) == 0: os._exit(0)".replace("{{}}", "{}"), _REFUSED),
+    "zombie flood": _code(
+        "for _ in range(500):\n if os.posix_spawn('/usr/bin/true', ['true'], {{}}) == 0: os._exit(0)".replace(
+            "{{}}", "{}"
+        ),
+        _REFUSED,
+    ),
     "thread bomb": _code(
         "import threading\ngate = threading.Event()\nkept = 0\ntry:\n"
         " while kept < 500: threading.Thread(target=gate.wait, daemon=True).start(); kept += 1\nfinally: gate.set()",
         "isinstance(error, (RuntimeError, MemoryError))",
     ),
     "a new session": _code("os.setsid()\nos.setpgid(0, 0)\nos.fork()", _REFUSED),
-    "memory": _code("kept = []\nfor _ in range(64): kept.append(bytearray(2**26))", "isinstance(error, MemoryError)"),
+    "memory": _code(
+        "kept = []\nfor _ in range(64): kept.append(bytearray(2**26))", "isinstance(error, MemoryError)"
+    ),
     "memory that nobody counts": _call("call(319, b'x', 0)"),
     "disk": _code(
         "for n in range(200):\n with open(f'/tmp/{n}', 'wb') as file: file.write(bytes(2**20))",
@@ -144,7 +156,8 @@ CODE: dict[str, CodeEscape] = {
     "priority over others": _code("os.setpriority(os.PRIO_PROCESS, 0, -20)", _REFUSED),
     "real time over others": _code("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))", _REFUSED),
     "limits raised": _code(
-        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "isinstance(error, (ValueError, OSError))"
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+        "isinstance(error, (ValueError, OSError))",
     ),
     "giant output": _code("while True: sys.stdout.write('x' * 2**20); sys.stderr.write('x' * 2**20)"),
     "a giant value": _code("return 'x' * (2**27)"),
@@ -172,20 +185,43 @@ class TerminalEscape:
     commands: tuple[str, ...]
     sign: str
     grader: str = "python3 /tests/check.py"
-    """What test.sh asks besides its reward's file; its status is the verdict."""
+    """What test.sh asks; its status is the verdict."""
+    seconds: float = 15.0
+    """For each command, and for the tests."""
 
 
-def _shell(*commands: str, sign: str = "tried", grader: str = "python3 /tests/check.py") -> TerminalEscape:
-    return TerminalEscape((*commands[:-1], f"{commands[-1]}\necho tried"), sign, grader)
+def _shell(command: str, *, sign: str = "tried", grader: str = TerminalEscape.grader) -> TerminalEscape:
+    return TerminalEscape((f"{command}\necho tried",), sign, grader)
+
+
+def _ends(command: str, *, seconds: float = 15.0) -> TerminalEscape:
+    """A command that ends or holds its shell: the next one has another."""
+    return TerminalEscape((command, "echo tried"), "tried", seconds=seconds)
 
 
 _FORGE = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; chmod 444 /logs/verifier/reward.txt; chmod 555 /logs/verifier"
 _OWN_PROGRAM = (
-    r"""printf '#!/usr/bin/perl\nopen F, ">/logs/verifier/reward.txt"; print F "1"; close F; exit 0;\n' > /tmp/evil; """
-    "chmod 755 /tmp/evil; "
+    r"""printf '#!/usr/bin/perl\n$r = "/logs/verifier/reward.txt"; open F, ">$r"; print F "1"; close F; chmod 0444, $r; """
+    r"""chmod 0555, "/logs/verifier"; exit 0;\n' > /tmp/evil; chmod 755 /tmp/evil; mkdir /tmp/h; cp /tmp/evil /tmp/h/pre-commit; """
 )
 _OWN_MODULE = "import os; open('/logs/verifier/reward.txt','w').write('1'); os._exit(0)"
+_COMMITS = (
+    "mkdir /tmp/g; cd /tmp/g; git init -q .; git -c user.name=x -c user.email=x commit -qm x --allow-empty; "
+    "python3 /tests/check.py"
+)
 _PY = "python3 -c "
+
+
+def _disk(*folders: str) -> TerminalEscape:
+    """More in several files than the 40 MB of the sandbox."""
+    fill = "for n in 1 2 3 4; do head -c 20M /dev/zero > $d/piece-$n; done"
+    names = " ".join(f"{folder}/piece-*" for folder in folders)
+    return _shell(
+        f"for d in {' '.join(folders)}; do mkdir -p $d; {fill}; done 2>&1 | tail -n 1\n"
+        f"n=$(cat {names} 2>/dev/null | wc -c); test $n -le 45000000 && echo bounded || echo $n",
+        sign="bounded",
+    )
+
 
 TERMINAL: dict[str, TerminalEscape] = {
     "a reward that nobody may write": _shell(_FORGE + "; cat /logs/verifier/reward.txt", sign="1\ntried"),
@@ -211,17 +247,22 @@ TERMINAL: dict[str, TerminalEscape] = {
     ),
     "/tests that is a link": _shell("ln -s /app /tests; ls -l /tests", sign="-> /app"),
     "its own bash in /bin": _shell(
-        _OWN_PROGRAM + "rm /bin; mkdir /bin; cp /tmp/evil /bin/bash; cp /tmp/evil /bin/sh; ls -l /bin", sign="bash"
+        _OWN_PROGRAM + "rm /bin; mkdir /bin; cp /tmp/evil /bin/bash; cp /tmp/evil /bin/sh; ls -l /bin",
+        sign="bash",
     ),
     "its own loader in /lib64": _shell(
         "rm /lib64; mkdir /lib64; cp /usr/bin/true /lib64/ld-linux-x86-64.so.2; /usr/bin/id; ls /lib64 || :",
     ),
     "its own library in /lib": _shell(
-        "rm /lib; mkdir -p /lib/x86_64-linux-gnu; for f in /usr/lib/x86_64-linux-gnu/*.so*; do ln -s $f /lib/x86_64-linux-gnu/; done; "
-        "cp -f --remove-destination /app/evil.so /lib/x86_64-linux-gnu/libtinfo.so.6; ls -l /lib/x86_64-linux-gnu/libtinfo.so.6",
-        sign="libtinfo.so.6\ntried",
+        "mkdir -p /new/x86_64-linux-gnu; ln -s /usr/lib/x86_64-linux-gnu/* /new/x86_64-linux-gnu/; "
+        "cp --remove-destination /app/evil.so /new/x86_64-linux-gnu/libtinfo.so.6; "
+        + _PY
+        + '\'import os; os.unlink("/lib"); os.rename("/new", "/lib"); print(os.listdir("/lib"))\'',
+        sign="x86_64-linux-gnu",
     ),
-    "a preload file": _shell("echo /app/evil.so > /etc/ld.so.preload; cat /etc/ld.so.preload", sign="/app/evil.so"),
+    "a preload file": _shell(
+        "echo /app/evil.so > /etc/ld.so.preload; cat /etc/ld.so.preload", sign="/app/evil.so"
+    ),
     "sitecustomize of Debian": _shell(
         f'mkdir -p /etc/python3.11 /etc/python3; for v in /usr/lib/python3.*; do mkdir -p /etc/${{v##*/}}; echo "{_OWN_MODULE}" > /etc/${{v##*/}}/sitecustomize.py; done; '
         "ls /etc/python3*/sitecustomize.py",
@@ -242,17 +283,18 @@ TERMINAL: dict[str, TerminalEscape] = {
         sign="/tmp/m/rc",
     ),
     "programs before those of the host": _shell(
-        _OWN_PROGRAM + "for d in /usr/local/sbin /usr/local/bin /usr/sbin /usr/bin; do cp /tmp/evil $d/python3; done; :"
+        _OWN_PROGRAM
+        + "for d in /usr/local/sbin /usr/local/bin /usr/sbin /usr/bin; do cp /tmp/evil $d/python3; done; :"
     ),
     "hooks of its own for git": _shell(
-        _OWN_PROGRAM + "git config --global core.fsmonitor /tmp/evil; git config --global core.hooksPath /tmp; git config --global --list",
-        sign="fsmonitor=/tmp/evil",
-        grader="mkdir /tmp/g; cd /tmp/g; git init -q .; git status > /dev/null; python3 /tests/check.py",
+        _OWN_PROGRAM + "git config --global core.hooksPath /tmp/h; git config --global --list",
+        sign="hookspath=/tmp/h",
+        grader=_COMMITS,
     ),
     "a system configuration of git": _shell(
-        _OWN_PROGRAM + "printf '[core]\\nfsmonitor = /tmp/evil\\n' > /etc/gitconfig; git config --system --list",
-        sign="fsmonitor=/tmp/evil",
-        grader="mkdir /tmp/g; cd /tmp/g; git init -q .; git status > /dev/null; python3 /tests/check.py",
+        _OWN_PROGRAM + "printf '[core]\\nhooksPath = /tmp/h\\n' > /etc/gitconfig; git config --system --list",
+        sign="hookspath=/tmp/h",
+        grader=_COMMITS,
     ),
     "an answer that is a link to the tests": _shell(
         "ln -sf /tests/expected.json /app/answer.json; ls -l /app/answer.json", sign="-> /tests/expected.json"
@@ -262,19 +304,25 @@ TERMINAL: dict[str, TerminalEscape] = {
         sign="-> /tests",
         grader="test -s /app/answers/expected.json && cmp /app/answers/expected.json /tests/expected.json",
     ),
-    "an answer that never ends": _shell("ln -sf /dev/zero /app/answer.json; head -c 3 /app/answer.json | wc -c", sign="3"),
-    "an answer that nobody writes": _shell("mkfifo /app/answer.json; ls -l /app/answer.json", sign="prw"),
+    "an answer that never ends": _shell(
+        "ln -sf /dev/zero /app/answer.json; head -c 3 /app/answer.json | wc -c", sign="3"
+    ),
+    "an answer that nobody writes": TerminalEscape(
+        ("mkfifo /app/answer.json; ls -l /app/answer.json",), "prw", seconds=1.0
+    ),
     "an answer that is a device": _shell("mknod /app/answer.json b 254 0", sign="not permitted"),
     "what waits for the tests": _shell(
-        "setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' 2>/dev/null & (setsid setsid sleep 600 &) ; sleep 0.1; ps -e | grep -c sleep || ls /proc | head -3"
+        "setsid sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' 2>/dev/null & kill -0 $! && echo waits",
+        sign="waits",
     ),
-    "a parent that is stopped and killed": _shell("kill -STOP 1; kill -9 1; kill -9 -1; echo alive", sign=""),
+    "a parent that is stopped and killed": _ends("kill -STOP 1; kill -9 1; kill -9 -1"),
     "memory of the first process": _shell("cat /proc/1/mem /proc/1/environ", sign="Permission denied"),
     "descriptors of the first process": _shell(
         "ls /proc/1/fd; for n in 0 1 3 4 5 6; do printf '\\0\\0\\0\\2{}' > /proc/1/fd/$n; done", sign="denied"
     ),
     "tracing the first process": _shell(
-        _PY + "'import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.ptrace(16, 1, 0, 0), ctypes.get_errno())'",
+        _PY
+        + "'import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.ptrace(16, 1, 0, 0), ctypes.get_errno())'",
         sign="-1 1",
     ),
     "the program of the first process": _shell(
@@ -289,7 +337,8 @@ TERMINAL: dict[str, TerminalEscape] = {
         sign="Connection refused",
     ),
     "abstract sockets of the host": _shell(
-        _PY + "'import socket; s = socket.socket(socket.AF_UNIX); s.connect(b\"\\0{mark}\"); print(s.recv(99))'",
+        _PY
+        + "'import socket; s = socket.socket(socket.AF_UNIX); s.connect(b\"\\0{mark}\"); print(s.recv(99))'",
         sign="Connection refused",
     ),
     "setuid programs": _shell(
@@ -297,27 +346,27 @@ TERMINAL: dict[str, TerminalEscape] = {
         sign="CapEff:\t0000000000000000",
     ),
     "mounts and namespaces": _shell(
-        "mount -t tmpfs x /mnt; mount --bind /tmp /usr; unshare -Ur true; unshare -m true", sign="unshare failed"
+        "mount -t tmpfs x /mnt; mount --bind /tmp /usr; unshare -Ur true; unshare -m true",
+        sign="unshare failed",
     ),
     "devices": _shell("mknod /tmp/d b 254 0; cat /dev/mem /dev/kmsg; ls /dev", sign="not permitted"),
     "disk": _shell("head -c 100M /dev/zero > /app/big; ls -l /app/big", sign="No space left"),
-    "disk in shared memory": _shell("head -c 100M /dev/zero > /dev/shm/{mark}; ls -l /dev/shm", sign="No space left"),
-    "disk among the devices": _shell("head -c 100M /dev/zero > /dev/{mark}; ls -l /dev/{mark}", sign="No space left"),
-    "disk in pieces of every folder": _shell(
-        "for d in /app /tmp /dev /dev/shm /var/tmp /home /logs; do mkdir -p $d; head -c 20M /dev/zero > $d/piece; done; "
-        "test $(cat /app/piece /tmp/piece /dev/piece /dev/shm/piece /var/tmp/piece /home/piece /logs/piece 2>/dev/null | wc -c) -le 50000000 && echo bounded",
-        sign="bounded",
-    ),
+    "disk in shared memory": _disk("/dev/shm"),
+    "disk among the devices": _disk("/dev"),
+    "disk in pieces of every folder": _disk("/app", "/tmp", "/dev", "/dev/shm", "/var/tmp", "/home", "/logs"),
     "inodes": _shell(
-        _PY + "'import os\nfor n in range(200000): os.close(os.open(f\"/tmp/{n}\", os.O_CREAT))\nprint(\"unbounded\")'",
+        _PY
+        + '\'import os\nfor n in range(200000): os.close(os.open(f"/tmp/{n}", os.O_CREAT))\nprint("unbounded")\'',
         sign="OSError",
     ),
     "fork bomb": _shell(
-        _PY + "'import os, time\nn = 0\ntry:\n for n in range(300):\n  if os.fork() == 0: time.sleep(60); os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
+        _PY
+        + "'import os, time\nn = 0\ntry:\n for n in range(300):\n  if os.fork() == 0: time.sleep(60); os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
         sign="refused 11",
     ),
     "zombie flood": _shell(
-        _PY + "'import os\ntry:\n for n in range(300):\n  if os.fork() == 0: os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
+        _PY
+        + "'import os\ntry:\n for n in range(300):\n  if os.fork() == 0: os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
         sign="refused 11",
     ),
     "orphan zombies": _shell(
@@ -325,27 +374,38 @@ TERMINAL: dict[str, TerminalEscape] = {
     ),
     "memory of one process": _shell(_PY + "'x = bytearray(2**30)'", sign="MemoryError"),
     "giant output": _shell("yes | head -c 50M", sign="bytes left out"),
-    "output that is no text": _shell(r"head -c 3000 /dev/urandom; printf '\0\033]0;owned\007\033[2J\342\200\256'"),
-    "time": _shell("sleep 600", sign="no end within"),
-    "time of everybody": _shell("date -s 2001-01-01", sign="cannot set date"),
-    "builtins of its shell": _shell(
-        "eval() { :; }; printf() { echo 0 >&2; }; exit() { :; }; trap 'exit 0' DEBUG EXIT ERR; echo here", sign=""
+    "output that is no text": _shell(
+        r"head -c 3000 /dev/urandom; printf '\0\033]0;owned\007\033[2J\342\200\256'"
     ),
-    "a shell that runs nothing": TerminalEscape(("set -n", "echo 1", "echo tried"), "tried"),
-    "descriptors of its shell": _shell("for n in 3 4 5 6 7 8 9; do echo 0 >&$n; done; exec 3>&- 4>&- 5>&-", sign=""),
+    "time": TerminalEscape(("sleep 600",), "no end within", seconds=1.0),
+    "time of everybody": _shell("date -s 2001-01-01", sign="cannot set date"),
+    "builtins of its shell": _ends(
+        "eval() { :; }; printf() { echo 0 >&2; }; exit() { :; }; trap 'exit 0' DEBUG EXIT ERR", seconds=1.0
+    ),
+    "a shell that runs nothing": TerminalEscape(("set -n", "echo 1", "echo tried"), "tried", seconds=1.0),
+    "descriptors of its shell": _ends(
+        "for n in 3 4 5 6 7 8 9; do echo 0 >&$n; done; exec 3>&- 4>&- 5>&-", seconds=1.0
+    ),
     "a tree too deep to remove": _shell(
-        _PY + "'import os\nos.chdir(\"/app\")\nfor n in range(3000): os.mkdir(\"d\"); os.chdir(\"d\")\nprint(\"deep\")'", sign="deep"
+        _PY
+        + '\'import os\nos.chdir("/app")\nfor n in range(3000): os.mkdir("d"); os.chdir("d")\nprint("deep")\'',
+        sign="deep",
     ),
     "names that are no text": _shell(
-        _PY + "'import os\nfor n in (b\"\\xff\\xfe\", b\"a\\nb\", b\"-rf\", b\"\\x1b[2J\"): open(b\"/app/\" + n, \"w\")\nprint(len(os.listdir(b\"/app\")))'"
+        _PY
+        + '\'import os\nfor n in (b"\\xff\\xfe", b"a\\nb", b"-rf", b"\\x1b[2J"): open(b"/app/" + n, "w")\nprint(len(os.listdir(b"/app")))\''
     ),
-    "a working folder that nobody may read": _shell("mkdir /app/x; touch /app/x/y; chmod 000 /app/x /app; stat -c %a /app", sign="0\ntried"),
+    "a working folder that nobody may read": _shell(
+        "mkdir /app/x; touch /app/x/y; chmod 000 /app/x /app; stat -c %a /app", sign="0\ntried"
+    ),
     "a working folder that is a link": _shell(
         "cd /; mv /app /app2; ln -s /tests /app; ls -ld /app", sign="-> /tests"
     ),
     "a working folder that is gone": _shell("cd /; rm -rf /app; touch /app; stat -c %F /app", sign="regular"),
     "a file with more name than content": _shell(
-        _PY + "'import os\nf = open(\"/app/sparse\", \"w\"); f.truncate(2**24); print(os.stat(\"/app/sparse\").st_size)'", sign="16777216"
+        _PY
+        + '\'import os\nf = open("/app/sparse", "w"); f.truncate(2**24); print(os.stat("/app/sparse").st_size)\'',
+        sign="16777216",
     ),
 }
 """Against a task whose tests compare /app/answer.json with a secret."""
@@ -362,18 +422,114 @@ def code_program(escape: CodeEscape, *, show_sign: bool) -> str:
     )
 
 
-def shell_task(secret: str, evil: bytes, grader: str) -> TaskSpec:
-    """A task that the answer solves: its tests know the secret, its shell has a library that forges rewards."""
-    check = (
-        "import json, sys\nsys.exit(json.load(open('/app/answer.json')) != json.load(open('/tests/expected.json')))\n"
-    )
+def shell_task(secret: str, grader: str) -> TaskSpec:
+    """A task that the answer solves."""
+    check = "import json, sys\nsys.exit(json.load(open('/app/answer.json')) != json.load(open('/tests/expected.json')))\n"
     test = f"if {grader}; then v=1; else v=0; fi\necho $v > /logs/verifier/reward.txt\n# SECRET={secret}\n"
     files = {
-        "task.toml": "[verifier]\ntimeout_sec = 5\n",
+        "task.toml": "",
         "instruction.md": "Write the answer into /app/answer.json.",
         "environment/Dockerfile": "FROM debian\nWORKDIR /app\n",
         "tests/test.sh": test,
         "tests/check.py": check,
         "tests/expected.json": f'"{secret}"',
     }
-    return TaskSpec("t", (), {"task": "t", "files": files, "evil": base64.b64encode(evil).decode()})
+    return TaskSpec("t", (), {"task": "t", "files": files})
+
+
+@dataclass(frozen=True)
+class AgentEscape:
+    """A program of an agent, and how its failure reads: what it prints last is its sign."""
+
+    program: str
+    failure: str
+
+
+_DAEMON = (
+    "r, w = os.pipe()\n"
+    "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
+    "  for n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\n"
+    "  os.write(w, b'%d' % os.getpid()); time.sleep(600)\n os._exit(0)\n"
+    "print('daemon', os.read(r, 9), flush=True)\n"
+)
+AGENTS: dict[str, AgentEscape] = {
+    "a daemon that is deaf": AgentEscape(_DAEMON + "sys.exit(3)", "status 3.*daemon"),
+    "a daemon without its guard": AgentEscape(
+        _DAEMON + "os.kill(os.getppid(), 9); time.sleep(600)", "daemon"
+    ),
+    "a daemon of a guard that is stopped": AgentEscape(
+        _DAEMON + "os.kill(os.getppid(), 19); time.sleep(600)", "did not end within.*daemon"
+    ),
+    "a daemon that holds the output": AgentEscape(
+        _DAEMON + "os.kill(os.getpid(), 11)", "signal SIGSEGV.*daemon"
+    ),
+    "a bomb of forks": AgentEscape(
+        "made = 0\nfor _ in range(100):\n if os.fork() == 0: os.setsid(); time.sleep(600)\n made += 1\n"
+        "sys.exit(f'made {made}')",
+        "made 100",
+    ),
+    "a flood of zombies": AgentEscape(
+        "for _ in range(100):\n if os.fork() == 0:\n  if os.fork() == 0: os._exit(0)\n  time.sleep(600)\nsys.exit('made')",
+        "made",
+    ),
+    "giant output": AgentEscape("while True: print('x' * 2**20)", "wrote more than"),
+    "time": AgentEscape("print('sleeps', flush=True); time.sleep(600)", "did not end within.*sleeps"),
+    "a result that nobody writes": AgentEscape(
+        "os.mkfifo(os.environ['ASTRAFLOW_RESULT'])", "ASTRAFLOW_RESULT"
+    ),
+    "a result without an end": AgentEscape(
+        "os.symlink('/dev/zero', os.environ['ASTRAFLOW_RESULT'])", "ASTRAFLOW_RESULT"
+    ),
+    "a result that is a folder": AgentEscape("os.mkdir(os.environ['ASTRAFLOW_RESULT'])", "ASTRAFLOW_RESULT"),
+    "a result that is a file of the host": AgentEscape(
+        "os.symlink('{path}', os.environ['ASTRAFLOW_RESULT'])", "ASTRAFLOW_RESULT"
+    ),
+    "a result of a gigabyte": AgentEscape(
+        "with open(os.environ['ASTRAFLOW_RESULT'], 'w') as file: file.truncate(2**30)", "ASTRAFLOW_RESULT"
+    ),
+    "a reward that it may not give": AgentEscape(
+        "open(os.environ['ASTRAFLOW_RESULT'], 'w').write('{\"reward\": 1}')",
+        "which the recipe does not allow",
+    ),
+    "a folder that nobody may change": AgentEscape(
+        "os.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0o555); os.chmod('a', 0o000); os.chmod('.', 0o555)\n"
+        "sys.exit('closed')",
+        "closed",
+    ),
+    "a tree too deep to remove": AgentEscape(
+        "for _ in range(3000): os.mkdir('d'); os.chdir('d')\nsys.exit('deep')", "deep"
+    ),
+    "many files": AgentEscape("for n in range(5000): open(str(n), 'w')\nsys.exit('many')", "many"),
+    "a folder that is a link elsewhere": AgentEscape(
+        "own = os.path.dirname(os.getcwd()); os.rename(own, own + '-moved'); os.symlink(os.path.dirname('{path}'), own)\n"
+        "sys.exit('linked')",
+        "linked",
+    ),
+    "a link to a folder of the host": AgentEscape(
+        "os.symlink(os.path.dirname('{path}'), 'linked'); sys.exit('linked')", "linked"
+    ),
+    "the answer": AgentEscape(
+        "seen = repr(os.environ) + repr(sys.argv) + open(os.environ['ASTRAFLOW_TASK']).read()\n"
+        "for root, _, files in os.walk('..'):\n for name in files: seen += open(os.path.join(root, name)).read()\n"
+        "sys.exit('found' if 'HIDDEN' in seen else 'nothing there')",
+        "nothing there",
+    ),
+    "the calls of another episode": AgentEscape(
+        "import urllib.request\nrequest = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/models')\n"
+        "request.add_header('authorization', 'Bearer af-' + 'x' * 40)\nurllib.request.urlopen(request)",
+        "HTTP Error 401",
+    ),
+    "output that is no text": AgentEscape(
+        "sys.stdout.buffer.write(bytes(range(256)) + b'\\x1b]0;owned\\x07\\x1b[2J'); sys.exit(3)", "status 3"
+    ),
+}
+"""Each ends as an AgentFailed with a name; a node runs its agents as its own user, so what that user may is no escape."""
+HOGS: dict[str, str] = {
+    "an endless loop": "while True: pass",
+    "threads that never rest": "import threading\ndef f():\n while True: pass\nfor _ in range(30): threading.Thread(target=f).start()",
+    "output without end": "while True: print('x' * 10**6)",
+    "memory again and again": "while True: bytearray(2**27)",
+    "files again and again": "while True:\n with open('/tmp/x', 'wb') as file: file.write(bytes(2**23))",
+    "processes again and again": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+}
+"""Programs that never end; others at their side do not wait for them."""
