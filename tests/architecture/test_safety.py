@@ -19,6 +19,8 @@ ENVIRONMENT_READERS = (
 )
 # Runs only within a sandbox, in a process made for it: what a sandbox is for.
 IN_A_SANDBOX = "services/astraflow_raas/sandbox/inside.py"
+# An engine's Python may be older than -P: its environment says the same.
+OWN_INTERPRETER = "services/astraflow_raas/engine/command.py"
 CODE = [*source_modules(), *recipe_modules()]
 
 
@@ -53,6 +55,44 @@ def test_each_unsafe_form_is_seen(source: str) -> None:
 
 def test_the_safe_forms_pass() -> None:
     assert not unsafe(ast.parse("torch.load(path, weights_only=True); numpy.load(path); model.eval()"))
+
+
+def test_every_child_that_is_a_python_leaves_the_current_folder_alone() -> None:
+    ours = [module for module in source_modules() if module.name != OWN_INTERPRETER]
+    found = {module.name: lines for module in ours if (lines := unsafe_children(module.tree))}
+    assert not found, (
+        f"start modules by astraflow_kit.parent.python, so that no file here is imported: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('command = [sys.executable, "-m", "astraflow_raas"]', [1]),
+        ('run(str(python), "-c", code)', [1]),
+        ('run(python("astraflow_raas"))', []),
+        ('run(sys.executable, "-P", "-m", "x"); run(path, "-I", "-c", "x")', []),
+        ('words[1:3] == ["-m", module]', []),
+    ],
+)
+def test_a_child_with_the_current_folder_is_seen(source: str, lines: list[int]) -> None:
+    assert unsafe_children(ast.parse(source)) == lines
+
+
+def unsafe_children(tree: ast.Module) -> list[int]:
+    """Lines on which an interpreter's command line has a module or code, and neither -P nor -I."""
+    found = []
+    for node in ast.walk(tree):
+        parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+        words = [part.value if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts]
+        begins = {word for word in words[1:3] if word in ("-m", "-c")}
+        if (
+            begins
+            and "python" in f"{words[0]}".replace("sys.executable", "python")
+            and not {"-P", "-I"} & {*words}
+        ):
+            found.append(node.lineno)
+    return found
 
 
 def unsafe(tree: ast.Module) -> list[str]:
