@@ -21,6 +21,17 @@ ENVIRONMENT_READERS = (
 IN_A_SANDBOX = "services/astraflow_raas/sandbox/inside.py"
 # An engine's Python may be older than -P: its environment says the same.
 OWN_INTERPRETER = "services/astraflow_raas/engine/command.py"
+READERS_OF_HTTP = {
+    "services/astraflow_kit/http_answers.py": "to a limit",
+    "services/astraflow_environment/tools.py": "by http_answers",
+    "services/astraflow_environment/adapters/search.py": "by http_answers",
+    "services/astraflow_raas/policies/external_model.py": "by http_answers",
+    "services/astraflow_raas/engine/transport.py": "a node's own engines",
+    "services/astraflow_raas/engine/connection_pools.py": "a node's own engines",
+    "services/astraflow_environment/adapters/verifiers_agent.py": "its node's own list of models",
+    "services/astraflow_launcher/support/bundle.py": "pages of our daemons, to a limit",
+    "services/astraflow_launcher/commands/health.py": "pages of our daemons, to a limit",
+}
 CODE = [*source_modules(), *recipe_modules()]
 
 
@@ -93,6 +104,14 @@ def unsafe_children(tree: ast.Module) -> list[int]:
         ):
             found.append(node.lineno)
     return found
+
+
+def test_answers_of_others_are_read_to_a_limit() -> None:
+    readers = {m.name for m in CODE if m.imports() & {"httpx", "urllib.request", "aiohttp", "requests"}}
+    unknown = {name for name in readers if "astraflow_bench/" not in name} - READERS_OF_HTTP.keys()
+    assert not unknown, (
+        f"read what others answer by astraflow_kit.http_answers, or say here why not: {unknown}"
+    )
 
 
 def unsafe(tree: ast.Module) -> list[str]:

@@ -153,7 +153,8 @@ async def require_engine(kind: str, *, python: Path | None) -> None:
 async def _has_module(name: str, *, python: Path | None) -> bool:
     if python is None:
         return importlib.util.find_spec(name) is not None
-    code = f"import sys; sys.path = [*filter(None, sys.path)]; import importlib.util as u; sys.exit(not u.find_spec({name!r}))"
+    safe = "import sys; sys.path = [*filter(None, sys.path)]"
+    code = f"{safe}; import importlib.util as found; sys.exit(not found.find_spec({name!r}))"
     try:
         process = await asyncio.create_subprocess_exec(
             str(python), "-c", code, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from astraflow.plugins import MissingCapability, RewardFailed, RewardLimits, Score, TaskSpec
@@ -123,7 +124,7 @@ class WorkerProcess:
 
 async def start_worker(order: WorkerOrder) -> WorkerProcess:
     """Return a worker that can grade. Raises WorkerRefused, RewardFailed."""
-    here = ("", os.getcwd())
+    here = ("", str(Path.cwd()))
     try:
         child = await asyncio.create_subprocess_exec(
             *ending_with_us(*python("astraflow_raas.grading.worker")),
