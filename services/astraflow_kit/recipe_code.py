@@ -23,8 +23,8 @@ _SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 def read_bundle(bundle: run_pb2.CodeBundle, *, remedy: str) -> list[CodeFile]:
     """Return the files of a bundle.
 
-    Raises RecipeError for a digest that is not the bundle's, with `remedy`, and for paths that leave their folder or that
-    no folder can have together.
+    Raises RecipeError for a digest that is not the bundle's, with `remedy`, and for paths that leave their folder or
+    that no folder can have together.
     """
     files = [CodeFile(file.path, file.content) for file in bundle.files]
     digest = bundle_digest(files)

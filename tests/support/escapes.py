@@ -180,7 +180,7 @@ CODE: dict[str, CodeEscape] = {
 
 @dataclass(frozen=True)
 class TerminalEscape:
-    """Commands in a shell; `sign` must stand in what the last one prints."""
+    """Commands in a shell; `sign` must stand in what the last one prints, or one of `sign|sign`."""
 
     commands: tuple[str, ...]
     sign: str
@@ -362,15 +362,16 @@ TERMINAL: dict[str, TerminalEscape] = {
     "fork bomb": _shell(
         _PY
         + "'import os, time\nn = 0\ntry:\n for n in range(300):\n  if os.fork() == 0: time.sleep(60); os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
-        sign="refused 11",
+        sign="refused 11|the shell ended",
     ),
     "zombie flood": _shell(
         _PY
         + "'import os\ntry:\n for n in range(300):\n  if os.fork() == 0: os._exit(0)\nexcept OSError as e: print(\"refused\", e.errno)'",
-        sign="refused 11",
+        sign="refused 11|the shell ended",
     ),
     "orphan zombies": _shell(
         "for i in $(seq 200); do (true &) ; done; sleep 0.2; cat /proc/[0-9]*/stat 2>/dev/null | grep -c ' Z '",
+        sign="tried|the shell ended",
     ),
     "memory of one process": _shell(_PY + "'x = bytearray(2**30)'", sign="MemoryError"),
     "giant output": _shell("yes | head -c 50M", sign="bytes left out"),

@@ -31,8 +31,8 @@ def keep_private(output: IO[str]) -> None:
         os.fchmod(descriptor, stat.S_IMODE(mode) & ~0o077)
     except OSError as error:
         raise InvalidArgumentError(
-            f"standard output is a file that others may read (mode {stat.S_IMODE(mode):04o}) and that this user may not "
-            "change; write the secret elsewhere: --out FILE"
+            f"standard output is a file that others may read (mode {stat.S_IMODE(mode):04o}) and that this user may "
+            "not change; write the secret elsewhere: --out FILE"
         ) from error
 
 

@@ -60,7 +60,7 @@ def test_a_token_in_a_file_is_its_owners_and_never_overwritten(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "command", [("token", "create"), ("join-token", "--address", "dataflow.example:7070")]
+    "command", [("token", "create"), ("join-token", "--address", "dataflow.example:7070", "--public-ca")]
 )
 def test_a_secret_that_a_shell_writes_to_a_file_is_its_owners(folder: Path, command: Sequence[str]) -> None:
     out = folder / "out"
