@@ -196,7 +196,10 @@ async def run_agent(program: str, host: Host, scratch: Path) -> Episode:
     async with serving_agents() as endpoint:
         workflow = AgentProcess(
             settings=AgentProcessSettings(
-                command="python agent.py", hidden_data=("answer",), timeout_s=4.0, env={"MARK": host.mark}
+                command=("python", "agent.py"),
+                hidden_data=("answer",),
+                timeout_s=4.0,
+                env={"MARK": host.mark},
             ),
             reward=judged,
             endpoint=endpoint,
