@@ -15,6 +15,7 @@ from rich.text import Text
 
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
+from astraflow.commands.printable import printable_json
 from astraflow.commands.server import RunOptions
 from astraflow.commands.waits import in_order
 from astraflow.commands.wording import (
@@ -34,7 +35,6 @@ from astraflow.commands.wording import (
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import RetryableError
-from astraflow.printable import printable_json
 
 app = typer.Typer(add_completion=False)
 
