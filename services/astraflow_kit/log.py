@@ -18,7 +18,7 @@ import structlog
 from structlog.stdlib import BoundLogger, ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from astraflow.commands.printable import printable
+from astraflow._contract.printable import printable
 from astraflow_kit.nearest import did_you_mean
 
 _RUN_KEYS = "correlation_id run_id policy_id node_id step version batch_id"

@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from astraflow._contract.printable import printable_json
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
-from astraflow.commands.printable import printable_json
 from astraflow.commands.server import RunOptions
 from astraflow.commands.waits import in_order
 from astraflow.commands.wording import (

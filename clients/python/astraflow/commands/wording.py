@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableT
 from rich.table import Table
 from rich.text import Text
 
-from astraflow.commands.printable import printable, printable_json
+from astraflow._contract.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from google._upb import _message
