@@ -1,12 +1,13 @@
 """`astraflow dev` as users run it, as a process that a benchmark measures."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from astraflow_kit.parent import python
 
 _STOP_S = 60.0
 
@@ -24,7 +25,7 @@ def development_run(
 
     Everything it keeps is in `folder`, which is made; its output in `dev.log` there.
     """
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe), "--data-dir", str(folder)]
+    command = [*python("astraflow.cli", "dev", str(recipe), "--data-dir", str(folder))]
     command += ["--quiet", *options, *(word for setting in settings for word in ("--set", setting))]
     folder.mkdir(parents=True)
     with (folder / "dev.log").open("wb") as output:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ from astraflow_dataflow.settings import DataflowServerSettings
 from astraflow_kit import lifecycle
 from astraflow_kit.lifecycle import Addresses, ExitCode, read_address_file
 from astraflow_kit.log import get_logger
-from astraflow_kit.parent import dying_with_us
+from astraflow_kit.parent import dying_with_us, python
 from astraflow_kit.ports import bind_failure
 from astraflow_kit.settings import environment_of
 
@@ -126,7 +125,7 @@ class _Process:
 
     async def _run_once(self) -> int:
         process = await asyncio.create_subprocess_exec(
-            *dying_with_us(sys.executable, "-m", "astraflow_dataflow"),
+            *dying_with_us(*python("astraflow_dataflow")),
             env=self._variables,
             start_new_session=True,  # signals of a terminal reach it once, from here
         )

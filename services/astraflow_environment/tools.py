@@ -18,10 +18,13 @@ from typing import Any, TypeAlias, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec, Tool, ToolCall
+from astraflow_kit.http_answers import post_json
 
 Call: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[str]]
 _MAX_CALLS = 16
 """Calls of one turn that are carried out."""
+_MAX_ANSWER_BYTES = 2**20
+"""Of an endpoint; what is more is an error, unread. `max_output_chars` of it are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,7 @@ def _poster(url: str, *, timeout_s: float) -> Call:
         import httpx
 
         async with httpx.AsyncClient(timeout=timeout_s) as client:
-            answer = await client.post(url, json=dict(arguments))
+            answer = await post_json(client, url, dict(arguments), max_bytes=_MAX_ANSWER_BYTES)
         if answer.is_error:
             raise OSError(f"status {answer.status_code}: {answer.text}")
         return answer.text

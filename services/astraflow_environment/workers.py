@@ -7,7 +7,6 @@ started along when it is killed. A lifecycle `Service`; `sessions` takes workers
 import asyncio
 import itertools
 import socket
-import sys
 
 from astraflow.errors import PluginError
 from astraflow_environment.frames import Frame, Kind, read_frame, write_frame
@@ -17,6 +16,7 @@ from astraflow_kit.children import kill_family
 from astraflow_kit.family import ending_with_us
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
+from astraflow_kit.parent import python
 
 log = get_logger(__name__)
 
@@ -206,9 +206,9 @@ class WorkerPool:
     async def _load(self) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (sys.executable, "-m", "astraflow_environment.worker", str(theirs.fileno()))
+            command = python("astraflow_environment.worker", str(theirs.fileno()), self._specification.dump())
             child = await asyncio.create_subprocess_exec(
-                *ending_with_us(*command, self._specification.dump()),
+                *ending_with_us(*command),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,

@@ -1,4 +1,4 @@
-"""A program that ends with everything it started: `python -m astraflow_kit.family PARENT_PID PROGRAM ARGUMENTS…`.
+"""A program that ends with everything it started: `python -P -m astraflow_kit.family PARENT_PID PROGRAM ARGUMENTS…`.
 
 Invariant: whoever is killed first, even by SIGKILL (the process that asked for it, the program, one of its helpers that
 made itself a daemon), nothing of the program is left: this process adopts its orphans and kills them. It ends as the
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from astraflow_kit.parent import die_with_parent, dying_with_us
+from astraflow_kit.parent import die_with_parent, dying_with_us, python
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_POLL_S = 0.01
@@ -30,7 +30,7 @@ def ending_with_us(*command: str) -> tuple[str, ...]:
     """
     if not sys.platform.startswith("linux"):
         return dying_with_us(*command)
-    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
+    return python(__name__, str(os.getpid()), *command)
 
 
 def _guard(parent_pid: int, command: list[str]) -> NoReturn:

@@ -18,6 +18,7 @@ import structlog
 from structlog.stdlib import BoundLogger, ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from astraflow._contract.printable import printable
 from astraflow_kit.nearest import did_you_mean
 
 _RUN_KEYS = "correlation_id run_id policy_id node_id step version batch_id"
@@ -120,7 +121,7 @@ def _clean(key: str, value: object, *, depth: int) -> object:
 
 def _shortened(text: str) -> str:
     searched = text[:_MOST_SEARCHED]
-    shown = without_secrets(searched)
+    shown = printable(without_secrets(searched))
     # A secret at the cut is not recognised: what may be a part of one is not shown either.
     end = len(shown) if searched == text else max(0, len(shown) - MAX_FIELD_CHARACTERS)
     if (end := min(end, MAX_FIELD_CHARACTERS)) == len(shown):

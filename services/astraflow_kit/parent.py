@@ -1,4 +1,4 @@
-"""Dying with the parent process, whatever ends it; `python -m astraflow_kit.parent PARENT_PID PROGRAM ARGUMENTS…`
+"""Dying with the parent process, whatever ends it; `python -P -m astraflow_kit.parent PARENT_PID PROGRAM ARGUMENTS…`
 becomes PROGRAM and dies with the parent.
 
 Imports nothing but the standard library: it runs in a small process before every engine and every Redis, and the
@@ -30,12 +30,17 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of a module in this interpreter, which imports nothing of the folder that it is started in."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
 def dying_with_us(*command: str) -> tuple[str, ...]:
     """The command line of a child that ends when this process does; it keeps the pid it was started under.
 
     Start it from a thread that lives as long as the process.
     """
-    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
+    return python(__name__, str(os.getpid()), *command)
 
 
 def _become(parent_pid: str, program: str, *arguments: str) -> NoReturn:

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from astraflow._contract.rpcs import bounds_of
 from astraflow.dataflow.v1 import run_pb2
@@ -23,7 +23,8 @@ _SAFE_PATH = re.compile(bounds_of(run_pb2.CodeFile, "path").pattern)
 def read_bundle(bundle: run_pb2.CodeBundle, *, remedy: str) -> list[CodeFile]:
     """Return the files of a bundle.
 
-    Raises RecipeError for a digest that is not the bundle's, with `remedy`, and for a path that leaves its folder.
+    Raises RecipeError for a digest that is not the bundle's, with `remedy`, and for paths that leave their folder or
+    that no folder can have together.
     """
     files = [CodeFile(file.path, file.content) for file in bundle.files]
     digest = bundle_digest(files)
@@ -34,7 +35,20 @@ def read_bundle(bundle: run_pb2.CodeBundle, *, remedy: str) -> list[CodeFile]:
     for file in files:
         if not _SAFE_PATH.fullmatch(file.path):
             raise RecipeError(f"the recipe's code holds {file.path!r}; only plain relative paths are allowed")
+    _require_tree([file.path for file in files])
     return files
+
+
+def _require_tree(paths: list[str]) -> None:
+    """Raise RecipeError where a name stands for two files, or for a file and a folder."""
+    folders = {str(parent): path for path in paths for parent in PurePosixPath(path).parents}
+    for path in paths:
+        if path in folders:
+            raise RecipeError(
+                f"the recipe's code holds {path!r} as a file and {folders[path]!r} below it; rename one of them"
+            )
+        if paths.count(path) > 1:
+            raise RecipeError(f"the recipe's code holds {path!r} twice; send each file once")
 
 
 def install_code(bundle: run_pb2.CodeBundle, *, into: Path, allowed: bool) -> Path | None:

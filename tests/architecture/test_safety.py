@@ -19,6 +19,19 @@ ENVIRONMENT_READERS = (
 )
 # Runs only within a sandbox, in a process made for it: what a sandbox is for.
 IN_A_SANDBOX = "services/astraflow_raas/sandbox/inside.py"
+# An engine's Python may be older than -P: its environment says the same.
+OWN_INTERPRETER = "services/astraflow_raas/engine/command.py"
+READERS_OF_HTTP = {
+    "services/astraflow_kit/http_answers.py": "to a limit",
+    "services/astraflow_environment/tools.py": "by http_answers",
+    "services/astraflow_environment/adapters/search.py": "by http_answers",
+    "services/astraflow_raas/policies/external_model.py": "by http_answers",
+    "services/astraflow_raas/engine/transport.py": "a node's own engines",
+    "services/astraflow_raas/engine/connection_pools.py": "a node's own engines",
+    "services/astraflow_environment/adapters/verifiers_agent.py": "its node's own list of models",
+    "services/astraflow_launcher/support/bundle.py": "pages of our daemons, to a limit",
+    "services/astraflow_launcher/commands/health.py": "pages of our daemons, to a limit",
+}
 CODE = [*source_modules(), *recipe_modules()]
 
 
@@ -53,6 +66,52 @@ def test_each_unsafe_form_is_seen(source: str) -> None:
 
 def test_the_safe_forms_pass() -> None:
     assert not unsafe(ast.parse("torch.load(path, weights_only=True); numpy.load(path); model.eval()"))
+
+
+def test_every_child_that_is_a_python_leaves_the_current_folder_alone() -> None:
+    ours = [module for module in source_modules() if module.name != OWN_INTERPRETER]
+    found = {module.name: lines for module in ours if (lines := unsafe_children(module.tree))}
+    assert not found, (
+        f"start modules by astraflow_kit.parent.python, so that no file here is imported: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ('command = [sys.executable, "-m", "astraflow_raas"]', [1]),
+        ('run(str(python), "-c", code)', [1]),
+        ('run(python("astraflow_raas"))', []),
+        ('run(sys.executable, "-P", "-m", "x"); run(path, "-I", "-c", "x")', []),
+        ('words[1:3] == ["-m", module]', []),
+    ],
+)
+def test_a_child_with_the_current_folder_is_seen(source: str, lines: list[int]) -> None:
+    assert unsafe_children(ast.parse(source)) == lines
+
+
+def unsafe_children(tree: ast.Module) -> list[int]:
+    """Lines on which an interpreter's command line has a module or code, and neither -P nor -I."""
+    found = []
+    for node in ast.walk(tree):
+        parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+        words = [part.value if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts]
+        begins = {word for word in words[1:3] if word in ("-m", "-c")}
+        if (
+            begins
+            and "python" in f"{words[0]}".replace("sys.executable", "python")
+            and not {"-P", "-I"} & {*words}
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def test_answers_of_others_are_read_to_a_limit() -> None:
+    readers = {m.name for m in CODE if m.imports() & {"httpx", "urllib.request", "aiohttp", "requests"}}
+    unknown = {name for name in readers if "astraflow_bench/" not in name} - READERS_OF_HTTP.keys()
+    assert not unknown, (
+        f"read what others answer by astraflow_kit.http_answers, or say here why not: {unknown}"
+    )
 
 
 def unsafe(tree: ast.Module) -> list[str]:

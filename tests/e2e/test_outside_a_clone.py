@@ -1,4 +1,7 @@
-"""From an installed wheel, in an empty folder: the quickstart is there, and a new recipe is checked and trained."""
+"""From an installed wheel, in a folder of somebody's: the quickstart is there, and a new recipe is checked and trained.
+
+The folder's files have the names of modules that our processes import; none of them does import them.
+"""
 
 import json
 import os
@@ -10,19 +13,22 @@ from zipfile import ZipFile
 
 import pytest
 
+from astraflow_kit.parent import python
 from support.development import ROOT, SMALL
+from support.hostile_folder import hostile_folder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(400)]
 
 
 class Installed:
-    """A wheel of this tree, unpacked, and an empty folder to work in."""
+    """A wheel of this tree, unpacked, and a folder to work in."""
 
     def __init__(self, folder: Path) -> None:
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
         subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-        self.packages, self.folder = folder / "packages", folder / "empty"
+        self.packages, self.folder = folder / "packages", folder / "own"
         self.folder.mkdir()
+        hostile_folder(self.folder)
         (wheel,) = folder.glob("*.whl")
         with ZipFile(wheel) as content:
             content.extractall(self.packages)
@@ -30,7 +36,7 @@ class Installed:
     def json(self, *arguments: str) -> Any:
         """What `astraflow ARGUMENTS --json` prints."""
         ended = subprocess.run(
-            [sys.executable, "-m", "astraflow.cli", *arguments, "--json"],
+            [*python("astraflow.cli", *arguments, "--json")],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.packages)},
             capture_output=True,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 PLAYS_DEV = """
 import os, subprocess, sys, time
-if sys.orig_argv[1:4] == ["-m", "astraflow.cli", "dev"]:
+if sys.orig_argv[1:5] == ["-P", "-m", "astraflow.cli", "dev"]:
     own = subprocess.Popen(["sleep", "600"], start_new_session=True)
     with open(os.environ["PIDS"] + ".new", "w") as file:
         file.write(f"{os.getpid()} {own.pid}")

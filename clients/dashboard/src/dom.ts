@@ -11,16 +11,21 @@ export function el(kind: string, attributes: Attributes = {}, ...children: Child
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== undefined && value !== false) element.setAttribute(name, String(value));
+    else if (value !== undefined && value !== false) element.setAttribute(name, plain(String(value)));
   }
   append(element, children);
   return element;
 }
 
+/** Text of others without what would turn it around or break its line. */
+export function plain(text: string): string {
+  return text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u0080-\u009f]/g, "\ufffd").replace(/[\u2028\u2029]/g, "\u2424");
+}
+
 export function append(parent: Node, children: Child[]): void {
   for (const child of children) {
     if (child === null || child === undefined || child === false) continue;
-    parent.appendChild(typeof child === "object" ? child : document.createTextNode(String(child)));
+    parent.appendChild(typeof child === "object" ? child : document.createTextNode(plain(String(child))));
   }
 }
 

@@ -1,6 +1,6 @@
 // What the policies said: a list to search and filter, and one episode token by token.
 import { exportAddress, sample, samples, search, type Content, type Sample, type SampleQuery, type Status } from "./api";
-import { append, code, el, empty, fill, table } from "./dom";
+import { append, code, el, empty, fill, plain, table } from "./dom";
 import { ago, count, figure, moment, number } from "./format";
 import { words } from "./words";
 import type { Refused } from "./view";
@@ -289,7 +289,7 @@ class Tokens {
     if (trained && trainer !== null) parts.push(`trainer ${number(trainer, 4)}`, `difference ${number(trainer - engine, 3)}`);
     const version = this.versions[index];
     if (version !== null && version !== undefined) parts.push(`version ${version}`);
-    this.detail.textContent = parts.join(" · ");
+    this.detail.textContent = plain(parts.join(" · "));
   }
 }
 

@@ -177,7 +177,7 @@ def main() -> None:
     try:
         run()
     except AstraflowError as error:
-        from astraflow.commands.wording import printable
+        from astraflow._contract.printable import printable
 
         typer.echo(printable(f"{error.reason}: {error.message}"), err=True)
         sys.exit(_exit_status(error))

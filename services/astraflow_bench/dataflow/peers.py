@@ -24,7 +24,7 @@ import numpy as np
 
 from astraflow_bench.dataflow.sizes import GROUP
 from astraflow_bench.figures import Figure
-from astraflow_kit.parent import dying_with_us
+from astraflow_kit.parent import dying_with_us, python
 
 _PACKAGES = {"Ray's object store": ("ray", "ray"), "TransferQueue": ("transfer_queue", "TransferQueue")}
 """Whose figure: the module that it needs, and the package that brings it."""
@@ -54,7 +54,7 @@ def _figures(peer: str, *, count: int, tokens: int) -> list[Figure]:
 
 def _moved(module: str, *, count: int, tokens: int) -> Mapping[str, float]:
     """What its program measured. Raises SubprocessError, ValueError with the end of its own words."""
-    command = dying_with_us(sys.executable, "-m", __name__, module, str(count), str(tokens))
+    command = dying_with_us(*python(__name__, module, str(count), str(tokens)))
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_MOST_S, check=False, env={**os.environ, **quiet}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from astraflow.client import AsyncClient
 from astraflow_bench.dataflow.resp import RespSocket
 from astraflow_bench.figures import cpu_seconds
 from astraflow_kit.lifecycle import read_address_file
-from astraflow_kit.parent import dying_with_us
+from astraflow_kit.parent import dying_with_us, python
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run.embedded_redis import require_server, server_command, wait_until_answering
 
@@ -163,7 +162,7 @@ def redis_process(folder: Path, port: int) -> Iterator[int]:
 def _server(url: str, folder: Path, options: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     folder.mkdir()
     path = folder / "address.json"
-    command = [sys.executable, "-m", "astraflow_dataflow", "--redis", url, "--log-level", "warning"]
+    command = [*python("astraflow_dataflow", "--redis", url, "--log-level", "warning")]
     command += ["--work-dir", str(folder), "--address-file", str(path), *options]
     with running(command, log=folder / "server.log") as process:
         yield process, path

@@ -22,6 +22,7 @@ import psutil
 from astraflow.client import channel_options
 from astraflow_bench.dataflow.processes import Bed, running
 from astraflow_bench.figures import cpu_seconds
+from astraflow_kit.parent import python
 from astraflow_kit.ports import free_port
 
 _SERVICE = "bench.Raw"
@@ -64,7 +65,7 @@ class RawStreams:
 async def raw_streams(folder: Path, message: bytes, *, count: int) -> AsyncIterator[RawStreams]:
     """A server that has answered a tenth of `count` messages already, to warm up."""
     port = free_port()
-    command = [sys.executable, "-m", __name__, str(port)]
+    command = python(__name__, str(port))
     with running(command, log=folder / "raw.log") as process:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
             await asyncio.wait_for(channel.channel_ready(), 60)
@@ -77,7 +78,7 @@ async def raw_streams(folder: Path, message: bytes, *, count: int) -> AsyncItera
 async def memory_of_streams(folder: Path, *, count: int) -> float:
     """Bytes by which the server grows for each open stream, every one on a connection of its own."""
     port = free_port()
-    command = [sys.executable, "-m", __name__, str(port)]
+    command = python(__name__, str(port))
     # Channels to one address share a connection otherwise.
     options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
     async with AsyncExitStack() as stack:

@@ -155,7 +155,7 @@ def _child(run: psutil.Popen, module: str) -> psutil.Process | None:
             words = child.cmdline()
         except psutil.Error:
             continue
-        if words[1:3] == ["-m", module]:
+        if words[1:4] == ["-P", "-m", module]:
             return child
     return None
 

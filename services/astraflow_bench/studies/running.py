@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,6 +24,7 @@ from astraflow_bench.machine import Origin
 from astraflow_bench.studies.ledger import Ledger
 from astraflow_bench.studies.study import Cell, Measured, Result, Run, Study
 from astraflow_kit.family import ending_with_us
+from astraflow_kit.parent import python
 from astraflow_launcher.view.metrics_file import read_lines
 
 _END_BYTES = 2000
@@ -68,7 +68,7 @@ def run_recipe(
     """Run a recipe from `folder`; returns its summary and the folder of the run. Raises InternalError with the end of
     the run's own words, also when it was killed because of `stopped`.
     """
-    command = [sys.executable, "-m", "astraflow.cli", "dev", str(recipe.resolve()), "--json", "--quiet"]
+    command = [*python("astraflow.cli", "dev", str(recipe.resolve()), "--json", "--quiet")]
     command += [word for item in overrides for word in ("--set", item)]
     paths = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

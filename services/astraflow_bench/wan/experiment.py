@@ -7,7 +7,6 @@ Invariant: everything it makes ends with it; nothing is measured before plain TC
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from astraflow_bench.wan.messages import Message
 from astraflow_bench.wan.network import Network
 from astraflow_bench.wan.report import Arrival, WanReport
 from astraflow_bench.wan.role_processes import RoleProcesses
+from astraflow_kit.parent import python
 from astraflow_weights.settings import MirrorSettings
 
 __all__ = ["Options", "run"]
@@ -386,7 +386,7 @@ def _connections() -> int:
 
 
 def _python(module: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"astraflow_bench.wan.{module}", *arguments)
+    return python(f"astraflow_bench.wan.{module}", *arguments)
 
 
 @contextmanager

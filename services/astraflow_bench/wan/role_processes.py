@@ -7,7 +7,6 @@ processes end with the block.
 import json
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from astraflow.errors import DeadlineError, UnavailableError
 from astraflow_bench.wan.links import Place
 from astraflow_bench.wan.messages import Message
 from astraflow_bench.wan.network import Network
+from astraflow_kit.parent import python
 
 _END_S = 20.0
 _POLL_S = 0.5
@@ -44,7 +44,7 @@ class RoleProcesses:
         log = (self._folder / f"{name}.log").open("wb")
         process = self._network.start(
             place,
-            *(sys.executable, "-m", f"astraflow_bench.wan.{module}"),
+            *python(f"astraflow_bench.wan.{module}"),
             stdin=subprocess.PIPE,
             stderr=log,
         )

@@ -9,11 +9,13 @@ import re
 from collections.abc import Collection
 
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
+from astraflow_kit.http_answers import post_json
 
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.S)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
 MAX_QUERY_CHARS = 10_000
 """Of the contract; what a policy writes beyond it is left out."""
+_MAX_ANSWER_BYTES = 16 * 2**20
 _HINT = "Write <search>what to look for</search>, or <answer>the answer</answer>."
 
 
@@ -53,10 +55,11 @@ class Search:
         self._searches += 1
         try:
             async with httpx.AsyncClient(timeout=self._timeout_s) as client:
-                answer = await client.post(self._url, json={"query": query, "top_k": self._top_k})
+                asked = {"query": query, "top_k": self._top_k}
+                answer = await post_json(client, self._url, asked, max_bytes=_MAX_ANSWER_BYTES)
         except httpx.ConnectError as error:
             raise MissingCapability(
-                f"no search service at {self._url}; start it: python -m "
+                f"no search service at {self._url}; start it: python -P -m "
                 "astraflow_environment.adapters.search_service --passages FILE"
             ) from error
         passages = answer.raise_for_status().json()["passages"]

@@ -10,7 +10,7 @@ import typer
 from astraflow.client import AsyncClient
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.wording import print_json
+from astraflow.commands.wording import print_json, say
 from astraflow.connecting.connection import Connection
 from astraflow_kit.log import configure
 from astraflow_launcher.scaling.command_hook import CommandHook
@@ -46,7 +46,7 @@ def autoscale(
         if options.json_:
             print_json({"pool": pool, **vars(resized)})
         else:
-            typer.echo(f"{pool}: {resized.nodes} nodes ({resized.problem or resized.reason})")
+            say(f"{pool}: {resized.nodes} nodes ({resized.problem or resized.reason})")
 
     asyncio.run(_follow(connection, hook, run_id=options.run_id, pool=pool, every_s=every_s, tell=tell))
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from astraflow.commands.wording import print_json
+from astraflow.commands.wording import print_json, say
 from astraflow.errors import InvalidArgumentError
 
 app = typer.Typer(add_completion=False)
@@ -73,7 +73,7 @@ def health(
             {"daemon": daemon.value, "question": page, "address": address, "ok": not reason, "reason": reason}
         )
     else:
-        typer.echo(f"{daemon.value} {page}: {reason or 'ok'}")
+        say(f"{daemon.value} {page}: {reason or 'ok'}")
     if reason:
         raise typer.Exit(_SICK)
 

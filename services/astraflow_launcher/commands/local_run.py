@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from astraflow.commands.wording import say
 from astraflow.errors import StateError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe
@@ -69,7 +70,7 @@ def own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
     try:
         folder = open_run_folder(loaded, data_dir=data_dir)
     except StateError as error:
-        typer.echo(f"{error.reason}: {error.message}", err=True)
+        say(f"{error.reason}: {error.message}", err=True)
         raise typer.Exit(ExitCode.SUPERSEDED) from None
     for change in folder.changes:
         typer.echo(f"trainers go on with another recipe: {change}", err=True)

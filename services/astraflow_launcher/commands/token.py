@@ -16,7 +16,7 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.join import is_join_string, parse_join
 from astraflow_kit.identity.tokens import ROLES
 from astraflow_launcher.issuing.keys import create_keys, rotate_keys
-from astraflow_launcher.issuing.secret_files import require_absent, write_file
+from astraflow_launcher.issuing.secret_files import keep_private, require_absent, write_file
 from astraflow_launcher.issuing.tokens import (
     Grant,
     describe_join,
@@ -159,6 +159,7 @@ def hand_out(secret: str, *, out: Path | None) -> None:
     """Print a secret, or write it where only its owner reads it, and say for how long it is valid on stderr."""
     described = _described(secret)
     if out is None:
+        keep_private(sys.stdout)
         typer.echo(secret)
     else:
         require_absent(out)

@@ -26,6 +26,7 @@ from astraflow.recipe.file import LoadedRecipe
 from astraflow.trainer.v1 import trainer_service_pb2, trainer_service_pb2_grpc
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import MAX_BYTES
+from astraflow_kit.parent import python
 from astraflow_kit.ports import free_port
 from astraflow_launcher.run import embedded_redis
 from astraflow_launcher.run.child_watch import ChildWatch, serves
@@ -34,7 +35,7 @@ from astraflow_launcher.run.folder import RunFolder
 from astraflow_launcher.run.memory import PeakMemory
 from astraflow_launcher.run.node_pool import NodePool, first_nodes
 from astraflow_launcher.run.observer import Observer
-from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor, python
+from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from astraflow_launcher.run.registration import register_run
 from astraflow_launcher.run.run_tokens import RunTokens
 from astraflow_launcher.scaling.following import PoolFollower

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -282,11 +281,6 @@ class Supervisor:
         await self.stop_all()
         for task in self._tasks.values():
             task.cancel()
-
-
-def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command line that runs one of our modules with this interpreter."""
-    return (sys.executable, "-m", module, *arguments)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

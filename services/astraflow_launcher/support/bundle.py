@@ -45,6 +45,7 @@ _MAX_MANIFESTS = 100
 """As text; all of them are packed as they are."""
 _REDIS_LOOKS = 5
 _ANSWER_S = 5.0
+_MAX_PAGE_BYTES = 16 * 2**20
 _ONCE = RetryPolicy(total_s=0.0)
 _TEXTS = frozenset({".log", ".jsonl", ".json", ".yaml", ".txt", ".py", ".err", ".out"})
 _TEXT_NAMES = frozenset({"stderr", "stdout", "hits", "incarnation", "latest", "lock"})
@@ -274,7 +275,7 @@ def _add_page(archive: Archive, name: str, url: str, *, token: Path) -> None:
     if token.exists():
         request.add_header("Authorization", f"Bearer {token.read_text().strip()}")
     with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-        content: bytes = answer.read()
+        content: bytes = answer.read(_MAX_PAGE_BYTES)
     archive.add_text(name, content.decode(errors="replace"), about=url)
 
 

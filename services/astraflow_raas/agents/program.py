@@ -79,6 +79,7 @@ async def _end(child: asyncio.subprocess.Process) -> None:
     """Kill what is left of the agent; the guard in front of it does so on SIGINT."""
     with suppress(ProcessLookupError):
         child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGCONT)  # an agent may have stopped its guard
     with suppress(TimeoutError):
         async with asyncio.timeout(_END_S):
             # Its pipe is closed only when all of it has been read.

@@ -22,6 +22,8 @@ from astraflow_raas.settings import EMBEDDED_ENGINE, SGLANG_ENGINE
 _NEEDS = {EMBEDDED_ENGINE: ("astraflow_engine", "torch"), SGLANG_ENGINE: ("sglang",)}
 # A crashing SGLang otherwise stays for a minute, in case somebody wants dumps of its GPUs and its schedulers.
 _SGLANG_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+# An engine may be of a Python that has no -P; from 3.11 on this says the same: no modules of the current folder.
+_SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 _REMEDIES = {
     EMBEDDED_ENGINE: "pip install 'astraflow[engine]'",
     SGLANG_ENGINE: "in an environment of its own: python -m venv /opt/sglang && /opt/sglang/bin/pip install sglang",
@@ -77,7 +79,7 @@ class EngineCommand:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))} if self.gpus else {}
         defaults = _SGLANG_ENVIRONMENT if self.kind == SGLANG_ENGINE else {}
         loader = self.orders.environment(inherited) if self.orders else {}
-        return {**defaults, **inherited, **threads, **gpus, **loader}
+        return {**defaults, **inherited, **threads, **gpus, **loader, **_SAFE_PATH}
 
     def _embedded_args(self) -> list[str]:
         args = ["astraflow_engine", "--seed", str(self.seed)]
@@ -151,7 +153,8 @@ async def require_engine(kind: str, *, python: Path | None) -> None:
 async def _has_module(name: str, *, python: Path | None) -> bool:
     if python is None:
         return importlib.util.find_spec(name) is not None
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    safe = "import sys; sys.path = [*filter(None, sys.path)]"
+    code = f"{safe}; import importlib.util as found; sys.exit(not found.find_spec({name!r}))"
     try:
         process = await asyncio.create_subprocess_exec(
             str(python), "-c", code, stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL

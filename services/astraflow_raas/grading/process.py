@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from astraflow.plugins import MissingCapability, RewardFailed, RewardLimits, Score, TaskSpec
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.children import kill_family
 from astraflow_kit.family import ending_with_us
+from astraflow_kit.parent import python
 from astraflow_kit.plugins import RecipeSource
 from astraflow_raas.grading.wire import LINE_BYTES, call_line, line
 from astraflow_raas.settings import child_environment
@@ -122,12 +124,14 @@ class WorkerProcess:
 
 async def start_worker(order: WorkerOrder) -> WorkerProcess:
     """Return a worker that can grade. Raises WorkerRefused, RewardFailed."""
+    here = ("", str(Path.cwd()))
     try:
         child = await asyncio.create_subprocess_exec(
-            *ending_with_us(sys.executable, "-m", "astraflow_raas.grading.worker"),
+            *ending_with_us(*python("astraflow_raas.grading.worker")),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=child_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment()
+            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path not in here)},
             start_new_session=True,
             limit=LINE_BYTES,
         )

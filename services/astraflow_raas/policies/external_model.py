@@ -18,6 +18,7 @@ import httpx
 from astraflow.plugins import GenerateResult, Message, MissingCapability
 from astraflow.recipe import ExternalSettings
 from astraflow.rollout.v1 import task_pb2
+from astraflow_kit.http_answers import AnswerRefused, post_json
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.settings import read_secret
@@ -30,6 +31,7 @@ _BUSY = frozenset({408, 409, 425, 429})
 _NOT_ALLOWED = frozenset({401, 403})
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
 _SHOWN_CHARS = 300
+_MAX_ANSWER_BYTES = 16 * 2**20
 
 
 class _Busy(Exception):
@@ -117,7 +119,9 @@ class ExternalModel:
 
     async def _ask(self, body: Mapping[str, object]) -> Any:  # noqa: ANN401 - JSON
         try:
-            response = await self._connected().post("/chat/completions", json=body)
+            response = await post_json(
+                self._connected(), "/chat/completions", body, max_bytes=_MAX_ANSWER_BYTES
+            )
             status, text = response.status_code, response.text[:_SHOWN_CHARS]
             if status in _BUSY or status >= 500:
                 wait_s = _seconds(response.headers.get("retry-after", ""))
@@ -125,6 +129,8 @@ class ExternalModel:
             if status != 200:
                 self._refused(status, text)
             return response.json()
+        except AnswerRefused as error:
+            raise self._faulty(str(error)) from error
         except httpx.HTTPError as error:
             raise _Busy(f"{type(error).__name__}: {error}") from error
         except ValueError as error:

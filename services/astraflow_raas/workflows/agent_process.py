@@ -7,8 +7,10 @@ survives the episode; however it fails, that costs one attempt of one task. Name
 
 import asyncio
 import json
+import os
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -186,7 +188,12 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 def _read(path: Path) -> _Result:
     try:
-        with path.open("rb") as stream:
+        # An agent may have made anything of it; only a file is read, and nothing waits for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise AgentFailed(
+                    "the agent's file ASTRAFLOW_RESULT is no regular file; write JSON to that path"
+                )
             return _Result.model_validate_json(stream.read(_MAX_RESULT_BYTES))
     except FileNotFoundError:
         return _Result()

@@ -11,6 +11,7 @@ import pytest
 from astraflow.plugins import Message, Observation, TaskSpec, ToolCall
 from astraflow_environment.tools import HttpTool, McpServer, Tools
 from support import tool_functions
+from support.http_server import answering
 
 FUNCTIONS = [f"support.tool_functions:{name}" for name in ("add", "shout", "fail", "nap", "novel")]
 TASK = TaskSpec("t1", (Message("user", "Work."),))
@@ -97,6 +98,13 @@ async def test_an_endpoint_is_a_tool() -> None:
     server.shutdown()
     server.server_close()
     assert given == ["rain in Oslo", "error: OSError: status 404: rain in Rome"]
+
+
+async def test_an_endpoint_that_answers_without_end_is_an_error_that_the_assistant_reads() -> None:
+    with answering(b"x" * 2**20, times=10**6) as url:
+        (given,) = await answers(Tools(http=[HttpTool(name="flood", url=url)]), ("flood", "{}"))
+    assert given.startswith("error: AnswerRefused: ")
+    assert "answered more than 1048576 bytes" in given
 
 
 async def test_the_tools_of_an_mcp_server() -> None:

@@ -4,13 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import pytest
 
-from astraflow_kit.parent import dying_with_us
+from astraflow_kit.family import ending_with_us
+from astraflow_kit.parent import dying_with_us, python
+from support.hostile_folder import HOSTILE_STATUS, hostile_folder
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses prctl")
 
@@ -80,3 +83,14 @@ def test_a_program_that_does_not_exist_is_named() -> None:
     done = _run(*dying_with_us("/no/such/program"))
     assert done.returncode != 0
     assert "No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("guarded", [None, dying_with_us, ending_with_us])
+def test_a_child_of_ours_imports_nothing_of_the_folder_that_it_is_started_in(
+    guarded: Callable[..., Sequence[str]] | None, tmp_path: Path
+) -> None:
+    hostile_folder(tmp_path)
+    unsafe = (sys.executable, "-m", "json.tool", "--help")
+    for command, status in ((unsafe, HOSTILE_STATUS), (python("json.tool", "--help"), 0)):
+        started = guarded(*command) if guarded else command
+        assert subprocess.run(started, cwd=tmp_path, capture_output=True, check=False).returncode == status

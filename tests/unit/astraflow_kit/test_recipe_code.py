@@ -57,6 +57,23 @@ def test_paths_that_leave_the_folder_are_refused(tmp_path: Path, path: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("paths", "complaint"),
+    [
+        (["recipe.py", "recipe.py/x"], "'recipe.py' as a file and 'recipe.py/x' below it; rename one"),
+        (["a/b", "a/b/c/d", "recipe.py"], "'a/b' as a file and 'a/b/c/d' below it"),
+        (["recipe.py", "recipe.py"], "'recipe.py' twice"),
+    ],
+)
+def test_paths_that_no_folder_can_have_are_refused(tmp_path: Path, paths: list[str], complaint: str) -> None:
+    listed = [CodeFile(path, b"X = 1") for path in paths]
+    sent = [run_pb2.CodeFile(path=file.path, content=file.content) for file in listed]
+    code = run_pb2.CodeBundle(files=sent, sha256=bundle_digest(listed))
+    with pytest.raises(RecipeError, match=complaint):
+        install_code(code, into=tmp_path / "code", allowed=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_code_of_a_recipe_of_this_release_needs_no_leave(tmp_path: Path) -> None:
     shipped = load_recipe(Path("quickstart"))
     code = bundle({file.path: file.content.decode() for file in shipped.code})

@@ -6,7 +6,7 @@ import typer
 
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.wording import as_json, console, print_json, table
+from astraflow.commands.wording import as_json, console, print_json, say, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 
@@ -33,7 +33,7 @@ def list_(
         print_json(as_json(answer))
         return
     if not answer.dead_letters:
-        typer.echo("no dead letters")
+        say("no dead letters")
         return
     shown = table("letter", "task", "reason", "attempt", "node", "detail", right=("attempt",))
     for letter in answer.dead_letters:
@@ -41,7 +41,7 @@ def list_(
         shown.add_row(*cells, letter.detail)
     console().print(shown)
     if answer.total > len(answer.dead_letters):
-        typer.echo(f"and {answer.total - len(answer.dead_letters)} more; --limit shows up to 500")
+        say(f"and {answer.total - len(answer.dead_letters)} more; --limit shows up to 500")
 
 
 @app.command()

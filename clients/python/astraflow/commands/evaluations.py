@@ -14,7 +14,7 @@ import typer
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.wording import as_json, console, enum_text, number_text, print_json, table
+from astraflow.commands.wording import as_json, console, enum_text, number_text, print_json, say, table
 from astraflow.dataflow.v1 import evaluation_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2
@@ -98,7 +98,7 @@ def list_(options: RunOptions) -> None:
         print_json([as_json(item) for item in found])
         return
     if not found:
-        typer.echo("no evaluation yet; ask for one: astraflow evaluations request")
+        say("no evaluation yet; ask for one: astraflow evaluations request")
         return
     shown = table("evaluation", "state", "versions", "samples", "failed", "mean reward", right=("failed",))
     for item in found:
@@ -142,7 +142,7 @@ def _found(client: Client, run_id: str, name: str) -> pb.GetEvaluationResponse:
 
 def _show(options: RunOptions, found: pb.GetEvaluationResponse) -> None:
     if not options.json_:
-        typer.echo(_pass_text(found.evaluation))
+        say(_pass_text(found.evaluation))
     if options.json_ or found.scores:
         options.show(found, _score_table)
 

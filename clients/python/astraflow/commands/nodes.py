@@ -10,7 +10,7 @@ from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
 from astraflow.commands.status import node_state, serves_text
-from astraflow.commands.wording import as_json, console, print_json, seconds_of, span_text, table
+from astraflow.commands.wording import as_json, console, print_json, say, seconds_of, span_text, table
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import version_pb2
 
@@ -35,7 +35,7 @@ def nodes(
         print_json([as_json(node) for node in found])
         return
     if not found:
-        typer.echo("no node has joined; start one: astraflow raas --join HOST:PORT")
+        say("no node has joined; start one: astraflow raas --join HOST:PORT")
         return
     figures = ("price/h", "leases", "credits", "at once", "tokens/s", "a task", "per Mtok")
     shown = table(
@@ -46,19 +46,19 @@ def nodes(
     for node in found:
         shown.add_row(*_cells(node))
     console().print(shown)
-    typer.echo(
+    say(
         "credits: tasks that it takes now; at once: episodes; a task: mean time of one; "
         "per Mtok: price of a million sampled tokens"
     )
     for node in found:
         if node.poisoned:
             drained = "; it is drained for them" if node.drain_reason == "poison" else ""
-            typer.echo(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
+            say(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
         for fault in node.weight_faults:
-            typer.echo(f"{node.node_id}: {_fault_text(fault)}")
+            say(f"{node.node_id}: {_fault_text(fault)}")
         for load in node.engine_loads:
             if load.fault:
-                typer.echo(f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}")
+                say(f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}")
 
 
 def _cells(node: pb.NodeStatus) -> tuple[str, ...]:

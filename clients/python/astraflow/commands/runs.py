@@ -29,6 +29,7 @@ from astraflow.commands.wording import (
     number_text,
     origin_text,
     print_json,
+    say,
     table,
 )
 from astraflow.dataflow.v1 import admin_service_pb2, run_pb2
@@ -75,7 +76,7 @@ def create(
     run = run_of(loaded, run_id=run_id or loaded.recipe.run.name, store_uri=store)
     with options.client() as client:
         if probe:
-            typer.echo(prepare_store(store), err=True)
+            say(prepare_store(store), err=True)
         created = create_run(client, run)
         _say(options, created)
         if wait:
@@ -180,7 +181,7 @@ def fork(
     """
     with options.client() as client:
         if store and probe:
-            typer.echo(prepare_store(store), err=True)
+            say(prepare_store(store), err=True)
         created = fork_run(
             *(client, source),
             run_id=run_id,
@@ -194,10 +195,10 @@ def fork(
         starts = {name: start.model_dump(mode="json") for name, start in origins.items()}
         print_json({**_without_content(created), "starts": starts})
         return
-    typer.echo(_state_text(created))
+    say(_state_text(created))
     for name, start in origins.items():
-        typer.echo(_origin_text(name, start))
-    typer.echo(
+        say(_origin_text(name, start))
+    say(
         "optimizers start fresh; a trainer that is started with --source-work-dir FOLDER goes on with that of SOURCE's "
         "checkpoint of this step",
         err=True,
@@ -216,7 +217,7 @@ def list_(
         print_json([_without_content(run) for run in runs])
         return
     if not runs:
-        typer.echo("the server has no run; start one: astraflow dev RECIPE, or astraflow runs create RECIPE")
+        say("the server has no run; start one: astraflow dev RECIPE, or astraflow runs create RECIPE")
         return
     console().print(runs_table(runs))
 
@@ -282,7 +283,7 @@ def _follow(client: Client, run_id: str) -> None:
         stopped_for = status.stopped_for
         if status.state != state or time.monotonic() - said_s >= _SAY_EVERY_S:
             state, said_s = status.state, time.monotonic()
-            typer.echo(_progress_text(status))
+            say(_progress_text(status))
     if stopped_for:
         raise PreconditionError(f"run {run_id} was stopped: {stopped_for}")
     if state != run_pb2.RUN_STATE_FINISHED:
@@ -331,7 +332,7 @@ def _say(options: ServerOptions, run: run_pb2.Run) -> None:
     if options.json_:
         print_json(_without_content(run))
     else:
-        typer.echo(_state_text(run))
+        say(_state_text(run))
 
 
 def _without_content(run: run_pb2.Run) -> dict[str, object]:

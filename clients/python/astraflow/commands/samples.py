@@ -18,7 +18,7 @@ from astraflow.client import Client
 from astraflow.columns import decode_columns
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
-from astraflow.commands.wording import as_json, console, print_json, table
+from astraflow.commands.wording import as_json, console, print_json, say, table
 from astraflow.dataflow.v1 import sample_service_pb2 as pb
 from astraflow.errors import InvalidArgumentError
 from astraflow.samples.content import sample_values, trainer_logprobs
@@ -111,7 +111,7 @@ def list_(
         print_json([as_json(sample) for sample in shown])
         return
     if not shown:
-        typer.echo("the archive has no such sample (yet)")
+        say("the archive has no such sample (yet)")
         return
     right = ("step", "reward", "tokens", "versions")
     rows = table("sample", "step", "reason", "reward", "tokens", "versions", "task", "source", right=right)
@@ -119,7 +119,7 @@ def list_(
         rows.add_row(*_cells(sample))
     console().print(rows)
     if more:
-        typer.echo(f"and more; --limit shows more than {limit}")
+        say(f"and more; --limit shows more than {limit}")
 
 
 @app.command()
@@ -141,12 +141,12 @@ def show(
         print_json(sample_values(content, texts))
         return
     item = content.sample.item
-    typer.echo(
+    say(
         f"{item.trajectory_id} of {content.sample.policy_id}, step {content.sample.step}: {content.sample.reason}, "
         f"reward {item.reward:g}{advantage}, task {item.task_id}, versions {item.min_version} to {item.max_version}"
     )
     screen, compares = console(), bool(content.trainer_logprobs)
-    typer.echo(_BY_DIFFERENCE if compares else _BY_ENGINE)
+    say(_BY_DIFFERENCE if compares else _BY_ENGINE)
     screen.print(
         differences(content, texts)
         if compares and (screen.no_color or not screen.color_system)
@@ -182,7 +182,7 @@ def export(
         to.write_text("".join(f"{json.dumps(sample, ensure_ascii=False)}\n" for sample in samples))
     else:
         to.write_bytes(parquet(samples))
-    typer.echo(f"{len(samples)} samples are in {to}")
+    say(f"{len(samples)} samples are in {to}")
 
 
 def _found(client: Client, chosen: Chosen, *, run_id: str, texts: TokenTexts | None) -> Iterator[Sample]:

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from grpc import RpcError
 
 from astraflow.client import Client, RetryPolicy
-from astraflow.commands.wording import as_json, console, print_json
+from astraflow.commands.wording import as_json, console, print_json, say
 from astraflow.connecting.connection import Connection, DialFiles, dial
 from astraflow.dataflow.v1.admin_service_pb2 import GetServerInfoRequest
 from astraflow.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -187,7 +187,7 @@ class ServerOptions(DialOptions):
         """
         server = server or self.server()
         if not server.found_by.startswith("--"):
-            typer.echo(f"asking {server.address} ({server.found_by})", err=True)
+            say(f"asking {server.address} ({server.found_by})", err=True)
         with Client(self.connection(server), retry=_PATIENCE) as client:
             try:
                 if patience_s:
@@ -209,7 +209,7 @@ class ServerOptions(DialOptions):
         if self.json_:
             print_json(as_json(answer))
         elif isinstance(made := text(answer), str):
-            typer.echo(made)
+            say(made)
         else:
             console().print(made)
 

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from astraflow._contract.printable import printable_json
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.server import RunOptions
@@ -26,6 +27,7 @@ from astraflow.commands.wording import (
     heading,
     number_text,
     origin_text,
+    say,
     seconds_of,
     span_text,
     table,
@@ -85,7 +87,7 @@ def follow(client: Client, *, run_id: str, pause_s: float = 1.0) -> Iterator[pb.
         except RetryableError as error:
             if not reached:
                 raise
-            typer.echo(f"the server does not answer, retrying: {error.message}", err=True)
+            say(f"the server does not answer, retrying: {error.message}", err=True)
         time.sleep(pause_s)
 
 
@@ -95,7 +97,7 @@ def _show_all(statuses: Iterator[pb.StatusResponse], *, as_lines: bool) -> None:
     with suppress(KeyboardInterrupt):
         if as_lines:
             for status in statuses:
-                typer.echo(json.dumps(as_json(status), ensure_ascii=False))
+                typer.echo(printable_json(json.dumps(as_json(status), ensure_ascii=False)))
         elif output.is_terminal:
             with Live(console=output, auto_refresh=False) as live:
                 for status in statuses:

@@ -21,6 +21,8 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableT
 from rich.table import Table
 from rich.text import Text
 
+from astraflow._contract.printable import printable, printable_json
+
 if TYPE_CHECKING:
     from google._upb import _message
     from google.protobuf import descriptor
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 160
 _MINUTE_S, _HOUR_S = 60, 3600
 _BARS = "▁▂▃▄▅▆▇█"
-_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def as_json(message: Message) -> dict[str, Any]:
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(printable_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
-def printable(text: str) -> str:
-    """Return a text in which what would act on a terminal is a picture: `␛` for an escape."""
-    return text.translate(_PICTURES)
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line for people, in which nothing that others wrote acts on their terminal."""
+    typer.echo(printable(text), err=err)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ def require_compatible(server: server_info_pb2.ServerInfo, *, address: str) -> N
         return
     spoken = f"{oldest} to {newest}" if oldest < newest else f"{newest}"
     older = "client" if oldest > CONTRACT_VERSION else "server"
+    remedy = f"install astraflow=={server.product_version} here"
+    if server.product_version == __version__:
+        remedy = f"install the build that the server has: both are called {__version__}, and differ"
     raise IncompatibleError(
         f"the server at {address} (astraflow {server.product_version}) speaks contract version {spoken}, this "
-        f"client (astraflow {__version__}) {CONTRACT_VERSION}: update the {older}, or install "
-        f"astraflow=={server.product_version} here"
+        f"client (astraflow {__version__}) {CONTRACT_VERSION}: update the {older}, or {remedy}"
     )

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from astraflow_bench.wan.links import LinkPlan, Place, link_to
 from astraflow_bench.wan.network import Network, missing_tools
 from astraflow_bench.wan.role_processes import RoleProcesses
 from astraflow_kit.log_files import end_of
+from astraflow_kit.parent import python
 from astraflow_launcher.view.metrics_file import read_lines
 
 PLAN = LinkPlan(rate_bits_per_s=4e9, rtt_s=0.3)
@@ -102,7 +102,7 @@ class _Region:
         with (self.root / "logs" / f"node-{pool.name}.log").open("ab") as log:
             return self.network.start(
                 pool.place,
-                *(sys.executable, "-m", "astraflow_bench.studies.pools.timed_node", str(pool.speed)),
+                *python("astraflow_bench.studies.pools.timed_node", str(pool.speed)),
                 *("--join", f"{central}:{_FORWARDED}", "--insecure", "--allow-recipe-code"),
                 *("--token-file", str(self.root / "secrets" / "rollout.token")),
                 *("--node-id", pool.name, "--pool", pool.name, "--region", pool.place.value),
@@ -146,16 +146,14 @@ def run_in_regions(
         region = _Region(network, root, roles.wait("store", "ready"))
         run = stack.enter_context(_process(region, "run", *_dev(cell, root)))
         forward = "astraflow_bench.studies.pools.forward"
-        stack.enter_context(
-            _process(region, "forward", sys.executable, "-m", forward, str(_FORWARDED), str(_PORT))
-        )
+        stack.enter_context(_process(region, "forward", *python(forward, str(_FORWARDED), str(_PORT))))
         stack.callback(_end, region.nodes)
         return _followed(run, region, moves, stopped, deadline_s=deadline_s), root
 
 
 def _dev(cell: Cell, root: Path) -> list[str]:
     recipe = str(cell.path.resolve())
-    command = [sys.executable, "-m", "astraflow.cli", "dev", recipe, "--json", "--quiet", "--without", "raas"]
+    command = [*python("astraflow.cli", "dev", recipe, "--json", "--quiet", "--without", "raas")]
     command += ["--store", f"s3://{_BUCKET}/runs", "--port", str(_PORT), "--data-dir", str(root)]
     return [*command, *(word for item in cell.overrides for word in ("--set", item))]
 

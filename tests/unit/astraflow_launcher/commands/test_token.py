@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from astraflow.join import parse_join
 from astraflow_kit.identity.tokens import read_revoked
+from astraflow_kit.parent import python
 from support.cli import Ended, run
 
 
@@ -53,6 +57,19 @@ def test_a_token_in_a_file_is_its_owners_and_never_overwritten(folder: Path) -> 
     assert out.read_text().strip() not in issued.output + issued.errors
     assert out.stat().st_mode & 0o777 == 0o600
     assert "not overwritten" in issue(folder, "token", "--run", "*", "--out", f"{out}").errors
+
+
+@pytest.mark.parametrize(
+    "command", [("token", "create"), ("join-token", "--address", "dataflow.example:7070", "--public-ca")]
+)
+def test_a_secret_that_a_shell_writes_to_a_file_is_its_owners(folder: Path, command: Sequence[str]) -> None:
+    out = folder / "out"
+    whole = python("astraflow.cli", *command, "--key", f"{folder}/signing.pem", "--run", "*")
+    with out.open("w") as file:
+        os.fchmod(file.fileno(), 0o644)
+        subprocess.run(whole, stdout=file, stderr=subprocess.DEVNULL, check=True)
+    assert out.read_text().strip()
+    assert out.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_join_string_holds_address_authority_and_token(folder: Path) -> None:

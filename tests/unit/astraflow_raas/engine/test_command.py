@@ -10,6 +10,9 @@ from astraflow.errors import InvalidArgumentError
 from astraflow.recipe import LoraSettings
 from astraflow_raas.engine.command import EngineCommand, share_gpus
 
+SAFE = {"PYTHONSAFEPATH": "1"}
+"""An engine imports nothing of the folder that its node was started in."""
+
 
 def command(
     kind: str, *, threads: int = 1, extra: tuple[str, ...] = ("--mem-fraction-static", "0.8"), **layout: Any
@@ -44,9 +47,9 @@ def test_a_thread_count_of_zero_is_left_to_the_engine() -> None:
     argv = command("cpu", threads=0).argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--num-threads" not in argv
     threadless = command("cpu", threads=0)
-    assert threadless.environment({"A": "1"}) == {"A": "1"}
+    assert threadless.environment({"A": "1"}) == {"A": "1"} | SAFE
     threaded = command("cpu", threads=3)
-    assert threaded.environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"}
+    assert threaded.environment({"A": "1"}) == {"A": "1", "OMP_NUM_THREADS": "3"} | SAFE
 
 
 def test_sglang_labels_every_token_exactly_and_dies_without_delay() -> None:
@@ -54,7 +57,7 @@ def test_sglang_labels_every_token_exactly_and_dies_without_delay() -> None:
     argv = sglang.argv(model_dir=Path("m"), version=0, port=1, key_file=KEY)
     assert "--disable-overlap-schedule" in argv
     assert not {"--tp-size", "--dp-size"} & set(argv)
-    dumps = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+    dumps = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"} | SAFE
     assert sglang.environment({}) == dumps
     wanted = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}
     assert sglang.environment(wanted) == dumps | wanted, "whoever wants dumps gets them"

@@ -35,7 +35,7 @@ class Asked:
         async def handle(request: httpx.Request) -> httpx.Response:
             self.requests.append(request)
             await asyncio.sleep(0)
-            return answers(len(self.requests))
+            return unread(answers(len(self.requests)))
 
         transport = httpx.MockTransport(handle)
         monkeypatch.setattr(httpx, "AsyncClient", partial(httpx.AsyncClient, transport=transport))
@@ -51,6 +51,11 @@ class Asked:
 
 def json_answer(content: object, status: int = 200) -> httpx.Response:
     return httpx.Response(status, json=content)
+
+
+def unread(given: httpx.Response) -> httpx.Response:
+    """As it comes from a connection."""
+    return httpx.Response(given.status_code, headers=given.headers, stream=httpx.ByteStream(given.content))
 
 
 def lost(_: int) -> httpx.Response:
@@ -91,6 +96,7 @@ async def test_a_busy_endpoint_is_asked_again(status: int, monkeypatch: pytest.M
             "no chat completion",
         ),
         (lambda _: json_answer([]), EngineFaulty, 1, "no chat completion"),
+        (lambda _: json_answer("x" * 2**24), EngineFaulty, 1, "answered more than 16777216 bytes"),
         (lambda _: json_answer({"error": "no such model"}, 404), EngineRefused, 1, "no such model"),
         (lambda _: json_answer({}, 401), MissingCapability, 1, "--external-key-file judge=PATH"),
     ],
@@ -117,7 +123,7 @@ async def test_no_more_calls_than_allowed_are_made_at_once(monkeypatch: pytest.M
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        return json_answer(GOOD)
+        return unread(json_answer(GOOD))
 
     asked = Asked(monkeypatch, lambda _: json_answer(GOOD), max_concurrent_calls=2)
     monkeypatch.setattr(
