@@ -1,6 +1,6 @@
 """A task in a shell: tasks in the layout of Harbor, played in bubblewrap and graded by their own tests.
 
-Invariant: the tests are not in the sandbox while the policy acts, and nothing that it started runs beside them; what a
+Invariant: the tests run in a sandbox of their own, into which only the work folder of the policy's is carried; what a
 policy does costs its own episode at most. Named by a recipe, or served, as
 `astraflow_environment.adapters.terminal:Terminal`.
 """
@@ -13,8 +13,14 @@ from typing import Any, Literal, cast
 
 from astraflow.data.task_folders import TaskFolder, parse_task, read_task
 from astraflow.plugins import Message, MissingCapability, Observation, TaskSpec
-from astraflow_environment.terminal.sandbox import SandboxDied, SandboxLimits, ShellSandbox, require_sandbox
+from astraflow_environment.terminal.sandbox import (
+    CarryFailed,
+    SandboxDied,
+    ShellSandbox,
+    require_sandbox,
+)
 from astraflow_environment.tools import Tools
+from astraflow_kit.sandbox.budget import Budget
 
 _ENDS = ("", "exit", "exit 0", "logout")
 _MARGIN_S = 15.0
@@ -26,7 +32,8 @@ class Terminal(Tools):
 
     With `calls="text"` each answer is a command, `exit` or an empty one the end: for models that know no tools. The
     reward is what tests/test.sh writes. Metrics: `commands`, `late` (commands that did not end in time), `graded`,
-    `grader_timeout`, `grader_failed` (it wrote no reward), `sandbox_died`.
+    `grader_timeout`, `grader_failed` (it wrote no reward), `carry_failed` (the work folder could not be brought to
+    the tests), `sandbox_died`.
     """
 
     def __init__(
@@ -40,10 +47,11 @@ class Terminal(Tools):
         command_s: float = 60.0,
         grade_s: float = 300.0,
         max_output_chars: int = 8000,
-        limits: SandboxLimits | None = None,
+        limits: Budget | None = None,
     ) -> None:
         """`folder` holds the tasks that a task's data names; it, `heldout` and `built` are as for the data set.
-        `turn_timeout_s` of the workflow must exceed `command_s` + `grade_s`. Raises MissingCapability without a
+        `turn_timeout_s` of the workflow must exceed `command_s` + `grade_s` + 30, in which the work folder
+        is carried. Raises MissingCapability without a
         sandbox.
         """
         require_sandbox()
@@ -56,13 +64,14 @@ class Terminal(Tools):
         self._built, self._reads_text = built, calls == "text"
         self._max_turns, self._command_s, self._grade_s = max_turns, command_s, grade_s
         self._kept = max_output_chars
-        self._limits = limits or SandboxLimits()
+        self._limits = limits or Budget()
         self._one = asyncio.Lock()
         self._task: TaskFolder | None = None
         self._sandbox: ShellSandbox | None = None
         self._turns, self._until_s = 0, math.inf
         self._counts = dict.fromkeys(
-            ("commands", "late", "graded", "grader_timeout", "grader_failed", "sandbox_died"), 0
+            ("commands", "late", "graded", "grader_timeout", "grader_failed", "carry_failed", "sandbox_died"),
+            0,
         )
 
     async def reset(self, task: TaskSpec) -> Observation:
@@ -104,6 +113,9 @@ class Terminal(Tools):
             reward = await self._graded()
         except SandboxDied:
             self._counts["sandbox_died"] = 1
+            reward = 0.0
+        except CarryFailed:
+            self._counts["carry_failed"] = 1
             reward = 0.0
         return Observation(reward=reward, done=True, metrics=self._metrics())
 

@@ -1,29 +1,31 @@
-"""The first process of a sandbox with a shell: keeps the shell, and runs the task's tests after it.
+"""The first process of a sandbox with a shell, and of the other one in which the task's tests run.
 
-Invariant: the tests come in when everything that the shell started is dead, into folders that are emptied before; what
-runs in the sandbox can neither read this process nor end it, for it is the first. Standard library only; started by
+Invariant: what runs in the sandbox can neither read this process nor end it, for it is the first. In the sandbox of the
+shell, whose root the policy may have changed, it never says what the policy earned. Standard library only; started by
 `sandbox`, asked by frames on stdin, one answer each on stdout.
 """
 
-import base64
-import ctypes
 import json
 import os
-import resource
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from astraflow_environment.terminal.carry import packed, unpack
+from astraflow_kit.sandbox import confinement
 
 _TESTS, _VERDICTS = Path("/tests"), Path("/logs/verifier")
 _BASH = ("/bin/bash", "--noprofile", "--norc")
-_PR_SET_DUMPABLE = 4
 _CHUNK = 65_536
+_NICE = 10
+_LOOK_S = 0.05
+_MAX_ERROR = 300
 
 
 class Output:
@@ -54,6 +56,7 @@ class Shell:
     """A bash that stays: folder, variables and background programs live from one command to the next."""
 
     def __init__(self, *, folder: str, variables: Mapping[str, str], limits: Mapping[str, int]) -> None:
+        self._processes = limits["RLIMIT_NPROC"]
         self._output, theirs = os.pipe()
         self._statuses, status = os.pipe()
         self._status = status
@@ -74,17 +77,21 @@ class Shell:
         if not _write(self._process, line.encode(), until=until):
             found["ended"] = True
         while not found["ended"]:
-            ready = _ready([self._output, self._statuses], until=until)
-            if not ready or time.monotonic() >= until:  # who floods is always ready
+            ready = _ready([self._output, self._statuses], until=min(until, time.monotonic() + _LOOK_S))
+            if time.monotonic() >= until:  # who floods is always ready
                 found["late"] = True
+                break
+            if _num_processes() > self._processes:  # the limit of the kernel is none for root's
+                found["ended"] = True
                 break
             if self._statuses in ready:
                 said = os.read(self._statuses, 64).split()
                 found["ended"] = not said
                 found["status"] = int(said[-1]) if said and said[-1].isdigit() else None
                 break
-            output.read()
-        while _ready([self._output], until=0) and output.read():
+            if self._output in ready:
+                output.read()
+        while _ready([self._output], until=0) and time.monotonic() < until and output.read():
             pass
         return found | {"output": output.text()}
 
@@ -104,14 +111,13 @@ class Room:
         self._about: dict[str, Any] = {}
 
     def begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Write the first files, and remember folder, variables and limits."""
+        """Make the folders, and remember folder, variables and limits."""
         self._about = {name: order[name] for name in ("folder", "variables", "limits")}
-        for scratch in (Path("/tmp"), Path("/var/tmp")):
+        for scratch in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm")):
             scratch.mkdir(parents=True, exist_ok=True)
             scratch.chmod(0o1777)
         for folder in (order["folder"], order["variables"]["HOME"]):
             Path(folder).mkdir(parents=True, exist_ok=True)
-        _place(order["files"])
         return {}
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -123,12 +129,25 @@ class Room:
             self._end_all()
         return found
 
-    def grade(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Kill everything, bring the tests in, run them, and read the reward that they wrote."""
+    def stop(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Kill everything."""
         self._end_all()
-        _empty(_TESTS)
-        _empty(_VERDICTS)
-        _place(order["files"])
+        return {}
+
+    def export(self, send: Callable[[bytes], None]) -> dict[str, Any]:
+        """Send what is in the work folder."""
+        for chunk in packed(Path(self._about["folder"])):
+            send(chunk)
+        return {}
+
+    def take(self, order: dict[str, Any], frames: Iterator[bytes]) -> dict[str, Any]:
+        """Make the work folder that another sandbox sent."""
+        unpack(Path(self._about["folder"]), frames, system=order["system"])
+        return {}
+
+    def grade(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run the tests, kill everything, and read the reward that they wrote."""
+        _VERDICTS.mkdir(parents=True, exist_ok=True)
         read, theirs = os.pipe()
         command, folder = [*_BASH, str(_TESTS / "test.sh")], self._folder()
         variables, limits = self._about["variables"], self._about["limits"]
@@ -138,10 +157,10 @@ class Room:
         late = False
         while not late and child.poll() is None:
             # What test.sh left in the background may keep the pipe open, so its own end counts.
-            if _ready([read], until=min(until, time.monotonic() + 0.05)):
+            if _ready([read], until=min(until, time.monotonic() + _LOOK_S)):
                 output.read()
-            late = time.monotonic() >= until
-        while _ready([read], until=0) and output.read():
+            late = time.monotonic() >= until or _num_processes() > limits["RLIMIT_NPROC"]
+        while _ready([read], until=0) and time.monotonic() < until and output.read():
             pass
         self._end_all()
         os.close(read)
@@ -173,8 +192,8 @@ def _start(
     keep: int | None = None,
 ) -> "subprocess.Popen[bytes]":
     def limited() -> None:
-        for name, value in {**limits, "RLIMIT_CORE": 0}.items():
-            resource.setrlimit(getattr(resource, name), (value, value))
+        os.nice(_NICE)  # a flood of processes takes no more than is left over
+        confinement.limit_resources(limits)
 
     return subprocess.Popen(
         command,
@@ -207,20 +226,8 @@ def _write(process: "subprocess.Popen[bytes]", text: bytes, *, until: float) -> 
     return True
 
 
-def _place(files: Mapping[str, str]) -> None:
-    for name, content in files.items():
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(content))
-        path.chmod(0o755 if path.suffix in (".sh", ".py") else 0o644)
-
-
-def _empty(folder: Path) -> None:
-    """Whatever was made of it, a link or a file too."""
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+def _num_processes() -> int:
+    return sum(1 for _ in Path("/proc").glob("[0-9]*"))
 
 
 def _reward() -> str | None:
@@ -235,22 +242,47 @@ def _reward() -> str | None:
 
 def main() -> None:
     """Answer until the owner is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    confinement.hide_memory()
     room, orders, answers = Room(), os.dup(0), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1):
         os.dup2(null, number)
     with os.fdopen(orders, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
-        while head := incoming.read(4):
-            order = json.loads(incoming.read(int.from_bytes(head, "big")))
-            try:
-                answer = getattr(room, order["do"])(order)
-            except OSError as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            text = json.dumps({**answer, "number": order["number"]}).encode()
-            outgoing.write(len(text).to_bytes(4, "big") + text)
+        while text := _frame(incoming):
+            order = json.loads(text)
+            answer = _answered(room, order, incoming, outgoing)
+            _send(outgoing, json.dumps({**answer, "number": order["number"]}).encode())
             outgoing.flush()
             _reap()
+
+
+def _answered(room: Room, order: dict[str, Any], incoming: BinaryIO, outgoing: BinaryIO) -> dict[str, Any]:
+    try:
+        match order["do"]:
+            case "export":
+                try:
+                    return room.export(lambda chunk: _send(outgoing, chunk))
+                finally:
+                    _send(outgoing, b"")
+            case "take":
+                frames = iter(lambda: _frame(incoming), b"")
+                try:
+                    return room.take(order, frames)
+                finally:
+                    deque(frames, maxlen=0)  # leave nothing of it to who reads next
+            case action:
+                answer: dict[str, Any] = getattr(room, action)(order)
+                return answer
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
+
+
+def _frame(stream: BinaryIO) -> bytes:
+    return stream.read(int.from_bytes(stream.read(4), "big"))
+
+
+def _send(stream: BinaryIO, frame: bytes) -> None:
+    stream.write(len(frame).to_bytes(4, "big") + frame)
 
 
 def _reap() -> None:
@@ -260,7 +292,3 @@ def _reap() -> None:
             pass
     except ChildProcessError:
         pass
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,33 @@
-"""One sandbox with a shell, from outside: started, asked, gone.
+"""One sandbox with a shell, and the one of the tests that grade what it left, from outside: started, asked, gone.
 
-Invariant: every question has a deadline beyond that of the command inside; when `close` returns nothing of the sandbox
-lives, and all that it wrote was memory of bounded size. Called by `adapters.terminal`.
+Invariant: the tests run in a root, namespaces and processes that the policy has never seen; of the policy's sandbox
+only the work folder comes in, by `carry`, and the sandbox is dead before the tests start. Every question has a deadline
+beyond that of the command inside; when `close` returns nothing lives, and all that was written was memory of bounded
+size. Called by `adapters.terminal`.
 """
 
 import asyncio
-import base64
+import io
 import json
 import os
 import sys
+import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any
 
-from astraflow_environment.terminal import inside
-from astraflow_kit.bubblewrap import end_session, require_bubblewrap, start_session, walls
+from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.sessions import Session, start_session
+from astraflow_kit.sandbox.walls import Walls, system_paths
 
-_INSIDE = Path(inside.__file__)
-_PLACE = "/run/inside.py"
+_MAIN = "astraflow_environment.terminal.inside"
+_CODE = ("astraflow_kit/sandbox", "astraflow_environment/terminal")
 _GRACE_S = 10.0
+_CARRY_S = 30.0
+_MAX_FRAME_BYTES = 2**24
 VARIABLES = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/home",
@@ -35,55 +42,82 @@ _ETC = {
 }
 
 
+_OF_TESTS = ("/tmp", "/var/tmp", "/var/home", "/dev/shm", "/logs")
+"""What tests may write, besides the work folder."""
+_SEARCHED = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "BASH_ENV", "ENV", "PROMPT_COMMAND", "CLASSPATH"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PERL5LIB", "RUBYLIB", "NODE_PATH"),
+)
+"""Variables that name what a program runs, or where it looks for that."""
+_GRADERS = {
+    "HOME": "/var/home",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONNOUSERSITE": "1",
+    # A repository of the policy names programs of its own.
+    "GIT_CONFIG_COUNT": "2",
+    "GIT_CONFIG_KEY_0": "core.hooksPath",
+    "GIT_CONFIG_VALUE_0": "/dev/null",
+    "GIT_CONFIG_KEY_1": "core.fsmonitor",
+    "GIT_CONFIG_VALUE_1": "false",
+}
+
+
 class SandboxDied(Exception):
     """The sandbox ended by itself, or did not answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SandboxLimits:
-    """What an episode may use."""
-
-    memory_mb: int = 2048
-    """Address space of one process."""
-    disk_mb: int = 256
-    """All files together; they are memory."""
-    processes: int = 256
-
-    def as_resources(self) -> dict[str, int]:
-        """By the names of `resource`."""
-        size = self.disk_mb * 2**20
-        return {"RLIMIT_AS": self.memory_mb * 2**20, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": size}
+class CarryFailed(Exception):
+    """The work folder could not be brought to the tests; nothing was graded."""
 
 
 class ShellSandbox:
     """Made by `start`; `close` it."""
 
-    def __init__(self, child: asyncio.subprocess.Process) -> None:
-        self._child = child
+    def __init__(self, session: Session, *, about: Mapping[str, Any], budget: Budget) -> None:
+        self._session = session
+        self._about, self._budget = about, budget
         self._asked = 0
 
     @classmethod
     async def start(
-        cls, files: Mapping[str, bytes], *, folder: str, variables: Mapping[str, str], limits: SandboxLimits
+        cls, files: Mapping[str, bytes], *, folder: str, variables: Mapping[str, str], limits: Budget
     ) -> "ShellSandbox":
         """Start one with these files, by their paths within. Raises SandboxDied, OSError."""
-        child = await start_session(
-            *_argv(limits.disk_mb),
+        walls = Walls(
+            python=_python(),
+            main=_MAIN,
+            code=_CODE,
+            writable=("/dev/shm",),
+            is_root_writable=True,
+            is_machine=True,
+        )
+        files = {normpath(name): content for name, content in files.items()}
+        about = {"files": files, "folder": folder, "variables": {**VARIABLES, **variables}}
+        return await cls._started(walls, files, about=about, budget=limits)
+
+    @classmethod
+    async def _started(
+        cls, walls: Walls, files: Mapping[str, bytes], *, about: Mapping[str, Any], budget: Budget
+    ) -> "ShellSandbox":
+        archive = _archive({**_ETC, **files})
+        session = await start_session(
+            *walls.command_line(budget, files_bytes=len(archive)),
+            budget=budget,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env={"PATH": os.defpath},
-            limit=2**24,
+            limit=_MAX_FRAME_BYTES,
         )
-        made = cls(child)
+        made = cls(session, about=about, budget=budget)
         order = {
             "do": "begin",
-            "folder": folder,
-            "files": _encoded({**_ETC, **files}),
-            "variables": {**VARIABLES, **variables},
-            "limits": limits.as_resources(),
+            "folder": about["folder"],
+            "variables": about["variables"],
+            "limits": budget.as_rlimits(),
         }
         try:
+            made._stdin.write(archive)
             answer = await made.ask(order, seconds=0.0)
             if "error" in answer:
                 raise SandboxDied(f"the task's files could not be written: {answer['error']}")
@@ -98,51 +132,133 @@ class ShellSandbox:
         return await self.ask(order, seconds=seconds)
 
     async def grade(self, tests: Mapping[str, bytes], *, seconds: float, limit: int) -> dict[str, Any]:
-        """Run tests/test.sh when all else is dead: `reward` as written, `late`, `output`. Raises SandboxDied."""
-        order = {"do": "grade", "files": _encoded(tests), "seconds": seconds, "limit": limit}
-        return await self.ask(order, seconds=seconds)
+        """Close this one, and run tests/test.sh in another: `reward` as written, `late`, `output`. Raises SandboxDied,
+        CarryFailed.
+        """
+        grader = await self._grader(tests)
+        try:
+            await self.ask({"do": "stop"}, seconds=0.0)
+            await self._carry_to(grader)
+            await self.close()
+            return await grader.ask({"do": "grade", "seconds": seconds, "limit": limit}, seconds=seconds)
+        finally:
+            await grader.close()
+
+    async def _grader(self, tests: Mapping[str, bytes]) -> "ShellSandbox":
+        """A sandbox that has never been this one's: the task's files anew, its tests, an empty work folder."""
+        folder = self._about["folder"]
+        files = {
+            name: content
+            for name, content in self._about["files"].items()
+            if not PurePosixPath(name).is_relative_to(folder)
+        }
+        walls = Walls(
+            python=_python(), main=_MAIN, code=_CODE, writable=(*_OF_TESTS, folder), is_machine=True
+        )
+        about = {
+            "files": {},
+            "folder": folder,
+            "variables": graders_variables(self._about["variables"], folder=folder),
+        }
+        twice = {"disk_mb": 2 * self._budget.disk_mb, "files": 2 * self._budget.files}
+        budget = replace(self._budget, **twice)  # a policy that filled its own leaves the tests as much
+        return await self._started(walls, {**files, **tests}, about=about, budget=budget)
+
+    async def _carry_to(self, grader: "ShellSandbox") -> None:
+        most = 2 * self._budget.disk_bytes + 4096 * self._budget.files
+        try:
+            async with asyncio.timeout(_CARRY_S):
+                self._order({"do": "export"})
+                grader._order({"do": "take", "system": system_paths(_python())})
+                while frame := await self._frame():
+                    most -= len(frame)
+                    if most < 0:
+                        raise CarryFailed("the work folder is larger than its sandbox")
+                    grader._send(frame)
+                    await grader._stdin.drain()
+                grader._send(b"")
+                answers = [await self._answer(), await grader._answer()]
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            raise SandboxDied(f"the work folder did not arrive: {type(error).__name__}") from error
+        for answer in answers:
+            if "error" in answer:
+                raise CarryFailed(str(answer["error"]))
 
     async def ask(self, order: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
         """Send one order; the answer of one that was cancelled is passed over. Raises SandboxDied."""
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._asked += 1
-        text = json.dumps({**order, "number": self._asked}).encode()
-        answer: dict[str, Any] = {}
         try:
             async with asyncio.timeout(seconds + _GRACE_S):
-                self._child.stdin.write(len(text).to_bytes(4, "big") + text)
-                await self._child.stdin.drain()
-                while answer.get("number") != self._asked:
-                    size = int.from_bytes(await self._child.stdout.readexactly(4), "big")
-                    answer = json.loads(await self._child.stdout.readexactly(size))
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+                self._order(order)
+                await self._stdin.drain()
+                return await self._answer()
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
             raise SandboxDied(f"{order['do']}: {type(error).__name__}") from error
-        return answer
 
     async def close(self) -> None:
         """Kill all of it. Idempotent."""
-        await end_session(self._child)
+        await self._session.end()
+
+    @property
+    def _stdin(self) -> asyncio.StreamWriter:
+        assert self._session.leader.stdin is not None
+        return self._session.leader.stdin
+
+    def _order(self, order: Mapping[str, Any]) -> None:
+        self._asked += 1
+        self._send(json.dumps({**order, "number": self._asked}).encode())
+
+    def _send(self, frame: bytes) -> None:
+        self._stdin.write(len(frame).to_bytes(4, "big") + frame)
+
+    async def _frame(self) -> bytes:
+        """Raises ValueError for one that no sandbox of ours sends."""
+        stdout = self._session.leader.stdout
+        assert stdout is not None
+        size = int.from_bytes(await stdout.readexactly(4), "big")
+        if size > _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        return await stdout.readexactly(size)
+
+    async def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        while answer.get("number") != self._asked:
+            answer = json.loads(await self._frame())
+        return answer
+
+
+def graders_variables(variables: Mapping[str, str], *, folder: str) -> dict[str, str]:
+    """The task's variables without what would have the tests run files of the work folder."""
+
+    def is_trusted(entry: str) -> bool:
+        path = PurePosixPath(normpath(entry))
+        return path.is_absolute() and not path.is_relative_to(folder)
+
+    searched = {
+        name: ":".join(filter(is_trusted, variables[name].replace(" ", ":").split(":")))
+        for name in _SEARCHED
+        if name in variables
+    }
+    return {name: value for name, value in {**variables, **searched}.items() if value} | _GRADERS
 
 
 @lru_cache(maxsize=1)
 def require_sandbox() -> None:
     """Raise MissingCapability where this machine cannot run one; asked once a process."""
-    require_bubblewrap([*_argv(1)[:-1], "-c", "import ctypes, json, resource"], program=_python())
-
-
-def _argv(disk_mb: int) -> list[str]:
-    return [
-        *walls(python=_python(), root=("--size", str(disk_mb * 2**20), "--tmpfs", "/")),
-        *("--uid", "0", "--gid", "0", "--proc", "/proc", "--dev", "/dev", "--as-pid-1"),
-        *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
-        *("--ro-bind", str(_INSIDE), _PLACE, "--", str(_python()), "-I", "-S", _PLACE),
-    ]
+    Walls(python=_python(), main=_MAIN, code=_CODE, is_machine=True).require(
+        probe="import ctypes, json, resource"
+    )
 
 
 def _python() -> Path:
     return Path(sys.executable).resolve()
 
 
-def _encoded(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+def _archive(files: Mapping[str, bytes]) -> bytes:
+    """A tar archive of files by their absolute paths."""
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name.lstrip("/"))
+            entry.size, entry.mode = len(content), 0o755 if name.endswith((".sh", ".py")) else 0o644
+            archive.addfile(entry, io.BytesIO(content))
+    return found.getvalue()

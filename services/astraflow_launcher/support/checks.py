@@ -22,6 +22,9 @@ from pathlib import Path
 import psutil
 
 from astraflow.errors import AstraflowError
+from astraflow.plugins import MissingCapability
+from astraflow_kit.sandbox.groups import describe
+from astraflow_kit.sandbox.walls import Walls
 from astraflow_kit.settings import load
 from astraflow_launcher.run.embedded_redis import find_server
 from astraflow_weights.codec import kernel
@@ -158,11 +161,13 @@ def check_weight_codec() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """bubblewrap, needed only by recipes that run code a model wrote."""
-    found = shutil.which("bwrap")
-    remedy = "apt-get install bubblewrap, if a recipe runs generated code"
-    described = found or "bubblewrap is not installed"
-    return _finding("sandbox", described, good=found is not None, otherwise=State.WARNING, remedy=remedy)
+    """A sandbox starts, needed only by recipes that run code a model wrote; how its memory is bounded."""
+    try:
+        Walls(python=Path(sys.executable).resolve(), main="", code=()).require(probe="import json")
+    except MissingCapability as error:
+        found, _, remedy = str(error).partition("; ")
+        return Finding("sandbox", State.WARNING, found, f"if a recipe runs generated code, {remedy}")
+    return Finding("sandbox", State.OK, f"bubblewrap starts; {describe()}")
 
 
 def _finding(check: str, found: str, *, good: bool, remedy: str, otherwise: State = State.FAILED) -> Finding:

@@ -6,8 +6,8 @@ other episodes: output is bounded, and every end but status 0 is an `AgentFailed
 """
 
 import asyncio
-import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +15,11 @@ from pathlib import Path
 from astraflow.errors import AstraflowError
 from astraflow_kit.family import ending_with_us
 from astraflow_kit.log import get_logger
+from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.sessions import limited, start_session
 
 log = get_logger(__name__)
 
-_MAX_OUTPUT_BYTES = 16 * 2**20
 _TAIL_BYTES = 8192
 _TAIL_LINES = 4
 _END_S = 5.0
@@ -30,37 +31,52 @@ class AgentFailed(AstraflowError):
     reason, code = "AGENT_FAILED", "ABORTED"
 
 
+# Of memory its data: libraries and engines map far more than they use. Processes of one user are counted over the whole
+# machine, so only control groups bound an agent's.
+_LIMITS = {"RLIMIT_AS": "RLIMIT_DATA", "RLIMIT_CPU": "RLIMIT_CPU", "RLIMIT_FSIZE": "RLIMIT_FSIZE"}
+
+
 async def run_program(
-    command: Sequence[str], *, environment: Mapping[str, str], folder: Path, timeout_s: float | None
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout_s: float | None,
+    budget: Budget,
 ) -> None:
     """Run `command` in `folder` to its end. Raises AgentFailed unless it ends with status 0 in time."""
-    output = bytearray()
+    output, most = bytearray(), budget.output_kb * 1024
+    guarded = ending_with_us(*command)
+    limits = {_LIMITS[name]: limit for name, limit in budget.as_rlimits().items() if name in _LIMITS}
+    argv = limited(limits, *guarded) if sys.platform == "linux" else guarded
     try:
-        child = await asyncio.create_subprocess_exec(
-            *ending_with_us(*command),
+        session = await start_session(
+            *argv,
+            budget=budget,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
             cwd=folder,
-            start_new_session=True,
         )
     except OSError as error:
         raise AgentFailed(f"the agent cannot be started: {error}") from error
+    child = session.leader
     try:
         async with asyncio.timeout(timeout_s):
-            await _drain(child, output)
+            await _drain(child, output, most=most)
             status = await child.wait()
     except TimeoutError as error:
         raise _failed(f"the agent did not end within timeout_s {timeout_s}", output) from error
     finally:
         await _end(child)
+        await session.end()
     if status != 0:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         raise _failed(f"the agent ended with {how}", output)
 
 
-async def _drain(child: asyncio.subprocess.Process, output: bytearray) -> None:
+async def _drain(child: asyncio.subprocess.Process, output: bytearray, *, most: int) -> None:
     """Keep the end of what the agent writes."""
     assert child.stdout is not None
     num_bytes = 0
@@ -68,11 +84,10 @@ async def _drain(child: asyncio.subprocess.Process, output: bytearray) -> None:
         num_bytes += len(part)
         output += part
         del output[:-_TAIL_BYTES]
-        if num_bytes > _MAX_OUTPUT_BYTES:
-            what = (
-                f"the agent wrote more than {_MAX_OUTPUT_BYTES} bytes to its output; have it write to a file"
+        if num_bytes > most:
+            raise _failed(
+                f"the agent wrote more than {most} bytes to its output; have it write to a file", output
             )
-            raise _failed(what, output)
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:
@@ -86,8 +101,6 @@ async def _end(child: asyncio.subprocess.Process) -> None:
             while child.stdout is not None and await child.stdout.read(65_536):
                 pass
             await child.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _failed(what: str, output: bytes | bytearray) -> AgentFailed:

@@ -17,6 +17,7 @@ from astraflow.errors import PluginError
 from astraflow.plugins import MissingCapability, Reward, RewardFailed
 from astraflow.recipe.plugin_settings import PluginSettings
 from astraflow_kit.plugins import RecipeSource, describe, make
+from astraflow_kit.sandbox.confinement import limit_resources
 from astraflow_raas.grading.wire import MAX_TEXT_CHARS, line, score_fields, score_of, task_of
 
 
@@ -25,7 +26,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     order = json.loads(sys.stdin.buffer.readline())
-    _limit_memory(order["memory_mb"])
+    if sys.platform == "linux":  # data instead of address space: libraries map far more than they use
+        limit_resources({"RLIMIT_DATA": order["memory_mb"] * 2**20, "RLIMIT_CORE": 0})
     try:
         reward = _make(order)
     except PluginError as error:
@@ -55,12 +57,6 @@ def _grade(reward: Reward, call: Mapping[str, Any]) -> dict[str, object]:
     except Exception as error:  # noqa: BLE001 - the reward may raise anything; the node names it
         text = describe(error)[:MAX_TEXT_CHARS]
         return {"failed": text, "reason": "reward_error", "out_of_memory": isinstance(error, MemoryError)}
-
-
-def _limit_memory(memory_mb: int) -> None:
-    """Data instead of address space: libraries map far more than they use."""
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20, resource.RLIM_INFINITY))
 
 
 def _has_grown(memory_mb: int) -> bool:

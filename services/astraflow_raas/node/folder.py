@@ -6,7 +6,6 @@ one owner and an incarnation number is used once. Opened by `server` before the 
 
 import hashlib
 import re
-import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from astraflow.errors import ConflictError
 from astraflow_kit.folder_lock import FolderLock, lock_folder
 from astraflow_kit.log import get_logger
+from astraflow_kit.sandbox.folders import remove_tree
 
 log = get_logger(__name__)
 
@@ -89,7 +89,11 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
                 raise
             continue
         claimed = NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
-        shutil.rmtree(claimed.scratch, ignore_errors=True)
+        try:
+            remove_tree(claimed.scratch)
+        except OSError as error:
+            message = f"{error}; remove it as its owner"
+            log.error("node.scratch_stays", folder=str(claimed.scratch), message=message)
         claimed.scratch.mkdir(exist_ok=True)
         return claimed
     raise ConflictError(f"{_MAX_NAMES} nodes run in {work_dir}; choose another --work-dir")

@@ -13,15 +13,14 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from astraflow.plugins import RewardFailed, RewardLimits, Score, TaskSpec
 from astraflow_kit.log import get_logger
-from astraflow_raas.sandbox.bubblewrap import Sandbox, open_sandbox
-from astraflow_raas.sandbox.literals import NotPlainError, decode
-from astraflow_raas.sandbox.run import Order, ProgramLimits, Results, run_program
+from astraflow_raas.programs.run import Order, ProgramLimits, run_program
+from astraflow_raas.programs.sandbox import Sandbox, open_sandbox
 
 log = get_logger(__name__)
 
@@ -54,9 +53,9 @@ class CodeTests:
         dangerously_without_sandbox: bool = False,
     ) -> None:
         self._by_fraction = reward == "fraction"
-        self._limits = ProgramLimits(test_s=test_s, wall_s=wall_s, memory_mb=memory_mb)
-        if not all(getattr(self._limits, field.name) > 0 for field in fields(self._limits)):
-            raise ValueError(f"test_s, wall_s and memory_mb must be above 0, they are {self._limits}")
+        self._limits = ProgramLimits(
+            test_s=test_s, wall_s=wall_s, memory_mb=memory_mb, cpu_s=max(1, math.ceil(wall_s))
+        )
         self._tolerance = float_tolerance
         self._free = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
         if dangerously_without_sandbox:
@@ -70,63 +69,17 @@ class CodeTests:
     async def __call__(self, task: TaskSpec, completion: str) -> Score:
         """Return the score. Raises RewardFailed for a task without tests, and when no sandbox can be started."""
         code = code_of(completion)
-        order = order_of(task, code)
+        order = replace(order_of(task, code), tolerance=self._tolerance)
+        if not order.num_tests:
+            raise RewardFailed(f"task {task.task_id} has an empty list of tests; its data needs {_FORMATS}")
         if not code.strip():
             return Score(0.0, {"tests_passed": 0.0, "has_code": 0.0})
         async with self._free:
             found = await run_program(order, sandbox=self._sandbox, limits=self._limits)
-        passed = self._num_passed(order, task, found) / max(1, _num_tests(task.data))
+        passed = sum(row.get("value") is True for row in found.results) / order.num_tests
         timed_out = found.ending == "timeout" or any(row.get("error") == "timeout" for row in found.results)
         metrics = {"tests_passed": passed, "has_code": 1.0, "program_timeout": float(timed_out)}
         return Score(passed if self._by_fraction else float(passed == 1.0), metrics)
-
-    def _num_passed(self, order: Order, task: TaskSpec, found: Results) -> int:
-        if order.kind == "checks":
-            return sum(row.get("value") is True for row in found.results)
-        if order.kind == "stdio":
-            wanted = [case["stdout"] for case in task.data["stdio"]]
-            printed = [row.get("printed") for row in found.results]
-            pairs = zip(printed, wanted, strict=False)
-            return sum(ours is not None and self._same_text(ours, theirs) for ours, theirs in pairs)
-        results = [case["result"] for case in task.data["calls"]]
-        return sum(self._returned(row, wanted) for row, wanted in zip(found.results, results, strict=False))
-
-    def _returned(self, row: Mapping[str, Any], wanted: object) -> bool:
-        if "value" not in row:
-            return False
-        try:
-            value = decode(row["value"], look_up=lambda _: object())
-        except (NotPlainError, RecursionError):
-            return False
-        return self._same(value, wanted)
-
-    def _same(self, value: object, wanted: object) -> bool:
-        """Equal, sequences of either kind alike, floats within the tolerance."""
-        if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
-            return len(value) == len(wanted) and all(map(self._same, value, wanted))
-        if isinstance(value, dict) and isinstance(wanted, dict):
-            named = {str(key): item for key, item in value.items()}  # the task's data is JSON
-            return named.keys() == wanted.keys() and all(
-                self._same(named[key], wanted[key]) for key in wanted
-            )
-        if isinstance(value, float | int) and isinstance(wanted, float):
-            return math.isclose(value, wanted, rel_tol=self._tolerance, abs_tol=self._tolerance)
-        return value == wanted
-
-    def _same_text(self, printed: str, wanted: str) -> bool:
-        ours, theirs = ([line.split() for line in text.rstrip().split("\n")] for text in (printed, wanted))
-        return len(ours) == len(theirs) and all(map(self._same_line, ours, theirs))
-
-    def _same_line(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
-        return len(ours) == len(theirs) and all(map(self._same_word, ours, theirs))
-
-    def _same_word(self, ours: str, theirs: str) -> bool:
-        if ours == theirs:
-            return True
-        try:
-            return "." in theirs and self._same(float(ours), float(theirs))
-        except ValueError:
-            return False
 
 
 def code_of(completion: str) -> str:
@@ -143,7 +96,7 @@ def order_of(task: TaskSpec, code: str) -> Order:
         prompt = str(data.get("prompt", ""))
         whole = re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code, re.M)
         program = f"{prompt}\n\n{code}" if whole else f"{prompt}{code}"
-        tests = {"sources": [f"{data['test']}\n\ncheck({name})"], "setup": prompt}
+        tests: dict[str, Any] = {"sources": [f"{data['test']}\n\ncheck({name})"], "setup": prompt}
         return Order(kind="checks", program=program, tests=tests, name=name)
     if "test_list" in data:
         setup = "\n".join([*data.get("test_imports", ()), str(data.get("test_setup_code", ""))])
@@ -151,13 +104,17 @@ def order_of(task: TaskSpec, code: str) -> Order:
         name = _builtin_under_test(data["test_list"])
         return Order(kind="checks", program=f"{setup}\n{code}", tests=tests, name=name)
     if "stdio" in data:
-        return Order(kind="stdio", program=code, tests={"inputs": [case["stdin"] for case in data["stdio"]]})
+        return Order(kind="stdio", program=code, tests=_pairs(data["stdio"], "stdin", "stdout"))
     if "calls" in data and name:
-        inputs = [case["arguments"] for case in data["calls"]]
-        return Order(kind="calls", program=code, tests={"inputs": inputs}, name=name)
+        tests = _pairs(data["calls"], "arguments", "result")
+        return Order(kind="calls", program=code, tests=tests, name=name)
     raise RewardFailed(
         f"task {task.task_id} has no tests: its data needs {_FORMATS}; it has {', '.join(data)}"
     )
+
+
+def _pairs(cases: Sequence[Mapping[str, Any]], given: str, wanted: str) -> dict[str, list[Any]]:
+    return {"inputs": [case[given] for case in cases], "results": [case[wanted] for case in cases]}
 
 
 def _builtin_under_test(tests: Sequence[str]) -> str:
@@ -165,7 +122,3 @@ def _builtin_under_test(tests: Sequence[str]) -> str:
     calls = [node.func for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     names = {ast.unparse(called) for called in calls}
     return names.pop() if len(names) == 1 and names <= set(dir(builtins)) else ""
-
-
-def _num_tests(data: Mapping[str, Any]) -> int:
-    return 1 if "test" in data else len(data.get("test_list") or data.get("stdio") or data.get("calls") or ())

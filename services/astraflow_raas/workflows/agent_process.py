@@ -23,10 +23,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from astraflow.agents import AgentEndpoint, AgentLimits, AgentSession
 from astraflow.plugins import Episode, MissingCapability, Policy, Score, Scorer, TaskSpec
 from astraflow_kit import traces
+from astraflow_kit.log import get_logger
+from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.folders import remove_tree
 from astraflow_raas.agents.program import AgentFailed, run_program
 from astraflow_raas.settings import child_environment
 
+log = get_logger(__name__)
+
 _MAX_RESULT_BYTES = 2**20
+_LIMITS = Budget(memory_mb=8192, disk_mb=16_384, processes=1024, cpu_s=86_400, output_kb=16_384)
 
 
 class AgentProcessSettings(BaseModel):
@@ -48,6 +54,8 @@ class AgentProcessSettings(BaseModel):
     """Whether the agent says its reward itself; else the recipe's reward judges the answer."""
     max_processes: Annotated[int, Field(ge=1)] = 32
     """Agents that run at once on a node; other episodes wait."""
+    limits: Budget = _LIMITS
+    """What one agent may use of the machine."""
     max_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_calls
     max_concurrent_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_concurrent_calls
     max_sampled_tokens: Annotated[int, Field(ge=1)] = AgentLimits.max_sampled_tokens
@@ -114,6 +122,7 @@ class AgentProcess:
                 environment=self._environment(session, task=folder / "task.json", result=result),
                 folder=self._settings.cwd or work,
                 timeout_s=self._settings.timeout_s,
+                budget=self._settings.limits,
             )
             said = await asyncio.to_thread(_read, result)
             score = await self._earned(task, said, session=session, policies=policies)
@@ -179,7 +188,10 @@ async def _own_folder(below: Path) -> AsyncIterator[Path]:
     try:
         yield folder
     finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            await asyncio.to_thread(remove_tree, folder)
+        except OSError as error:
+            log.error("agent.folder_stays", folder=str(folder), message=f"{error}; remove it as its owner")
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from astraflow.data.task_files import RowTasks
@@ -39,6 +40,20 @@ _WITHOUT_EFFECT = {
 }
 _ELSEWHERE = {"steps": "several steps", "multi_step_reward_strategy": "several steps"}
 _DEFAULT_S = 600.0
+_NO_WORK_FOLDERS = [
+    "/bin",
+    "/dev",
+    "/etc",
+    "/lib",
+    "/lib64",
+    "/logs",
+    "/proc",
+    "/run",
+    "/sbin",
+    "/sys",
+    "/tests",
+    "/usr",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,10 +223,16 @@ class _Image:
                 self._do(name.upper(), rest.strip(), built=built)
             except ValueError as error:
                 raise RecipeError(f"{where}:{line}: {error}") from error
+        path = PurePosixPath(self.folder)
+        if path == PurePosixPath("/") or any(path.is_relative_to(each) for each in _NO_WORK_FOLDERS):
+            raise RecipeError(
+                f"{where}: WORKDIR is {self.folder}; the tests are given that folder and no other, so choose one of "
+                "its own, such as /app"
+            )
 
     def _do(self, name: str, rest: str, *, built: bool) -> None:
         if name == "WORKDIR":
-            self.folder = str(PurePosixPath(self.folder, rest.strip("\"'")))
+            self.folder = normpath(PurePosixPath(self.folder, rest.strip("\"'")))
         elif name == "ENV":
             pairs = [word.partition("=") for word in shlex.split(rest)]
             single = rest.partition(" ")

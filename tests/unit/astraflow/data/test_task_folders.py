@@ -85,6 +85,13 @@ def test_what_an_image_would_run_is_passed_over_only_where_the_machine_is_built_
         ),
         ({"environment/Dockerfile": "FROM a\n\nVOLUME /x\n"}, "Dockerfile:3: VOLUME is no instruction"),
         ({"environment/Dockerfile": "ENV A='open\n"}, "Dockerfile:1: No closing quotation"),
+        *(
+            (
+                {"environment/Dockerfile": f"WORKDIR {folder}\n"},
+                f"Dockerfile: WORKDIR is {shown}; the tests are",
+            )
+            for folder, shown in {"/": "/", "/tests/x": "/tests/x", "/app/../etc": "/etc", "..": "/"}.items()
+        ),
     ],
 )
 def test_a_malformed_task_is_refused_with_file_and_line(changed: Mapping[str, str | None], said: str) -> None:

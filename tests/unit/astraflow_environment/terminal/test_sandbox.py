@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from astraflow_environment.terminal.sandbox import SandboxDied, SandboxLimits, ShellSandbox
+from astraflow_environment.terminal.sandbox import CarryFailed, SandboxDied, ShellSandbox, graders_variables
+from astraflow_kit.sandbox.budget import Budget
 from support.sandbox import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -15,8 +16,10 @@ REWARD = "/logs/verifier/reward.txt"
 
 
 @asynccontextmanager
-async def opened(disk_mb: int = 32, **variables: str) -> AsyncIterator[ShellSandbox]:
-    limits = SandboxLimits(disk_mb=disk_mb)
+async def opened(
+    disk_mb: int = 32, files: int = 4096, processes: int = 256, **variables: str
+) -> AsyncIterator[ShellSandbox]:
+    limits = Budget(disk_mb=disk_mb, files=files, processes=processes)
     made = await ShellSandbox.start(
         {"/app/in.txt": b"seven\n"}, folder="/app", variables=variables, limits=limits
     )
@@ -74,45 +77,158 @@ async def test_within_there_is_no_network_nothing_of_the_host_and_bounded_files(
         assert "No space left" in await said(sandbox, "for i in 1 2 3; do head -c 2M /dev/zero > $i; done")
 
 
-async def test_the_tests_see_what_the_shell_left_and_nothing_that_it_planted() -> None:
+async def test_the_tests_see_the_work_folder_and_nothing_else_that_the_shell_left() -> None:
     async with opened() as sandbox:
         await said(
             sandbox, f"mkdir -p /logs/verifier /tests; echo 1 > {REWARD}; echo 'echo 1' > /tests/test.sh"
         )
-        await said(sandbox, f"(while true; do echo 1 > {REWARD}; done) & echo done > made.txt")
-        assert await graded(sandbox, "true") == (None, False)
-        assert await graded(
-            sandbox, f"ls /tests > /app/seen; grep -q done made.txt && echo 0.5 > {REWARD}"
-        ) == (
-            "0.5",
-            False,
-        )
-        assert await said(sandbox, "cat seen") == "test.sh"
-        assert await graded(sandbox, "echo '{\"reward\": 0.25}' > /logs/verifier/reward.json") == (
-            "0.25",
-            False,
-        )
-
-
-async def test_a_folder_of_tests_that_is_a_link_elsewhere_is_emptied_all_the_same() -> None:
-    async with opened() as sandbox:
         await said(
-            sandbox, "ln -s /tmp /tests; mkdir -p /logs; ln -s /tmp /logs/verifier; echo 1 > /tmp/reward.txt"
+            sandbox, f"(while true; do echo 1 > {REWARD}; done) & echo done > made.txt; echo x > /mine.txt"
         )
-        assert await graded(sandbox, "true") == (None, False)
-        assert await graded(sandbox, f"echo 1 > {REWARD}") == ("1", False)
+        assert await graded(
+            sandbox,
+            f'[ -e /mine.txt ] || [ "$(ls /tests)" != test.sh ] || grep -q done made.txt && echo 0.5 > {REWARD}',
+        ) == ("0.5", False)
 
 
-async def test_tests_that_do_not_end_are_killed_with_what_they_started_and_the_sandbox_goes_on() -> None:
+async def test_a_reward_may_be_json_and_none_is_none() -> None:
+    for test, reward in (("true", None), ("echo '{\"reward\": 0.25}' > /logs/verifier/reward.json", "0.25")):
+        async with opened() as sandbox:
+            assert await graded(sandbox, test) == (reward, False)
+
+
+JUDGE = f"""
+python3 -c 'import json, random, sys; sys.exit(json.loads("7") - 7)' || exit 1
+git status >/dev/null 2>&1
+if diff -q /tests/expected out >/dev/null; then echo 1; else echo 0; fi > {REWARD}
+"""
+EVIL_PYTHON = f"import os; open('{REWARD}', 'w').write('1'); os._exit(0)"
+EVIL_SHELL = f"#!/usr/bin/bash\\necho 1 > {REWARD}; kill -9 $PPID; exit 0\\n"
+CHEATS = {
+    "nothing": "true",
+    "a bash of its own": f"rm /bin; mkdir /bin; printf '{EVIL_SHELL}' > /bin/bash; chmod +x /bin/bash",
+    "a library that is loaded first": "echo /app/evil.so > /etc/ld.so.preload",
+    "a reward that nobody may replace": (
+        f"mkdir -p /logs/verifier; echo 1 > {REWARD}; chmod 444 {REWARD}; chmod 555 /logs/verifier"
+    ),
+    "a module beside the tests": (
+        f'mkdir -p /tests/json; echo "{EVIL_PYTHON}" > /tests/json/__init__.py; chmod 555 /tests/json'
+    ),
+    "modules in the work folder": f'for m in json random sitecustomize; do echo "{EVIL_PYTHON}" > $m.py; done',
+    "programs in the work folder": (
+        f"mkdir bin; for p in python3 diff git echo; do printf '{EVIL_SHELL}' > bin/$p; chmod +x bin/$p; done"
+    ),
+    "a file that bash reads first": f"echo 'echo 1 > {REWARD}; exit' > env.sh",
+    "profiles": f"for f in .bashrc .bash_profile .profile; do echo 'echo 1 > {REWARD}; exit' > $f; done",
+    "a repository with programs": (
+        f"git init -q . && printf '{EVIL_SHELL}' > fs && chmod +x fs && git config core.fsmonitor /app/fs"
+    ),
+    "settings of git in the home": f"printf '[core]\\nfsmonitor = /app/fs\\n' > .gitconfig; printf '{EVIL_SHELL}' > fs",
+    "a link to the tests": "ln -s /tests/expected out",
+    "a relative link to the tests": "ln -s ../tests/expected out",
+    "a link by a link": "ln -s ../tests d; ln -s d/expected out",
+    "a link by a folder that is missing": "ln -s missing/../../tests/expected out",
+    "a link to the root of /proc": "ln -s /proc/self/root/tests/expected out",
+    "a link to what the reader has open": "ln -s /proc/self/fd/3 out",
+    "a link to a descriptor": "ln -s /dev/fd/3 out",
+    "a folder that is a link": "rm -rf /app/*; cd /; rmdir /app 2>/dev/null || rm -r /app; ln -s /tests /app",
+    "a pipe": "mkfifo out; exec 9<>out; (while :; do echo 42 >&9; done) &",
+    "a device": "mknod out c 1 5; cp -a /dev/zero out",
+    "a socket": "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"out\")'",
+    "a process that writes for ever": f"(while :; do echo 1 > {REWARD}; done) & disown",
+    "a full disk": "head -c 100M /dev/zero > full; echo more > more",
+    "a full table of files": "for i in $(seq 3000); do : > f$i || break; done",
+    "a folder that nobody may enter": "mkdir -p a/b; chmod 0 a/b a",
+    "names that are no text": "touch $'a\\nb' $'\\xff\\xfe' '-rf' '*'",
+    "a sparse giant": "truncate -s 30M s1 s2 s3 s4",
+    "links in a circle": "ln -s b a; ln -s a b; ln -s out out",
+    "hard links": "for i in $(seq 50); do ln in.txt h$i; done; ln /etc/passwd out",
+    "a set-uid file": "cp /usr/bin/true out; chmod 6755 out",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_a_policy_earns_by_nothing_but_its_work(cheat: str) -> None:
+    hostile = {"PATH": "/app/bin:/usr/bin", "PYTHONPATH": "/app", "BASH_ENV": "/app/env.sh", "HOME": "/app"}
+    tests = {"/tests/test.sh": JUDGE.encode(), "/tests/expected": b"42\n"}
+    for honest in (False, True):
+        async with opened(files=2000, **hostile) as sandbox:
+            await sandbox.run(CHEATS[cheat], seconds=20, limit=4000)
+            if honest:
+                await sandbox.run("cd /app; rm -rf out; echo 42 > out", seconds=10, limit=100)
+            try:
+                found = await sandbox.grade(tests, seconds=20, limit=4000)
+            except CarryFailed:
+                assert cheat in NOT_CARRIED
+                continue
+        assert (found["reward"] or "0").strip() == str(int(honest and cheat not in SPOILT)), found
+
+
+# The policy's own doing: it cannot be brought to the tests at all.
+NOT_CARRIED = {"a sparse giant", "a folder that is a link"}
+SPOILT = {"a full disk", "a full table of files"}
+"""There is no room left for an answer."""
+
+
+def test_tests_search_nothing_in_the_work_folder_and_keep_the_other_variables() -> None:
+    given = {
+        "PATH": "/app/bin:/usr/bin:/app/../app:bin::/opt/x",
+        "PYTHONPATH": "/app",
+        "LD_PRELOAD": "/app/a.so /usr/lib/b.so",
+        "DATA_PATH": "/app/data",
+        "HOME": "/app",
+    }
+    kept = graders_variables(given, folder="/app")
+    assert {name: kept.get(name) for name in given} == {
+        "PATH": "/usr/bin:/opt/x",
+        "PYTHONPATH": None,
+        "LD_PRELOAD": "/usr/lib/b.so",
+        "DATA_PATH": "/app/data",
+        "HOME": "/var/home",
+    }
+
+
+async def test_tests_cannot_be_changed_by_a_program_of_the_work_folder_that_they_run() -> None:
     async with opened() as sandbox:
-        assert await graded(sandbox, "sleep 60 & yes", seconds=0.3) == (None, True)
-        assert await graded(sandbox, f"sleep 60 & echo 1 > {REWARD}") == ("1", False)
+        program = (
+            "rm -f /tests/test.sh /bin/sh; echo x > /tests/new; echo x > /new; echo x > /usr/new; ls / /tests"
+        )
+        await said(sandbox, f"echo '{program}' > run.sh")
+        found = await sandbox.grade(
+            {"/tests/test.sh": f"bash run.sh; echo 0 > {REWARD}".encode()}, seconds=10, limit=4000
+        )
+        assert found["output"].count("Read-only file system") == 5
+        assert "new" not in found["output"].splitlines()
+
+
+async def test_tests_that_do_not_end_are_killed_with_what_they_started() -> None:
+    for test, ending in (("sleep 60 & yes", (None, True)), (f"sleep 60 & echo 1 > {REWARD}", ("1", False))):
+        async with opened() as sandbox:
+            assert await graded(sandbox, test, seconds=10 if ending[0] else 0.3) == ending
+
+
+async def test_a_flood_of_processes_is_ended_with_its_shell() -> None:
+    async with opened(processes=40) as sandbox:
+        found = await sandbox.run("for i in $(seq 500); do sleep 30 & done; wait", seconds=20, limit=4000)
+        assert found["ended"] or "Resource temporarily unavailable" in found["output"]
+        assert int(await said(sandbox, "ls -d /proc/[0-9]* | wc -l")) < 20
+
+
+async def test_all_writable_folders_have_one_budget_of_bytes_and_of_files() -> None:
+    async with opened(disk_mb=8, files=200) as sandbox:
+        for folder in ("/app", "/tmp", "/dev/shm", "/"):
+            assert "No space left" in await said(
+                sandbox, f"head -c 9M /dev/zero > {folder}/x; rm -f {folder}/x"
+            )
+        assert "cannot" in await said(sandbox, "touch /dev/x /dev/pts/x; mkdir /dev/y")
+        await said(sandbox, "for f in /app /tmp /dev/shm; do for i in $(seq 60); do : > $f/$i; done; done")
+        assert "No space left" in await said(sandbox, "for i in $(seq 60); do : > /x$i || break; done")
 
 
 async def test_closing_leaves_nothing_alive() -> None:
     async with opened() as sandbox:
         await said(sandbox, "setsid sleep 987 & until grep -q 987 /proc/$!/cmdline; do :; done")
-        living = psutil.Process(sandbox._child.pid).children(recursive=True)
+        living = psutil.Process(sandbox._session.leader.pid).children(recursive=True)
         assert any("987" in process.cmdline() for process in living)
     _, alive = await asyncio.to_thread(psutil.wait_procs, living, 10)
     assert not alive

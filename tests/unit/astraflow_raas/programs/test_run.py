@@ -11,26 +11,29 @@ import psutil
 import pytest
 
 from astraflow.plugins import RewardFailed
-from astraflow_raas.sandbox.bubblewrap import Sandbox
-from astraflow_raas.sandbox.run import Order, ProgramLimits, run_program
+from astraflow_raas.programs.run import Order, ProgramLimits, run_program
+from astraflow_raas.programs.sandbox import JUDGE, PROGRAM, Sandbox
 from support.sandbox import needs_bubblewrap
 from support.scripted_dataflow import eventually
 
 pytestmark = needs_bubblewrap
 
-ENDLESS = Order(kind="calls", program="def f():\n while True: pass", tests={"inputs": [[]]}, name="f")
+ENDLESS = Order(
+    kind="calls", program="def f():\n while True: pass", tests={"inputs": [[]], "results": [1]}, name="f"
+)
 
 
 @pytest.fixture
 def sandbox() -> Sandbox:
-    """One that is known among all others by the size of its /tmp."""
-    return Sandbox(python=Path(sys.executable).resolve(), tmp_mb=random.randrange(1000, 10**6))
+    """One that is known among all others by its host's name."""
+    return Sandbox(python=Path(sys.executable).resolve(), hostname=f"sandbox-{random.randrange(10**9)}")
 
 
 def is_alive(sandbox: Sandbox) -> bool:
     """Whether its namespaces live: those of bwrap's processes, which all others die with."""
-    mark = str(sandbox.tmp_mb * 2**20)
-    return any(mark in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return any(
+        sandbox.hostname in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
 
 
 async def test_a_cancelled_episode_takes_its_program_along(sandbox: Sandbox) -> None:
@@ -53,8 +56,7 @@ async def test_a_kill_of_the_group_at_any_instant_of_the_start_leaves_no_process
     waits_for_its_order, order = os.pipe()
     for _ in range(100):
         outer = await asyncio.create_subprocess_exec(
-            *sandbox.argv(),
-            "1",
+            *sandbox.command_line(random.choice((PROGRAM, JUDGE)), ProgramLimits()),
             stdin=waits_for_its_order,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,

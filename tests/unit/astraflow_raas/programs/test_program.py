@@ -5,8 +5,10 @@ and a server on its loopback: whoever reaches one of them earns 1.
 """
 
 import asyncio
+import os
+import resource
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,7 @@ FUNCTIONS = {
         "operator.eq = lambda *a: True\ndef f(): return 1"
     ),
     "patched encoder": (
-        "import sys, json\nsys.modules['literals'].encode = lambda *a, **k: True\n"
+        "import sys, json\nsys.modules['astraflow_raas.programs.literals'].encode = lambda *a, **k: True\n"
         "json.dumps = lambda *a, **k: '{\"value\": true}'\ndef f(): return 1"
     ),
     "writing every descriptor": (
@@ -146,6 +148,15 @@ CHECKS = {
     "check redefined": "def check(candidate): pass\ndef f(): return 1.0",
     "raising what a test catches": "def f(): raise AssertionError",
 }
+# A program that writes a verdict to whatever may lead to it, and one that says what it has open.
+WRITES = (
+    "import os, sys\nfor fd in [*range(3, 2048), *(int(w) for w in sys.argv if w.isdigit())]:\n"
+    " try: os.write(fd, b'{\"started\": true}\\n' + b'{\"value\": true}\\n' * 9)\n except OSError: pass\n"
+)
+OPEN = (
+    "import os\ndef opened(fd):\n try: return os.fstat(fd) is not None\n except OSError: return False\n"
+    "def f(): return [fd for fd in range(4096) if opened(fd)]\n"
+)
 SCRIPTS = {
     "exit before printing": "import os\nos._exit(0)",
     "flood": "while True: print('x' * 10**6)",
@@ -203,6 +214,54 @@ async def test_a_program_that_does_not_know_the_answer_earns_nothing(attempt: st
     }
     assert await earned(program, data) == 0.0
     assert host.path.read_text() == host.secret
+
+
+@pytest.fixture(params=[0, 300, 1200])
+def open_descriptors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A node that has many files open: numbers beyond any fixed bound."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(request.param)]
+    yield
+    for number in kept:
+        os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "calls": {"entry_point": "f", "calls": [{"arguments": [], "result": 42}]},
+    "checks": {"test_list": ["assert f() == 42"]},
+    "stdio": {"stdio": [{"stdin": "", "stdout": "42\n"}]},
+}
+
+
+@pytest.mark.usefixtures("open_descriptors")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_descriptor_leads_to_the_verdict_however_many_the_node_has_open(kind: str) -> None:
+    assert await earned(f"{WRITES}def f(): return 1", KINDS[kind]) == 0.0
+    assert await earned("def f(): return 42\nif __name__ == '__main__': print(42)", KINDS[kind]) == 1.0
+
+
+@pytest.mark.usefixtures("open_descriptors")
+async def test_the_program_has_three_descriptors_and_no_argument_or_variable_of_its_judge() -> None:
+    known = {"HOME", "LANG", "LC_CTYPE", "PATH", "PWD"}
+    look = f"import os, sys\ndef g(): return [sys.argv, sorted(set(os.environ) - {known})]\n"
+    for name, wanted in (("f", [0, 1, 2]), ("g", [["-c"], []])):
+        data = {"entry_point": name, "calls": [{"arguments": [], "result": wanted}]}
+        score = await CodeTests()(TaskSpec("t", (), data), f"```python\n{OPEN}{look}\n```")
+        assert score.reward == 1.0, name
+    script = {"stdio": [{"stdin": "", "stdout": "[0, 1, 2]\n"}]}
+    assert await earned(f"{OPEN}print(f())", script) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["NaN", "Infinity", "[1", '{"value": 42} x', '{"value": {"set": [[]]}}', "42", '[{"value": 42}]', ""],
+)
+async def test_an_answer_that_is_no_strict_json_is_a_failure(answer: str) -> None:
+    program = f"import os\ndef f():\n os.write(1, b'{answer}\\n')\n os._exit(0)"
+    for kind in ("calls", "checks"):
+        assert await earned(program, KINDS[kind]) == 0.0
 
 
 @pytest.mark.parametrize("attempt", CHECKS)

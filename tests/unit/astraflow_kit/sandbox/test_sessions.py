@@ -6,7 +6,8 @@ import time
 import psutil
 import pytest
 
-from astraflow_kit.bubblewrap import end_session, start_session
+from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.sessions import start_session
 from support.scripted_dataflow import eventually
 
 FAMILY = ("sh", "-c", "sleep 600 & wait")
@@ -18,7 +19,7 @@ def descendants() -> list[psutil.Process]:
 
 async def test_a_start_that_is_called_off_ends_what_was_started_already() -> None:
     before = descendants()
-    starting = asyncio.create_task(start_session(*FAMILY, stdin=asyncio.subprocess.PIPE))
+    starting = asyncio.create_task(start_session(*FAMILY, budget=Budget(), stdin=asyncio.subprocess.PIPE))
     while not (shell := [each for each in descendants() if each not in before]):  # noqa: ASYNC110
         await asyncio.sleep(0)
     # Nothing else runs in the loop until the shell has a child, however long that takes: the start is not over yet.
@@ -31,13 +32,28 @@ async def test_a_start_that_is_called_off_ends_what_was_started_already() -> Non
 
 
 async def test_an_end_takes_all_of_a_session_and_may_be_called_again() -> None:
-    leader = await start_session(*FAMILY)
-    shell = psutil.Process(leader.pid)
+    session = await start_session(*FAMILY, budget=Budget())
+    shell = psutil.Process(session.leader.pid)
     await eventually(shell.children, what="the shell has a child")
     members = [shell, *shell.children()]
-    await end_session(leader)
-    await end_session(leader)
+    await session.end()
+    await session.end()
     await eventually(lambda: not any(map(is_alive, members)), what="shell and child are gone")
+
+
+async def test_a_session_whose_output_nobody_read_ends_all_the_same() -> None:
+    session = await start_session("yes", budget=Budget(), stdout=asyncio.subprocess.PIPE, limit=1000)
+    assert session.leader.stdout is not None
+    await session.leader.stdout.readline()
+    await asyncio.sleep(0.1)  # more than the reader takes is waiting
+    async with asyncio.timeout(5):
+        await session.end()
+
+
+async def test_a_session_ends_with_the_wall_time_of_its_budget() -> None:
+    session = await start_session(*FAMILY, budget=Budget(wall_s=0.2))
+    assert await session.leader.wait() == -9
+    await session.end()
 
 
 def is_alive(process: psutil.Process) -> bool:

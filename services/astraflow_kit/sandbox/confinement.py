@@ -1,14 +1,14 @@
-"""What a process may do before it runs untrusted code: limits of resources, and a filter of system calls.
+"""What a process may do before it runs untrusted code: close, hide, limit, and refuse system calls.
 
-Invariant: nothing here can be undone by the code that runs afterwards. Standard library only: `inside` runs it within
-the sandbox.
+Invariant: nothing here can be undone by the code that runs afterwards. Standard library only: it runs within sandboxes.
 """
 
 import ctypes
+import os
 import resource
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 4, 38, 22
 _MODE_FILTER = 2
@@ -32,6 +32,8 @@ _MACHINES = {
     ),
 }
 _CLONE3 = 435
+_CLOSE_RANGE = 436
+_LAST_DESCRIPTOR = 2**20
 _X32_BIT = 0x40000000
 
 
@@ -40,18 +42,16 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def limit_resources(*, memory_mb: int, cpu_s: int, file_mb: int) -> None:
-    """Set hard limits; nobody in a sandbox may raise them."""
-    limits = {
-        resource.RLIMIT_AS: memory_mb * 2**20,
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_FSIZE: file_mb * 2**20,
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: 64,
-        resource.RLIMIT_CORE: 0,
-    }
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, limit))
+def close_descriptors(first: int) -> None:
+    """Close every one from `first` on, whatever the limit was when it was opened."""
+    if ctypes.CDLL(None).syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(2**32 - 1), 0) != 0:
+        os.closerange(first, _LAST_DESCRIPTOR)  # kernels before 5.9
+
+
+def limit_resources(limits: Mapping[str, int]) -> None:
+    """Set hard limits, by the names of `resource`; nobody in a sandbox may raise them."""
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
 
 
 def filter_calls(machine: str) -> None:

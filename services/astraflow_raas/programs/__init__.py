@@ -1,0 +1,1 @@
+"""How is a generated program run and judged, in two sandboxes that share nothing but calls and values?"""
