@@ -185,13 +185,23 @@ def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ..
 @asynccontextmanager
 async def _own_folder(below: Path) -> AsyncIterator[Path]:
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agent-", dir=below))
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield folder
     finally:
         try:
-            await asyncio.to_thread(remove_tree, folder)
+            await asyncio.to_thread(_remove, folder, opened)
         except OSError as error:
             log.error("agent.folder_stays", folder=str(folder), message=f"{error}; remove it as its owner")
+        finally:
+            os.close(opened)
+
+
+def _remove(folder: Path, opened: int) -> None:
+    """Also where an agent moved it: the kernel says where it is now."""
+    now = Path(f"/proc/self/fd/{opened}")
+    for path in (now.readlink(), folder) if now.is_symlink() else (folder,):
+        remove_tree(path)
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
