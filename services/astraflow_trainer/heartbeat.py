@@ -7,9 +7,12 @@ One thread for the life of a trainer; started by `server`; `session` says what i
 
 from __future__ import annotations
 
+import errno
+import resource
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from astraflow.client import Client, RetryPolicy
@@ -25,6 +28,8 @@ _LOOK_S, _REPEAT_S = 0.25, 2.0
 _TIMEOUT_S, _ONCE = 5.0, RetryPolicy(total_s=0)
 _MIN_PERIOD_S = 0.2
 _TELLING_SHARE = 0.01
+_FREE_DESCRIPTORS = 4
+_OPEN = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,20 @@ def report_of(state: State) -> Report:
     if state.phase is Phase.STARTING and state.waiting_for:
         return Report(state.waiting_for, state.detail, state.fraction)
     return Report(PAUSED) if state.waiting_for == PAUSED else Report()
+
+
+def descriptors_report() -> Report | None:
+    """That the process can open nothing more: what fails of it then fails in many ways, none of which says why."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num_open = len(list(_OPEN.iterdir()))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            return None  # no Linux: nothing is known
+        num_open = limit
+    if num_open < limit - _FREE_DESCRIPTORS:
+        return None
+    return Report("descriptors_exhausted", f"the trainer has {num_open} of {limit} file descriptors open")
 
 
 class Heartbeat:
@@ -79,7 +98,7 @@ class Heartbeat:
     def _run(self) -> None:
         last, last_s = Report(), time.monotonic()
         while not self._done.wait(min(_LOOK_S, self._period_s)):
-            report, now_s = report_of(self._progress.state), time.monotonic()
+            report, now_s = descriptors_report() or report_of(self._progress.state), time.monotonic()
             period_s = min(_REPEAT_S, self._period_s) if report.waiting_for else self._period_s
             is_due = now_s - last_s >= period_s and (self._epoch or report.waiting_for)
             if is_due or report.is_news_after(last):

@@ -75,6 +75,12 @@ _REPORTED = {
         "the trainer ends by itself after ASTRAFLOW_TRAINING_STALL_S and is started again with the same batch; "
         "the log of the trainer has the stack (training.hung)",
     ),
+    "descriptors_exhausted": (
+        "batch",
+        "the trainer can open no more files and connections",
+        "start it with a higher limit (`ulimit -n`, LimitNOFILE of systemd); if it comes again, its log and `ls -l "
+        "/proc/PID/fd` say what it leaves open",
+    ),
     **{
         reason: ("publish", meaning, f"{remedy}; the trainer goes on by itself")
         for reason, (meaning, remedy) in _STORE.items()

@@ -1,12 +1,15 @@
 """A trainer says that it lives, and what it waits for, from its start to its release, against a scripted server."""
 
+import errno
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from astraflow import errors
 from astraflow_trainer.controls import PAUSED
-from astraflow_trainer.heartbeat import Heartbeat, Report, report_of
+from astraflow_trainer.heartbeat import Heartbeat, Report, descriptors_report, report_of
 from astraflow_trainer.progress import Phase, Progress, State
 from support.scripted_batches import ScriptedBatches, eventually, serving
 from support.scripted_dataflow import POLICY, RUN_ID
@@ -27,6 +30,27 @@ MISSING = State(phase=Phase.TRAINING, store_wait="store_missing", store_detail="
 )
 def test_only_what_the_server_does_not_see_itself_is_told(state: State, report: Report) -> None:
     assert report_of(state) == report
+
+
+def test_a_process_that_can_open_nothing_more_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert descriptors_report() is None
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (num_open, hard))
+    report = descriptors_report()
+    assert report is not None
+    assert report.waiting_for == "descriptors_exhausted"
+    assert f" of {num_open} file descriptors" in report.detail
+
+
+def test_a_full_table_of_descriptors_cannot_even_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    report = descriptors_report()
+    assert report is not None
+    assert report.waiting_for == "descriptors_exhausted"
 
 
 @pytest.fixture
