@@ -118,6 +118,7 @@ _ENTRIES = (
     _counter("astraflow_raas_external_tokens_total", "Tokens that they bill.", "policy", "kind"),
     _counter("astraflow_raas_agent_episodes_total", "Episodes of agents.", "outcome"),
     _counter("astraflow_raas_agent_calls_total", "Requests of agents.", "role", "outcome"),
+    _counter("astraflow_raas_agent_keys_refused_total", "Requests of agents without the key of an episode."),
     _gauge("astraflow_raas_max_episodes", "Episodes that the node runs at once at most."),
     _gauge("astraflow_raas_engine_sequences", "Sequences of its engines, by state.", "policy", "state"),
     _gauge("astraflow_raas_engine_tokens_per_second", "Tokens they sample.", "policy"),

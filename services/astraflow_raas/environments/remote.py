@@ -5,7 +5,7 @@ acts twice; an action whose outcome cannot be known any more ends as `Environmen
 """
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,7 +70,7 @@ class RemoteEnvironment:
         self._service = EnvironmentServiceStub(client.channel)
         self._name = name
         self._timeout_s = min(turn_timeout_s, _MAX_DEADLINE_S)
-        self._session_id = uuid.uuid4().hex
+        self._session_id = secrets.token_urlsafe(24)
         self._turn = 0
 
     async def reset(self, task: TaskSpec) -> Observation:

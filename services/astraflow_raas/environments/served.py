@@ -5,6 +5,7 @@ lifecycle `Service`; asked by `recipe_environments`.
 """
 
 import asyncio
+import hmac
 from collections.abc import Mapping
 
 from astraflow.client import AsyncClient, Connection
@@ -22,7 +23,7 @@ class ServedEnvironments:
         holder: str = "",
         incarnation: int = 0,
     ) -> None:
-        """`holder` names the node over restarts, which `incarnation` counts."""
+        """`holder` is a secret of the node that outlives its process, whose starts `incarnation` counts."""
         self._connections = dict(connections or {})
         self._holder = holder
         self._incarnation = incarnation
@@ -47,9 +48,13 @@ class ServedEnvironments:
             self._clients[name],
             name=name,
             turn_timeout_s=turn_timeout_s,
-            holder=self._holder,
+            holder=self._holder_at(self._connections[name].address),
             incarnation=self._incarnation,
         )
+
+    def _holder_at(self, address: str) -> str:
+        """Of no use at another service, so that none can end the sessions that the node has elsewhere."""
+        return self._holder and hmac.digest(self._holder.encode(), address.encode(), "sha256").hex()
 
     async def start(self) -> None:
         """Nothing to bind."""
