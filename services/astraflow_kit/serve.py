@@ -29,6 +29,7 @@ from astraflow._status import to_status
 from astraflow.connecting.connection import is_loopback
 from astraflow.errors import (
     AstraflowError,
+    FencedError,
     InternalError,
     InvalidArgumentError,
     PermissionError_,
@@ -39,6 +40,7 @@ from astraflow_kit import traces
 from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
 from astraflow_kit.identity.gate import Gate
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
+from astraflow_kit.identity.speakers import SessionKeys
 from astraflow_kit.identity.verifier import RevokedElsewhere, Verifier
 from astraflow_kit.ids import IdSource
 from astraflow_kit.log import bind, get_logger
@@ -61,7 +63,7 @@ _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _MAX_NAME = 256
 _LARGE_BYTES = 2**20
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
-_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_)
+_IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_, FencedError)
 _OPTIONS = (
     # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
@@ -89,11 +91,13 @@ class GrpcServer:
         settings: DaemonSettings,
         metrics: Metrics,
         run_id: str = "",
+        session_keys: SessionKeys | None = None,
         revoked: RevokedElsewhere = frozenset,
         port_setting: str = "grpc_port",
         share_port: bool = False,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, if it does to one; `revoked` returns ids of tokens that were
+        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers speak,
+        for rpcs whose contracts ask; `revoked` returns ids of tokens that were
         revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
         other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
         """
@@ -104,6 +108,7 @@ class GrpcServer:
         self._settings = settings
         self._metrics = metrics
         self._run_id = run_id
+        self._session_keys = session_keys
         self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
         self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
@@ -126,6 +131,7 @@ class GrpcServer:
             verifier=self._verifier,
             streams=self._streams,
             run_id=self._run_id,
+            session_keys=self._session_keys,
             metrics=self._metrics,
         )
         self._server = grpc.aio.server(interceptors=[guard], options=self._options)
@@ -199,11 +205,12 @@ class _Guard(grpc.aio.ServerInterceptor):
         verifier: Verifier | None,
         streams: OpenStreams,
         run_id: str,
+        session_keys: SessionKeys | None,
         metrics: Metrics,
     ) -> None:
         self._services = contracts
         self._rpcs = {rpc: contract for service in contracts.values() for rpc, contract in service.items()}
-        self._gate = Gate(self._rpcs, verifier=verifier, run_id=run_id)
+        self._gate = Gate(self._rpcs, verifier=verifier, run_id=run_id, keys=session_keys)
         self._streams = streams
         self._metrics = metrics
         self._ids = IdSource()
@@ -290,6 +297,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         self._metrics.add("astraflow_rpcs_active", 1, rpc=rpc)
         try:
             identity = self._gate.admit(rpc, metadata.get("authorization"))
+            await self._gate.prove(rpc, metadata)
             if rpc in self._rpcs:
                 self._rpcs[rpc].require_implemented()
             with self._streams.while_good(identity):

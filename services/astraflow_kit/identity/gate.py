@@ -1,7 +1,7 @@
 """What stands before every rpc: whose token it is, whether its role may call, and whether it may speak of that run.
 
-Invariant: a call passes only with a role that the contract of its rpc names, and none of its messages names a run,
-policy or pool that its token is not for. Called by `serve`; servicers read
+Invariant: a call passes only with a role that the contract of its rpc names, as the node or trainer that its credential
+proves, and none of its messages names a run, policy or pool that its token is not for. Called by `serve`; servicers read
 the caller through `caller()`.
 """
 
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
 from astraflow.errors import PermissionError_
+from astraflow_kit.identity import speakers
 from astraflow_kit.identity.scopes import narrow
 from astraflow_kit.identity.tokens import ALL, OPEN_TO_ALL, ROLES, Identity, refusal
 from astraflow_kit.identity.verifier import Verifier
@@ -40,10 +41,16 @@ class Gate:
     """Decides whether a call may proceed. Without a verifier every caller has every role, on every run."""
 
     def __init__(
-        self, contracts: Mapping[str, RpcContract], *, verifier: Verifier | None, run_id: str = ""
+        self,
+        contracts: Mapping[str, RpcContract],
+        *,
+        verifier: Verifier | None,
+        run_id: str = "",
+        keys: speakers.SessionKeys | None = None,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, of a daemon that has one."""
+        """`run_id` is the run that the daemon belongs to, of a daemon that has one; `keys` prove as whom callers speak."""
         self._contracts = contracts
+        self._keys = keys
         self._verifier = verifier
         self._run_id = run_id
 
@@ -60,6 +67,12 @@ class Gate:
         self._require_allowed(identity, rpc, contract)
         _caller.set(identity)
         return identity
+
+    async def prove(self, rpc: str, metadata: Mapping[str, str]) -> None:
+        """Find out as whom `caller` speaks. Raises UnauthenticatedError, PermissionError_."""
+        contract = self._contracts.get(rpc)
+        if contract is not None and self._keys is not None:
+            await speakers.prove(contract, metadata, keys=self._keys, identity=caller())
 
     def allow(self, rpc: str, identity: Identity) -> None:
         """The same for a caller that was identified otherwise, as readers of pages are. Raises PermissionError_."""
@@ -80,12 +93,16 @@ class Gate:
             )
 
     def narrow(self, rpc: str, request: object) -> None:
-        """Hold a request of `rpc` against what the token of `caller` is for.
+        """Hold a request of `rpc` against what the token of `caller` is for, and as whom it speaks.
 
         Raises PermissionError_ naming what it is not for.
         """
+        if not isinstance(request, Message) or rpc not in self._contracts:
+            return
+        if self._keys is not None:
+            speakers.hold(self._contracts[rpc], request)
         identity = caller()
-        if not identity.is_narrow or not isinstance(request, Message) or rpc not in self._contracts:
+        if not identity.is_narrow:
             return
         found = narrow(request, identity)
         if found is None:

@@ -33,7 +33,7 @@ class Overreach:
 
 def fields_of(request: Descriptor, name: str) -> list[tuple[FieldDescriptor, ...]]:
     """Paths to all fields of this name in a message and the messages that it holds."""
-    return [path for path in _paths(request) if path[-1].name == name]
+    return list(paths_to(request, frozenset({name})))
 
 
 def narrow(request: Message, identity: Identity) -> Overreach | None:
@@ -41,13 +41,13 @@ def narrow(request: Message, identity: Identity) -> Overreach | None:
 
     What is left empty becomes the token's only run, policy or pool, so that "the only one" never means another's.
     """
-    for path in _paths(request.DESCRIPTOR):
+    for path in paths_to(request.DESCRIPTOR, frozenset(_CLAIMS)):
         field = path[-1]
         kind, claim = _CLAIMS[field.name]
         allowed = claim(identity)
         if ALL in allowed:
             continue
-        for holder in _holders(request, path[:-1]):
+        for holder in holders(request, path[:-1]):
             if field.is_repeated:
                 found = _within_list(holder, field, kind, allowed)
             else:
@@ -75,7 +75,7 @@ def _within_list(
     return next((Overreach(kind, name, allowed) for name in names if name not in allowed), None)
 
 
-def _holders(message: Message, path: tuple[FieldDescriptor, ...]) -> Iterator[Message]:
+def holders(message: Message, path: tuple[FieldDescriptor, ...]) -> Iterator[Message]:
     """The messages at the end of a path; none where one on the way is not set."""
     if not path:
         yield message
@@ -83,22 +83,25 @@ def _holders(message: Message, path: tuple[FieldDescriptor, ...]) -> Iterator[Me
     field, rest = path[0], path[1:]
     if field.is_repeated:
         for inner in getattr(message, field.name):
-            yield from _holders(inner, rest)
+            yield from holders(inner, rest)
     elif message.HasField(field.name):
-        yield from _holders(getattr(message, field.name), rest)
+        yield from holders(getattr(message, field.name), rest)
 
 
 @cache
-def _paths(request: Descriptor) -> tuple[tuple[FieldDescriptor, ...], ...]:
-    return tuple(_search(request, depth=0))
+def paths_to(request: Descriptor, names: frozenset[str]) -> tuple[tuple[FieldDescriptor, ...], ...]:
+    """Paths to all fields of these names in a message and the messages that it holds."""
+    return tuple(_search(request, names, depth=0))
 
 
-def _search(message: Descriptor, *, depth: int) -> Iterator[tuple[FieldDescriptor, ...]]:
+def _search(
+    message: Descriptor, names: frozenset[str], *, depth: int
+) -> Iterator[tuple[FieldDescriptor, ...]]:
     for field in message.fields:
         inner = field.message_type
         if inner is None:
-            if field.name in _CLAIMS:
+            if field.name in names:
                 yield (field,)
         elif depth < _MAX_DEPTH and not inner.GetOptions().map_entry:
-            for rest in _search(inner, depth=depth + 1):
+            for rest in _search(inner, names, depth=depth + 1):
                 yield (field, *rest)

@@ -32,6 +32,8 @@ class RpcContract:
     scope: str
     """Which runs a call is about, where its request does not name one: an `astraflow.options.v1.Scope` in small
     letters; `unspecified` where the request does."""
+    speaker: str
+    """As whom it speaks, likewise: an `astraflow.options.v1.Speaker`; `unspecified` where the token alone decides."""
     reasons: frozenset[str]
     """Slugs by which it may refuse a call."""
     capability: str = ""
@@ -71,6 +73,7 @@ def read_contract(method: MethodDescriptor) -> RpcContract:
         name=method.full_name,
         roles=frozenset(options_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in roles),
         scope=options_pb2.Scope.Name(options[options_pb2.scope]).removeprefix("SCOPE_").lower(),
+        speaker=options_pb2.Speaker.Name(options[options_pb2.speaker]).removeprefix("SPEAKER_").lower(),
         reasons=frozenset((*EVERY_RPC, *common.reasons, *options[options_pb2.errors].reasons)),
         capability=missing.capability,
         instead=missing.instead,

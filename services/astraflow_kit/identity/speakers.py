@@ -1,0 +1,138 @@
+"""As whom a call speaks: a node or a trainer of one run, by the credential that JoinRun or ClaimPolicy gave it.
+
+Invariant: where the contract of an rpc says that a node or a trainer speaks, its credential was sealed by the run's key
+before the request is read, and what the request says of its speaker is what the credential says, or empty and filled in.
+Episodes are left to whoever takes them in, since a push answers for each. Called by `gate`; servicers read the speaker
+through `speaker()`.
+"""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Protocol
+
+from google.protobuf.message import Message
+
+from astraflow._contract.rpcs import RpcContract
+from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
+from astraflow.rollout.v1.trajectory_pb2 import Episode
+from astraflow_kit.identity.scopes import holders, paths_to
+from astraflow_kit.identity.sealing import NODE, TRAINER, Session, claimed_session, is_issued
+from astraflow_kit.identity.tokens import Identity
+
+METADATA = "astraflow-session"
+OPENED_BY = {NODE: "JoinRun", TRAINER: "ClaimPolicy"}
+_NAMED_BY = {
+    NODE: {"run_id": "run_id", "node_id": "name", "incarnation": "number"},
+    TRAINER: {"run_id": "run_id", "policy_id": "name", "trainer_epoch": "number"},
+}
+"""Fields of requests, and what of the session each is compared with."""
+_OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
+_SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
+NOT_YET_PROVEN = frozenset({"trainer", "trainer_once_claimed"})
+"""Empty once trainers send their credentials."""
+_session: ContextVar[Session | None] = ContextVar("astraflow_session", default=None)
+
+
+class SessionKeys(Protocol):
+    """Knows the keys that seal the credentials of runs."""
+
+    async def seal_key(self, run_id: str) -> str:
+        """The key of a run. Raises NotFoundError where there is no such run."""
+
+
+def speaker() -> Session | None:
+    """The proven session behind the rpc being served; None where its contract asks for none, or its caller has none yet."""
+    return _session.get()
+
+
+def speaking_node() -> Session:
+    """The node behind the rpc being served, whose contract asks for one."""
+    session = speaker()
+    if session is None or session.speaker != NODE:
+        raise RuntimeError("this rpc was served without proof of the node: its contract lacks SPEAKER_NODE")
+    return session
+
+
+async def prove(
+    contract: RpcContract, metadata: Mapping[str, str], *, keys: SessionKeys, identity: Identity
+) -> None:
+    """Find out as whom the call speaks, for `speaker`. Raises UnauthenticatedError whose metadata `reason` is
+    `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use.
+    """
+    credential, wanted = metadata.get(METADATA, ""), _wanted(contract)
+    _session.set(None)
+    if wanted is None and contract.speaker not in _OPENS:
+        return
+    claimed = claimed_session(credential)
+    if claimed is not None and await _is_proven(claimed, credential, keys=keys, identity=identity):
+        _session.set(claimed)
+    if wanted is None:
+        return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
+    if not credential:
+        if contract.speaker != "trainer_once_claimed":
+            raise _no_session(contract, wanted)
+        return
+    if (session := speaker()) is None:
+        raise UnauthenticatedError(
+            f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out for a run that it "
+            f"has; send what {OPENED_BY[wanted]} returned last",
+            metadata={"reason": "wrong_session"},
+        )
+    if session.speaker != wanted:
+        raise wrong_session(
+            f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; send "
+            f"what {OPENED_BY[wanted]} returned"
+        )
+
+
+def _wanted(contract: RpcContract) -> str | None:
+    return None if contract.speaker in NOT_YET_PROVEN else _SPEAKERS.get(contract.speaker)
+
+
+async def _is_proven(claimed: Session, credential: str, *, keys: SessionKeys, identity: Identity) -> bool:
+    if not identity.may_see(claimed.run_id):
+        return False  # and nobody learns whether there is such a run
+    try:
+        return is_issued(credential, key=await keys.seal_key(claimed.run_id))
+    except NotFoundError:
+        return False
+
+
+def hold(contract: RpcContract, request: Message) -> None:
+    """Compare what a request says of its speaker with the session, and fill in what it leaves out.
+
+    Raises PermissionError_ whose metadata `reason` is `wrong_session`, UnauthenticatedError `no_session` for a trainer
+    that names its epoch without a credential.
+    """
+    wanted, session = _wanted(contract), speaker()
+    if wanted is None:
+        return
+    for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):
+        field = path[-1]
+        if field.is_repeated or any(step.message_type is Episode.DESCRIPTOR for step in path[:-1]):
+            continue
+        for holder in holders(request, path[:-1]):
+            named = getattr(holder, field.name)
+            if session is None:
+                if named and field.name == "trainer_epoch":
+                    raise _no_session(contract, wanted)
+            elif not named:
+                setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
+            elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
+                raise wrong_session(
+                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave the "
+                    f"field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+                )
+
+
+def wrong_session(message: str) -> PermissionError_:
+    """The error for a session that speaks of what is another's."""
+    return PermissionError_(message, metadata={"reason": "wrong_session"})
+
+
+def _no_session(contract: RpcContract, wanted: str) -> UnauthenticatedError:
+    return UnauthenticatedError(
+        f"{contract.name} needs the metadata `{METADATA}`: the credential that {OPENED_BY[wanted]} returned; call that "
+        "first, and send its `session` with every later call (clients of contract version 3 and older do not: update them)",
+        metadata={"reason": "no_session"},
+    )
