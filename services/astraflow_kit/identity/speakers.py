@@ -2,7 +2,8 @@
 
 Invariant: where the contract of an rpc says that a node or a trainer speaks, its credential was sealed by the run's key
 before the request is read, and what the request says of its speaker is what the credential says, or empty and filled in.
-Episodes are left to whoever takes them in, since a push answers for each. Called by `gate`; servicers read the speaker
+Episodes are left to whoever takes them in, since a push answers for each; the epoch that wrote a version is an earlier
+one's, perhaps. Called by `gate`; servicers read the speaker
 through `speaker()`.
 """
 
@@ -10,9 +11,11 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Protocol
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
+from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity.scopes import holders, paths_to
@@ -28,8 +31,6 @@ _NAMED_BY = {
 """Fields of requests, and what of the session each is compared with."""
 _OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
 _SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
-NOT_YET_PROVEN = frozenset({"trainer", "trainer_once_claimed"})
-"""Empty once trainers send their credentials."""
 _session: ContextVar[Session | None] = ContextVar("astraflow_session", default=None)
 
 
@@ -86,7 +87,7 @@ async def prove(
 
 
 def _wanted(contract: RpcContract) -> str | None:
-    return None if contract.speaker in NOT_YET_PROVEN else _SPEAKERS.get(contract.speaker)
+    return _SPEAKERS.get(contract.speaker)
 
 
 async def _is_proven(claimed: Session, credential: str, *, keys: SessionKeys, identity: Identity) -> bool:
@@ -109,13 +110,15 @@ def hold(contract: RpcContract, request: Message) -> None:
         return
     for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):
         field = path[-1]
-        if field.is_repeated or any(step.message_type is Episode.DESCRIPTOR for step in path[:-1]):
+        if field.is_repeated or _is_anothers(path):
             continue
         for holder in holders(request, path[:-1]):
             named = getattr(holder, field.name)
             if session is None:
                 if named and field.name == "trainer_epoch":
                     raise _no_session(contract, wanted)
+            elif not named and contract.speaker == "trainer_once_claimed" and field.name == "trainer_epoch":
+                continue  # it is listened to, and holds nothing
             elif not named:
                 setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
             elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
@@ -123,6 +126,12 @@ def hold(contract: RpcContract, request: Message) -> None:
                     f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave the "
                     f"field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
                 )
+
+
+def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:
+    """Whether a field says of somebody else what fields of its name say of the speaker."""
+    within = [step.message_type for step in path[:-1]]
+    return Episode.DESCRIPTOR in within or (Version.DESCRIPTOR in within and path[-1].name == "trainer_epoch")
 
 
 def wrong_session(message: str) -> PermissionError_:

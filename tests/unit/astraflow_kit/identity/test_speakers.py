@@ -13,6 +13,8 @@ from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
+from astraflow.dataflow.v1 import version_service_pb2 as versions
+from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity import speakers
@@ -23,11 +25,6 @@ KEY, OTHER_KEY = new_key(), new_key()
 NODE_1 = Session(speaker=NODE, run_id="mine", name="n1", number=3, lineage="ab" * 16)
 TRAINER_1 = Session(speaker=TRAINER, run_id="mine", name="solver", number=2, lineage="cd" * 16)
 ONE_RUN = replace(ANYONE, runs=frozenset({"mine"}))
-
-
-@pytest.fixture(autouse=True)
-def all_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speakers, "NOT_YET_PROVEN", frozenset())
 
 
 class Keys:
@@ -76,7 +73,16 @@ NODE_CALLS: list[Message] = [
     pushes.PushRequest(episodes=[Episode()]),
     pushes.PushEpisodeRequest(episode=Episode()),
 ]
-TRAINER_CALLS: list[Message] = [batches.AckBatchRequest(), batches.RenewBatchRequest()]
+TRAINER_CALLS: list[Message] = [
+    batches.ReleasePolicyRequest(),
+    batches.AcquireBatchRequest(),
+    batches.FetchBatchRequest(),
+    batches.AckBatchRequest(),
+    batches.NackBatchRequest(),
+    batches.RenewBatchRequest(),
+    batches.MarkDurableRequest(),
+    versions.PublishRequest(),
+]
 CALLS = [(call, NODE_1) for call in NODE_CALLS] + [(call, TRAINER_1) for call in TRAINER_CALLS]
 FORGED = {
     "of another run's key": lambda own: issued(own, OTHER_KEY),
@@ -127,6 +133,7 @@ LIES: list[tuple[Message, Session]] = [
     (batches.AckBatchRequest(policy_id="critic"), TRAINER_1),
     (batches.AckBatchRequest(trainer_epoch=3), TRAINER_1),
     (batches.HoldPolicyRequest(trainer_epoch=1), TRAINER_1),
+    (versions.PublishRequest(version=Version(policy_id="critic")), TRAINER_1),
 ]
 
 
@@ -164,3 +171,16 @@ def test_a_trainer_holds_on_before_its_claim_without_credential_but_names_no_epo
     assert called(batches.HoldPolicyRequest(run_id="mine", policy_id="solver"), None) is None
     refused = why_refused(batches.HoldPolicyRequest(policy_id="solver", trainer_epoch=1), None)
     assert refused == ("UNAUTHENTICATED", "no_session")
+
+
+def test_a_trainer_that_released_its_policy_does_not_hold_it_again_by_a_word() -> None:
+    told = batches.HoldPolicyRequest(policy_id="solver")
+    called(told, issued(TRAINER_1))
+    assert told.trainer_epoch == 0
+
+
+def test_a_trainer_announces_what_an_earlier_one_wrote() -> None:
+    written = Version(policy_id="solver", trainer_epoch=1)
+    request = versions.PublishRequest(version=written)
+    called(request, issued(TRAINER_1))
+    assert (request.trainer_epoch, request.version.trainer_epoch) == (2, 1)
