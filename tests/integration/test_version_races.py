@@ -77,7 +77,8 @@ class Writer:
 
     def _publish_all(self) -> None:
         claim = ClaimPolicyRequest(run_id=self.run_id, policy_id=POLICY, trainer_id=self.name)
-        self.epoch = self.client.call(self.client.batches.ClaimPolicy, claim).trainer_epoch
+        claimed = self.client.call(self.client.batches.ClaimPolicy, claim)
+        self.client.session, self.epoch = claimed.session, claimed.trainer_epoch
         writer = VersionWriter.open(self.store, run_id=self.run_id, policy_id=POLICY, epoch=self.epoch)
         newest, base = writer.log.latest(), None
         if newest is not None:

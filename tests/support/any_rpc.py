@@ -45,9 +45,9 @@ async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> 
     rpc = getattr(getattr(world.client, service), method.name)
     # As a client of another make sends it: ours refuses what is out of bounds itself.
     if method.server_streaming:
-        return await anext(typed_stream(rpc(request, metadata=world.client._metadata(rpc))), None)
+        return await anext(typed_stream(rpc(request)), None)
     try:
-        return await rpc(request, timeout=timeout_s, metadata=world.client._metadata(rpc))
+        return await rpc(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 

@@ -152,24 +152,15 @@ class World:
     address: str
     run_id: str = ""
 
-    async def ask(
-        self,
-        reply: type[Reply],
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        session: str | None = None,
-        **fields: Any,
-    ) -> Reply:
-        """Call the rpc with this reply, as the node or trainer of `session`, or the one that began last; `fields` are
-        those of its request, which is about the run if it can be.
-        """
+    async def ask(self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, **fields: Any) -> Reply:
+        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be."""
         name = reply.DESCRIPTOR.name.removesuffix("Response")
         request = getattr(sys.modules[reply.__module__], f"{name}Request")
         (service,) = reply.DESCRIPTOR.file.services_by_name
         rpc = getattr(getattr(self.client, ATTRIBUTES[service]), name)
         if "run_id" in request.DESCRIPTOR.fields_by_name:
             fields = {"run_id": self.run_id} | fields
-        answer: Reply = await self.client.call(rpc, request(**fields), timeout_s=timeout_s, session=session)
+        answer: Reply = await self.client.call(rpc, request(**fields), timeout_s=timeout_s)
         return answer
 
     async def create_run(self, *, store_uri: str = "file:///nowhere", **recipe: object) -> run_pb2.Run:
@@ -384,21 +375,19 @@ class Trainer:
     world: World
     policy_id: str
     epoch: int = 0
-    session: str = ""
-    """Credential of its claim."""
 
     @property
     def _mine(self) -> dict[str, Any]:
         return {"run_id": self.world.run_id, "policy_id": self.policy_id, "trainer_epoch": self.epoch}
 
     async def _ask(self, reply: type[Reply], **fields: Any) -> Reply:
-        return await self.world.ask(reply, session=self.session, **self._mine, **fields)
+        return await self.world.ask(reply, **self._mine, **fields)
 
     async def claim(self, *, trainer_id: str = "test", **held: Any) -> batches.ClaimPolicyResponse:
         """Start a new epoch; `held` are fields of the request."""
         named: dict[str, Any] = {"policy_id": self.policy_id, "trainer_id": trainer_id}
-        claim = await self.world.ask(batches.ClaimPolicyResponse, session=self.session, **named, **held)
-        self.epoch, self.session = claim.trainer_epoch, claim.session
+        claim = await self.world.ask(batches.ClaimPolicyResponse, **named, **held)
+        self.epoch = claim.trainer_epoch
         return claim
 
     async def hold(self, **told: Any) -> None:
@@ -429,8 +418,7 @@ class Trainer:
             **self._mine, step=step, trajectory_ids=trajectory_ids, pack_bytes=pack_bytes
         )
         client = self.world.client
-        fetched = client.stream(client.batches.FetchBatch, request, session=self.session)
-        return [item async for item in fetched]
+        return [item async for item in client.stream(client.batches.FetchBatch, request)]
 
     async def ack(
         self,
@@ -480,7 +468,6 @@ class Trainer:
         )
         reply = await self.world.ask(
             versions.PublishResponse,
-            session=self.session,
             version=message,
             trainer_epoch=self.epoch,
             num_unreadable_before=num_unreadable_before,

@@ -22,7 +22,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol, Self, TypeVar
 
 import grpc
@@ -47,8 +46,6 @@ from astraflow.dataflow.v1 import (
     trajectory_service_pb2_grpc,
     version_service_pb2_grpc,
 )
-from astraflow.dataflow.v1.batch_service_pb2 import ClaimPolicyResponse
-from astraflow.dataflow.v1.run_service_pb2 import JoinRunResponse
 from astraflow.options.v1 import options_pb2
 from astraflow.server.v1 import server_info_pb2
 
@@ -84,13 +81,6 @@ DEFAULT_TIMEOUT_S = 10.0
 _HARMLESS = frozenset({options_pb2.RETRY_READ, options_pb2.RETRY_IDEMPOTENT})
 # Errors after which the very same request may succeed, once the other side is there again.
 _REPEATABLE = (errors.UnavailableError, errors.PayloadMissingError)
-_SPEAKERS = {
-    options_pb2.SPEAKER_NODE: "node",
-    options_pb2.SPEAKER_OPENS_NODE: "node",
-    options_pb2.SPEAKER_TRAINER: "trainer",
-    options_pb2.SPEAKER_OPENS_TRAINER: "trainer",
-    options_pb2.SPEAKER_TRAINER_ONCE_CLAIMED: "trainer",
-}
 _UNREACHED = (errors.UnavailableError, errors.DeadlineError)
 _MIN_WAIT_S = 0.01
 _correlation_id: ContextVar[str] = ContextVar("astraflow_correlation_id", default="")
@@ -188,34 +178,24 @@ class _Calls:
         self.address = self.connection.address
         self._retry = retry or RetryPolicy()
         self._end_s = math.inf
+        self.session = ""
+        """Credential that JoinRun or ClaimPolicy returned, a secret: sent with every call from then on."""
         self.on_wait: Callable[[errors.AstraflowError, float], None] = lambda _error, _waited_s: None
         """Called before a call is repeated, in the thread of the call: why, and the seconds since it began."""
-        self.sessions: dict[str, str] = {}
-        """Credentials of `node` and `trainer`, secrets: those that JoinRun and ClaimPolicy returned last to this client.
-        Every call in which a node or a trainer speaks carries its own, unless the caller names another."""
 
     def end_within(self, seconds: float) -> None:
         """From now on no call is repeated later than `seconds` from now: whoever uses this client ends."""
         self._end_s = time.monotonic() + seconds
 
     def _attempts(self, call: object, retry: RetryPolicy | None, *, harmless: bool = False) -> _Attempts:
-        return _Attempts(self, call, retry or self._retry, harmless=harmless or _rules_of(call)[0] in _HARMLESS)
+        return _Attempts(self, call, retry or self._retry, harmless=harmless or _retry_of(call) in _HARMLESS)
 
-    def _metadata(self, call: object = None, session: str | None = None) -> tuple[tuple[str, str], ...]:
-        """What travels with a call; `session` takes the place of the credential that this client has for it."""
-        speaker = _rules_of(call)[1] if call is not None else ""
-        credential = self.sessions.get(speaker, "") if session is None else session
-        spoken = (("astraflow-session", credential),) if credential and speaker else ()
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
         token, correlation_id = self.connection.current_token(), _correlation_id.get()
         authorization = (("authorization", f"Bearer {token}"),) if token else ()
         correlation = (("x-correlation-id", correlation_id),) if correlation_id else ()
-        return (*authorization, *spoken, *correlation, *_trace_context())
-
-    def _opened(self, response: Response) -> Response:
-        """Keep the credential of a session that a call opened."""
-        if isinstance(response, JoinRunResponse | ClaimPolicyResponse) and response.session:
-            self.sessions["node" if isinstance(response, JoinRunResponse) else "trainer"] = response.session
-        return response
+        session = (("astraflow-session", self.session),) if self.session else ()
+        return (*authorization, *session, *correlation, *_trace_context())
 
 
 def _trace_context() -> tuple[tuple[str, str], ...]:
@@ -263,17 +243,21 @@ def _require_fitting(request: object) -> None:
     require_bounds(request)
 
 
-def _rules_of(call: object) -> tuple[int, str]:
-    """The rpc's `retry` option, and who speaks in it, read from the contract by its method path."""
-    return _rules(call._method)  # type: ignore[attr-defined]
-
-
-@cache
-def _rules(path: bytes) -> tuple[int, str]:
+def _retry_of(call: object) -> int:
+    """Return the rpc's `retry` option, read from the contract by its method path."""
+    path: bytes = call._method  # type: ignore[attr-defined]
     _, service, method = path.decode().split("/")
-    described = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
-    options = described.GetOptions().Extensions
-    return options[options_pb2.retry], _SPEAKERS.get(options[options_pb2.speaker], "")
+    return _retry_option(service, method)
+
+
+_RETRY_OPTIONS: dict[tuple[str, str], int] = {}
+
+
+def _retry_option(service: str, method: str) -> int:
+    if (service, method) not in _RETRY_OPTIONS:
+        described = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
+        _RETRY_OPTIONS[service, method] = described.GetOptions().Extensions[options_pb2.retry]
+    return _RETRY_OPTIONS[service, method]
 
 
 class AsyncClient(_Calls):
@@ -300,9 +284,8 @@ class AsyncClient(_Calls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         harmless: bool = False,
-        session: str | None = None,
     ) -> Response:
-        """Call a unary rpc with a deadline of `timeout_s` per attempt, as the node or trainer of `session`.
+        """Call a unary rpc with a deadline of `timeout_s` per attempt.
 
         Repeats it, where the contract says that this is harmless, or the caller with `harmless`, while the server or
         its store does not answer. Raises the typed error of the last attempt, InvalidArgumentError for a message above
@@ -312,8 +295,7 @@ class AsyncClient(_Calls):
         attempts = self._attempts(rpc, retry, harmless=harmless)
         while True:
             try:
-                metadata = self._metadata(rpc, session)
-                return self._opened(await rpc(request, timeout=timeout_s, metadata=metadata))
+                return await rpc(request, timeout=timeout_s, metadata=self._metadata())
             except grpc.aio.AioRpcError as error:
                 wait_s = attempts.wait_s_after(error)
             await asyncio.sleep(wait_s)
@@ -344,7 +326,6 @@ class AsyncClient(_Calls):
         request: Request,
         *,
         timeout_s: float | None = None,
-        session: str | None = None,
     ) -> AsyncGenerator[Response]:
         """Open a server-streaming rpc and return its responses; never repeated by the library.
 
@@ -352,17 +333,15 @@ class AsyncClient(_Calls):
         leaving the loop over it, cancels the rpc.
         """
         _require_fitting(request)
-        return typed_stream(rpc(request, timeout=timeout_s, metadata=self._metadata(rpc, session)))
+        return typed_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def open(
         self,
         rpc: grpc.aio.StreamStreamMultiCallable[Request, Response],
         requests: AsyncIterator[Request] | None = None,
-        *,
-        session: str | None = None,
     ) -> grpc.aio.StreamStreamCall[Request, Response]:
         """Open a bidirectional stream and return the grpc.aio call; the caller owns it and its reconnects."""
-        return rpc(requests, metadata=self._metadata(rpc, session))
+        return rpc(requests, metadata=self._metadata())
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
@@ -403,14 +382,13 @@ class Client(_Calls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         harmless: bool = False,
-        session: str | None = None,
     ) -> Response:
         """Blocking form of `AsyncClient.call`."""
         _require_fitting(request)
         attempts = self._attempts(rpc, retry, harmless=harmless)
         while True:
             try:
-                return self._opened(rpc(request, timeout=timeout_s, metadata=self._metadata(rpc, session)))
+                return rpc(request, timeout=timeout_s, metadata=self._metadata())
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)
@@ -451,7 +429,7 @@ class Client(_Calls):
     ) -> Generator[Response]:
         """Blocking form of `AsyncClient.stream`."""
         _require_fitting(request)
-        return _typed_blocking_stream(rpc(request, timeout=timeout_s, metadata=self._metadata(rpc)))
+        return _typed_blocking_stream(rpc(request, timeout=timeout_s, metadata=self._metadata()))
 
     def read_all(
         self,
@@ -467,7 +445,7 @@ class Client(_Calls):
         attempts = self._attempts(rpc, None)
         while True:
             try:
-                return list(rpc(request, timeout=timeout_s, metadata=self._metadata(rpc)))
+                return list(rpc(request, timeout=timeout_s, metadata=self._metadata()))
             except grpc.RpcError as error:
                 wait_s = attempts.wait_s_after(error)
             time.sleep(wait_s)

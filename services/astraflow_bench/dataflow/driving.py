@@ -6,6 +6,7 @@ because it was refused. Used by the measurements of this room.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class Driver:
     """One run through one server."""
 
     client: AsyncClient
+    trainer: AsyncClient
+    """The same connection, under the trainer's claim."""
     run_id: str
     group_size: int
     groups_per_step: int
@@ -53,9 +56,11 @@ class Driver:
         text = recipe_text(run_id, group_size=group_size, groups_per_step=groups_per_step)
         run = run_pb2.Run(run_id=run_id, recipe_yaml=text, store_uri="file:///nowhere")
         await client.call(client.runs.CreateRun, runs.CreateRunRequest(run=run), timeout_s=_PATIENCE_S)
-        driver = cls(client=client, run_id=run_id, group_size=group_size, groups_per_step=groups_per_step)
+        sizes = {"group_size": group_size, "groups_per_step": groups_per_step}
+        driver = cls(client=client, trainer=copy.copy(client), run_id=run_id, **sizes)
         claim = batches.ClaimPolicyRequest(run_id=run_id, policy_id=POLICY, trainer_id="bench")
-        driver.epoch = (await client.call(client.batches.ClaimPolicy, claim)).trainer_epoch
+        claimed = await client.call(client.batches.ClaimPolicy, claim)
+        driver.trainer.session, driver.epoch = claimed.session, claimed.trainer_epoch
         await driver.publish(0)
         await driver.join(NODE)
         return driver
@@ -136,7 +141,7 @@ class Driver:
             base_version=self.step - 1,
             wait_duration=duration_pb2.Duration(seconds=30),
         )
-        reply = await self.client.call(self.client.batches.AcquireBatch, request, timeout_s=_PATIENCE_S)
+        reply = await self.trainer.call(self.trainer.batches.AcquireBatch, request, timeout_s=_PATIENCE_S)
         if len(reply.batch.items) != self.group_size * self.groups_per_step:
             raise RuntimeError(f"no whole batch for step {self.step}; waits for {reply.waiting_for}")
         return reply.batch
@@ -144,7 +149,7 @@ class Driver:
     async def fetch(self) -> int:
         """Fetch all payloads of the batch; return their bytes."""
         request = batches.FetchBatchRequest(**self._trainer(), step=self.step, pack_bytes=_PACK_BYTES)
-        stream = self.client.stream(self.client.batches.FetchBatch, request, timeout_s=_PATIENCE_S)
+        stream = self.trainer.stream(self.trainer.batches.FetchBatch, request, timeout_s=_PATIENCE_S)
         return sum([len(item.body) async for response in stream for item in response.trajectories])
 
     async def finish(self, batch: batch_pb2.Batch) -> None:
@@ -153,10 +158,10 @@ class Driver:
             request = batches.AckBatchRequest(
                 **self._trainer(), step=self.step, batch_id=batch.batch_id, digest=batch.digest, stage=stage
             )
-            await self.client.call(self.client.batches.AckBatch, request)
+            await self.trainer.call(self.trainer.batches.AckBatch, request)
         await self.publish(self.step)
         durable = batches.MarkDurableRequest(**self._trainer(), step=self.step)
-        await self.client.call(self.client.batches.MarkDurable, durable, timeout_s=_PATIENCE_S)
+        await self.trainer.call(self.trainer.batches.MarkDurable, durable, timeout_s=_PATIENCE_S)
 
     async def publish(self, version: int) -> None:
         """Announce the version of a step."""
@@ -169,7 +174,7 @@ class Driver:
             trainer_epoch=self.epoch,
         )
         request = versions.PublishRequest(run_id=self.run_id, version=announced, trainer_epoch=self.epoch)
-        await self.client.call(self.client.versions.Publish, request)
+        await self.trainer.call(self.trainer.versions.Publish, request)
 
     def _trainer(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "policy_id": POLICY, "trainer_epoch": self.epoch}

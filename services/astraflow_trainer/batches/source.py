@@ -229,8 +229,7 @@ class BatchSource:
             accepted_loss=accepted_loss,
         )
         response = self._client.call(self._client.batches.ClaimPolicy, request, harmless=True)
-        self.epoch = response.trainer_epoch
-        return Claim(
+        claim = Claim(
             epoch=response.trainer_epoch,
             last_finished_step=response.last_finished_step,
             last_durable_step=response.last_durable_step,
@@ -240,10 +239,12 @@ class BatchSource:
             identity=response.identity,
             session=response.session,
         )
+        self.adopt(claim)
+        return claim
 
     def adopt(self, claim: Claim) -> None:
         """Act under a claim, which the first rank made for all."""
-        self.epoch, self._client.sessions["trainer"] = claim.epoch, claim.session
+        self.epoch, self._client.session = claim.epoch, claim.session
 
     @property
     def _held(self) -> dict[str, Any]:

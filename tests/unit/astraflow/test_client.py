@@ -43,12 +43,10 @@ KINDS = list(errors.ERRORS_BY_REASON.values())
 REPEATABLE = [errors.UnavailableError, errors.PayloadMissingError]
 
 READ, IDEMPOTENT, NEVER = "runs.GetRun", "batches.AckBatch", "batches.ClaimPolicy"
-JOIN = "runs.JoinRun"
 REQUESTS: dict[str, Any] = {
     READ: runs.GetRunRequest(),
     IDEMPOTENT: batches.AckBatchRequest(step=1, stage=batches.BATCH_STAGE_INTENT),
     NEVER: batches.ClaimPolicyRequest(),
-    JOIN: runs.JoinRunRequest(node_id="n1", max_concurrent_tasks=1),
 }
 
 
@@ -93,11 +91,7 @@ class Script(RunServiceServicer, BatchServiceServicer, VersionServiceServicer, T
 
     def ClaimPolicy(self, request: Any, context: Any) -> batches.ClaimPolicyResponse:
         self.act(context)
-        return batches.ClaimPolicyResponse(trainer_epoch=1, session=f"claim {len(self.seen)}")
-
-    def JoinRun(self, request: Any, context: Any) -> runs.JoinRunResponse:
-        self.act(context)
-        return runs.JoinRunResponse(session=f"join {len(self.seen)}")
+        return batches.ClaimPolicyResponse(trainer_epoch=1)
 
     def Watch(self, request: Any, context: Any) -> Iterator[versions.WatchResponse]:
         """Three versions; the script acts before each one."""
@@ -248,19 +242,6 @@ def test_a_call_carries_a_deadline_even_when_none_is_given(twin: Twin, script: S
     default_s, given_s = script.remaining_s
     # Orders of magnitude apart: neither a slow machine nor gRPC's rounding on the wire decides. None at all is years.
     assert default_s < 60 < given_s < 8_000
-
-
-def test_every_call_carries_the_newest_credential_of_who_speaks_in_it(twin: Twin, script: Script) -> None:
-    for rpc in (IDEMPOTENT, NEVER, JOIN, IDEMPOTENT, READ, NEVER, IDEMPOTENT, JOIN):
-        twin.call(rpc)
-    twin.call(IDEMPOTENT, session="another's")
-    twin.call(IDEMPOTENT, session="")
-    assert [call.get("astraflow-session") for call in script.seen] == [
-        *(None, None, None),  # nothing was opened yet
-        *("claim 2", None, "claim 2"),
-        *("claim 6", "join 3"),
-        *("another's", None),
-    ]
 
 
 @pytest.mark.parametrize("rpc", [READ, IDEMPOTENT])
