@@ -282,7 +282,7 @@ type ResetResponse struct {
 
 	// What the agent sees first.
 	Observation *Observation `protobuf:"bytes,1,opt,name=observation,proto3" json:"observation,omitempty"`
-	// Tools it may call; empty when actions are text.
+	// Tools it may call, at most 128; empty when actions are text.
 	Tools []*Tool `protobuf:"bytes,2,rep,name=tools,proto3" json:"tools,omitempty"`
 	// Bound of turns; the observation of the last one is truncated.
 	MaxTurns uint32 `protobuf:"varint,3,opt,name=max_turns,json=maxTurns,proto3" json:"max_turns,omitempty"`

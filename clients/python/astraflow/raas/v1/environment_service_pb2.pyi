@@ -181,7 +181,7 @@ class ResetResponse(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools it may call; empty when actions are text."""
+        """Tools it may call, at most 128; empty when actions are text."""
 
     @_builtins.property
     def session_duration(self) -> _duration_pb2.Duration:
