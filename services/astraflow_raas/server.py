@@ -135,10 +135,10 @@ async def _join(
         found,
         settings,
         node_id=folder.node_id,
-        incarnation=folder.incarnation,
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
-    joined = await join_run(client, request, patience_s=settings.join_timeout_s)
+    joined = await join_run(client, request, folder=folder, patience_s=settings.join_timeout_s)
+    served.incarnation = joined.incarnation
     store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
@@ -286,11 +286,7 @@ async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
 
 
 def _served_environments(settings: NodeSettings, folder: NodeFolder) -> ServedEnvironments:
-    return ServedEnvironments(
-        settings.environment_connections,
-        holder=folder.fingerprint,
-        incarnation=folder.incarnation,
-    )
+    return ServedEnvironments(settings.environment_connections, holder=folder.fingerprint)
 
 
 def _client(settings: NodeSettings) -> AsyncClient:

@@ -20,12 +20,12 @@ class ServedEnvironments:
         connections: Mapping[str, Connection] | None = None,
         *,
         holder: str = "",
-        incarnation: int = 0,
     ) -> None:
-        """`holder` names the node over restarts, which `incarnation` counts."""
+        """`holder` names the node over restarts."""
         self._connections = dict(connections or {})
         self._holder = holder
-        self._incarnation = incarnation
+        self.incarnation = 0
+        """Which start of the holder this is; known once the node has joined."""
         self._clients: dict[str, AsyncClient] = {}
         self._stopping = asyncio.Event()
 
@@ -48,7 +48,7 @@ class ServedEnvironments:
             name=name,
             turn_timeout_s=turn_timeout_s,
             holder=self._holder,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
         )
 
     async def start(self) -> None:
