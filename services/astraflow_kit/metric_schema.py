@@ -54,6 +54,11 @@ _ENTRIES = (
     _gauge("astraflow_tls_expiry_timestamp_seconds", "When the server's certificate ends."),
     # dataflow
     _counter("astraflow_dataflow_pushes_total", "Pushed episodes by outcome.", "outcome"),
+    _counter(
+        "astraflow_dataflow_refused_episodes_total",
+        "Pushed episodes that were not the session's to push.",
+        "reason",
+    ),
     _counter("astraflow_dataflow_hedges_total", "Pushed episodes of second copies by outcome.", "outcome"),
     _histogram("astraflow_dataflow_push_seconds", "From a push's arrival to its committed answer."),
     _counter("astraflow_dataflow_leases_total", "Leases given, by purpose.", "purpose"),

@@ -16,7 +16,7 @@ from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
-from support.any_rpc import INVALID, MISSING, STATE, answer, assert_refused, request_of
+from support.any_rpc import DENIED, INVALID, MISSING, STATE, answer, assert_refused, request_of
 from support.dataflow_world import World, recipe_text
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,12 @@ async def submit_while_finishing(world: World) -> object:
     return await world.submit("t1")
 
 
+async def acquire_under_an_older_epoch(world: World) -> object:
+    trainer = world.trainers["solver"]
+    await world.trainer()
+    return await trainer.acquire(1)
+
+
 ROWS: dict[str, tuple[Call, str]] = {
     "run with a broken recipe": (create(recipe_yaml="run: 1"), "INVALID_RECIPE"),
     "run with an unknown plug-in": (
@@ -97,13 +103,14 @@ ROWS: dict[str, tuple[Call, str]] = {
     "lease as another incarnation": (lease(incarnation=2), "FENCED"),
     "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
     "claim of a held policy": (request_of(batches.ClaimPolicyRequest, only_if_unheld=True), "POLICY_HELD"),
-    "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), "FENCED"),
-    "hold of an unknown policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), MISSING),
+    "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), DENIED),
+    "hold of another policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), DENIED),
     "release of somebody else's policy": (
         request_of(batches.ReleasePolicyRequest, trainer_epoch=99),
-        "FENCED",
+        DENIED,
     ),
-    "acquire under an epoch never given": (of_step(batches.AcquireBatchRequest, trainer_epoch=99), "FENCED"),
+    "acquire under an epoch never given": (of_step(batches.AcquireBatchRequest, trainer_epoch=99), DENIED),
+    "acquire under an older epoch": (acquire_under_an_older_epoch, "FENCED"),
     "acquire a step too far": (of_step(batches.AcquireBatchRequest, step=2), INVALID),
     "fetch of a step that is not bound": (of_step(batches.FetchBatchRequest), MISSING),
     "renewal of a step that is not bound": (of_step(batches.RenewBatchRequest), MISSING),
@@ -114,7 +121,7 @@ ROWS: dict[str, tuple[Call, str]] = {
     "publish a rollback to a later version": (publish(rollback_of=1), INVALID),
     "publish a rollback that a newer epoch wrote": (publish(rollback_of=0, trainer_epoch=99), INVALID),
     "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID),
-    "publish of an unknown policy": (publish(policy_id="nobody"), MISSING),
+    "publish of another policy": (publish(policy_id="nobody"), DENIED),
     "watch of an unknown policy": (request_of(versions.WatchRequest, policy_ids=["nobody"]), MISSING),
     "versions of an unknown policy": (request_of(versions.ListVersionsRequest, policy_id="nobody"), MISSING),
     "status of an unknown run": (admin.StatusRequest(run_id="nowhere"), MISSING),

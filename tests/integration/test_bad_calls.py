@@ -138,7 +138,7 @@ ROWS = {
     ),
     "lease in another run": Row(lease_in_another_run, MISSING, ("elsewhere",)),
     "join a run that is not there": Row(
-        lambda scene: scene.world.join("n1", incarnation=1, run_id="rum", max_concurrent_tasks=1),
+        lambda scene: scene.world.join("n1", run_id="rum", max_concurrent_tasks=1),
         MISSING,
         ("rum", "run"),
     ),

@@ -225,7 +225,7 @@ OTHERS = {
     "a run that is a path": (pushed(run_id="../theirs"), DENIED, "run"),
     "a run that ends a key": (pushed(run_id="mine}:x"), DENIED, "run"),
     "a reserved pool": (
-        lambda scene: scene.world.join("n9", incarnation=1, max_concurrent_tasks=1, pool="reserved"),
+        lambda scene: scene.world.join("n9", max_concurrent_tasks=1, pool="reserved"),
         DENIED,
         "pool",
     ),

@@ -5,6 +5,7 @@ store, is held up at random places, and announces what it committed. The seed de
 """
 
 import asyncio
+import copy
 import random
 import shutil
 import threading
@@ -124,7 +125,7 @@ async def race(world: World, client: Client, folder: Path, *, seed: int) -> bool
     writers = [
         Writer(
             name=f"writer-{index}",
-            client=client,
+            client=copy.copy(client),
             run_id=world.run_id,
             store=HeldStore(root, random.Random(draws.random())),
             folder=folder / f"mirrors-{seed}",

@@ -16,11 +16,13 @@ from astraflow.errors import AstraflowError
 from support.dataflow_world import ATTRIBUTES, World
 
 INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+DENIED = "PERMISSION_DENIED"
 CODES = {
     **dict.fromkeys((INVALID, "INVALID_RECIPE"), INVALID),
     **dict.fromkeys((STATE, "FENCED", "PLUGIN_FAILED", "POLICY_HELD", "VERSION_GAP"), STATE),
     MISSING: MISSING,
     "CONFLICT": "ALREADY_EXISTS",
+    DENIED: DENIED,
     "UNKNOWN_VERSION": "UNAVAILABLE",
 }
 """The status code of each reason, as the contract has it."""
@@ -37,30 +39,39 @@ async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> 
     """What the rpc of a request answers; the first response of a stream."""
     if isinstance(request, tasks.WorkRequest):
         return await in_a_session(world, request)
+    service, method = rpc_of(request)
+    client = world.speaking(credential_of(world, method))
     if isinstance(request, trajectories.PushRequest):
-        call = world.client.open(world.client.trajectories.Push)
+        call = client.open(client.trajectories.Push)
         await call.write(request)
         return await anext(typed_stream(call))
-    service, method = rpc_of(request)
-    rpc = getattr(getattr(world.client, service), method.name)
+    rpc = getattr(getattr(client, service), method.name)
     # As a client of another make sends it: ours refuses what is out of bounds itself.
     if method.server_streaming:
-        return await anext(typed_stream(rpc(request)), None)
+        return await anext(typed_stream(rpc(request, metadata=client._metadata())), None)
     try:
-        return await rpc(request, timeout=timeout_s)
+        return await rpc(request, timeout=timeout_s, metadata=client._metadata())
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+def credential_of(world: World, method: Any) -> str:
+    """Of who speaks in an rpc, the world's node `n1` or its trainer of `solver`; '' where nobody does, or none is there."""
+    speaker = read_contract(method).speaker
+    known: Any = world.nodes.get("n1") if speaker == "node" else world.trainers.get("solver")
+    return known.credential if known and speaker.startswith(("node", "trainer")) else ""
 
 
 async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
     """Everything a session answers that ends with this request."""
     hello = tasks.Hello(run_id="run", node_id="n1", incarnation=1)
+    client = world.speaking(world.nodes["n1"].credential if "n1" in world.nodes else "")
 
     async def requests() -> AsyncIterator[tasks.WorkRequest]:
         yield tasks.WorkRequest(hello=hello)
         yield request
 
-    return [item async for item in typed_stream(world.client.open(world.client.tasks.Work, requests()))]
+    return [item async for item in typed_stream(client.open(client.tasks.Work, requests()))]
 
 
 def assert_refused(error: AstraflowError, reason: str, *, by_rpc: bool = True) -> None:

@@ -6,10 +6,10 @@ because it was refused. Used by the measurements of this room.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -42,6 +42,8 @@ class Driver:
     groups_per_step: int
     epoch: int = 0
     step: int = 0
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Credential of each node."""
 
     @classmethod
     async def create(
@@ -57,7 +59,7 @@ class Driver:
         run = run_pb2.Run(run_id=run_id, recipe_yaml=text, store_uri="file:///nowhere")
         await client.call(client.runs.CreateRun, runs.CreateRunRequest(run=run), timeout_s=_PATIENCE_S)
         sizes = {"group_size": group_size, "groups_per_step": groups_per_step}
-        driver = cls(client=client, trainer=copy.copy(client), run_id=run_id, **sizes)
+        driver = cls(client=client, trainer=copy(client), run_id=run_id, **sizes)
         claim = batches.ClaimPolicyRequest(run_id=run_id, policy_id=POLICY, trainer_id="bench")
         claimed = await client.call(client.batches.ClaimPolicy, claim)
         driver.trainer.session, driver.epoch = claimed.session, claimed.trainer_epoch
@@ -67,10 +69,14 @@ class Driver:
 
     async def join(self, node_id: str) -> None:
         """Join a node."""
-        request = runs.JoinRunRequest(
-            run_id=self.run_id, node_id=node_id, incarnation=1, max_concurrent_tasks=100_000
-        )
-        await self.client.call(self.client.runs.JoinRun, request)
+        request = runs.JoinRunRequest(run_id=self.run_id, node_id=node_id, max_concurrent_tasks=100_000)
+        self.sessions[node_id] = (await self.client.call(self.client.runs.JoinRun, request)).session
+
+    def node(self, node_id: str = NODE) -> AsyncClient:
+        """The client as a node."""
+        client = copy(self.client)
+        client.session = self.sessions[node_id]
+        return client
 
     async def submit(self, count: int, *, prefix: str) -> None:
         """Submit tasks."""
@@ -88,13 +94,11 @@ class Driver:
         newest_s = time.monotonic()
         while len(leases) < count:
             request = tasks.LeaseTasksRequest(
-                run_id=self.run_id,
-                node_id=node_id,
-                incarnation=1,
                 max_tasks=min(_LEASED_AT_ONCE, count - len(leases)),
                 wait_duration=duration_pb2.Duration(seconds=2),
             )
-            reply = await self.client.call(self.client.tasks.LeaseTasks, request, timeout_s=_PATIENCE_S)
+            node = self.node(node_id)
+            reply = await node.call(node.tasks.LeaseTasks, request, timeout_s=_PATIENCE_S)
             leases += reply.leases
             if reply.leases:
                 newest_s = time.monotonic()
@@ -114,8 +118,8 @@ class Driver:
         where they are `packed`; return how many.
         """
         requests = self._requests(leases, episodes, members or self.group_size, packed=packed)
-        accepted = 0
-        async for response in self.client.open(self.client.trajectories.Push, requests):
+        accepted, node = 0, self.node()
+        async for response in node.open(node.trajectories.Push, requests):
             for result in response.results:
                 if result.outcome != pushes.OUTCOME_ACCEPTED:
                     raise RuntimeError(f"a push was answered {result}")
@@ -127,7 +131,7 @@ class Driver:
     ) -> AsyncIterator[pushes.PushRequest]:
         sequence = 0
         for lease in leases:
-            group = list(episodes.of(lease.task.task_id, attempt=lease.attempt, group_size=members))
+            group = list(episodes.of(lease, group_size=members))
             for some in [group] if packed else [[episode] for episode in group]:
                 sequence += 1
                 yield pushes.PushRequest(sequence=sequence, episodes=some)

@@ -1,8 +1,8 @@
 """What stands before every rpc: whose token it is, whether its role may call, and whether it may speak of that run.
 
 Invariant: a call passes only with a role that the contract of its rpc names, as the node or trainer that its credential
-proves, and none of its messages names a run, policy or pool that its token is not for. Called by `serve`; servicers read
-the caller through `caller()`.
+proves, and none of its messages names a run, policy or pool that its token is not for. Called by `serve`; servicers
+read the caller through `caller()`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,9 @@ class Gate:
         run_id: str = "",
         keys: speakers.SessionKeys | None = None,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, of a daemon that has one; `keys` prove as whom callers speak."""
+        """`run_id` is the run that the daemon belongs to, of a daemon that has one; `keys` prove who
+        speaks.
+        """
         self._contracts = contracts
         self._keys = keys
         self._verifier = verifier

@@ -1,10 +1,9 @@
 """As whom a call speaks: a node or a trainer of one run, by the credential that JoinRun or ClaimPolicy gave it.
 
 Invariant: where the contract of an rpc says that a node or a trainer speaks, its credential was sealed by the run's key
-before the request is read, and what the request says of its speaker is what the credential says, or empty and filled in.
-Episodes are left to whoever takes them in, since a push answers for each; the epoch that wrote a version is an earlier
-one's, perhaps. Called by `gate`; servicers read the speaker
-through `speaker()`.
+before the request is read, and what the request says of its speaker is what the credential says, or empty and filled
+in. Episodes are left to whoever takes them in, since a push answers for each; the epoch that wrote a version may be an
+earlier one. Called by `gate`; servicers read the speaker through `speaker()`.
 """
 
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ class SessionKeys(Protocol):
 
 
 def speaker() -> Session | None:
-    """The proven session behind the rpc being served; None where its contract asks for none, or its caller has none yet."""
+    """The proven session behind the rpc being served; None where none is asked for, or its caller has none yet."""
     return _session.get()
 
 
@@ -58,15 +57,20 @@ async def prove(
     contract: RpcContract, metadata: Mapping[str, str], *, keys: SessionKeys, identity: Identity
 ) -> None:
     """Find out as whom the call speaks, for `speaker`. Raises UnauthenticatedError whose metadata `reason` is
-    `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use.
+    `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use, NotFoundError for
+    one of a run that was deleted.
     """
     credential, wanted = metadata.get(METADATA, ""), _wanted(contract)
     _session.set(None)
     if wanted is None and contract.speaker not in _OPENS:
         return
     claimed = claimed_session(credential)
-    if claimed is not None and await _is_proven(claimed, credential, keys=keys, identity=identity):
-        _session.set(claimed)
+    try:
+        if claimed is not None and await _is_proven(claimed, credential, keys=keys, identity=identity):
+            _session.set(claimed)
+    except NotFoundError:  # whoever speaks learns that its run is gone
+        if wanted is not None:
+            raise
     if wanted is None:
         return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
     if not credential:
@@ -75,14 +79,14 @@ async def prove(
         return
     if (session := speaker()) is None:
         raise UnauthenticatedError(
-            f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out for a run that it "
-            f"has; send what {OPENED_BY[wanted]} returned last",
+            f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out; send what "
+            f"{OPENED_BY[wanted]} returned last",
             metadata={"reason": "wrong_session"},
         )
     if session.speaker != wanted:
         raise wrong_session(
-            f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; send "
-            f"what {OPENED_BY[wanted]} returned"
+            f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; "
+            f"send what {OPENED_BY[wanted]} returned"
         )
 
 
@@ -93,10 +97,7 @@ def _wanted(contract: RpcContract) -> str | None:
 async def _is_proven(claimed: Session, credential: str, *, keys: SessionKeys, identity: Identity) -> bool:
     if not identity.may_see(claimed.run_id):
         return False  # and nobody learns whether there is such a run
-    try:
-        return is_issued(credential, key=await keys.seal_key(claimed.run_id))
-    except NotFoundError:
-        return False
+    return is_issued(credential, key=await keys.seal_key(claimed.run_id))
 
 
 def hold(contract: RpcContract, request: Message) -> None:
@@ -123,8 +124,8 @@ def hold(contract: RpcContract, request: Message) -> None:
                 setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
             elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
                 raise wrong_session(
-                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave the "
-                    f"field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave "
+                    f"the field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
                 )
 
 
@@ -142,6 +143,6 @@ def wrong_session(message: str) -> PermissionError_:
 def _no_session(contract: RpcContract, wanted: str) -> UnauthenticatedError:
     return UnauthenticatedError(
         f"{contract.name} needs the metadata `{METADATA}`: the credential that {OPENED_BY[wanted]} returned; call that "
-        "first, and send its `session` with every later call (clients of contract version 3 and older do not: update them)",
+        "first, and send its `session` with every later call (update clients of contract version 3 and older)",
         metadata={"reason": "no_session"},
     )

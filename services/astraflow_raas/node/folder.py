@@ -1,14 +1,13 @@
 """The folder one node works in, and the name it has by it.
 
 Invariant: two processes never share a folder: its lock is held as long as the process lives, so a mirror has
-one owner and an incarnation number is used once. Opened by `server` before the node joins.
+one owner, and a session is continued by one process. Opened by `server` before the node joins.
 """
 
-import hashlib
+import os
 import re
 import shutil
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +27,7 @@ class NodeFolder:
 
     node_id: str
     path: Path
-    incarnation: int
     lock: FolderLock
-
-    @property
-    def fingerprint(self) -> str:
-        """32 hexadecimal digits, the same at every start from this folder on this machine, and nowhere else."""
-        place = f"{socket.gethostname()}:{self.path.resolve()}"
-        return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
 
     @property
     def code(self) -> Path:
@@ -46,6 +38,32 @@ class NodeFolder:
     def scratch(self) -> Path:
         """Where each episode may have a folder; the next claim removes those that a killed process left."""
         return self.path.resolve() / "scratch"
+
+    def kept_session(self, run_id: str) -> str:
+        """The credential of the node's last session in a run; empty for none."""
+        try:
+            return self._session(run_id).read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return ""
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("session.unreadable", path=str(self._session(run_id)), message=str(error))
+            return ""
+
+    def keep_session(self, run_id: str, credential: str) -> None:
+        """Keep the credential for the next start, readable by this user only; on disk when this returns."""
+        path = self._session(run_id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{credential}\n")
+            file.flush()
+            os.fsync(descriptor)
+        draft.replace(path)
+
+    def _session(self, run_id: str) -> Path:
+        return self.path / "sessions" / run_id
 
     def spool(self, run_id: str) -> Path:
         """Where finished episodes of a run are kept until the server has them safely."""
@@ -88,33 +106,11 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
             if node_id:
                 raise
             continue
-        claimed = NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
+        claimed = NodeFolder(node_id=name, path=path, lock=lock)
         shutil.rmtree(claimed.scratch, ignore_errors=True)
         claimed.scratch.mkdir(exist_ok=True)
         return claimed
     raise ConflictError(f"{_MAX_NAMES} nodes run in {work_dir}; choose another --work-dir")
-
-
-def _next_incarnation(path: Path) -> int:
-    """Higher than ever before in this folder, and than that of an earlier machine under the same name.
-
-    It is written twice: a damaged one that is another number might lie ahead of the time, and outlive its file.
-    """
-    counter = path / "incarnation"
-    try:
-        last, again = map(int, counter.read_bytes().split())
-        if last != again:
-            raise ValueError(f"{last} and {again}")
-    except FileNotFoundError:
-        last = 0
-    except ValueError:
-        log.warning("node.incarnation_damaged", path=str(counter), message="the time takes its place")
-        last = 0
-    number = max(last + 1, int(time.time() * 1000))
-    draft = path / ".incarnation"
-    draft.write_text(f"{number} {number}\n")
-    draft.replace(counter)
-    return number
 
 
 def _host_name() -> str:

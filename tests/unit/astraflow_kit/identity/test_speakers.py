@@ -88,7 +88,6 @@ FORGED = {
     "of another run's key": lambda own: issued(own, OTHER_KEY),
     "of another name": lambda own: issued(own).replace(own.name, "other"),
     "of another number": lambda own: issued(own).replace(f"/{own.number}/", "/4/"),
-    "of a run that is not there": lambda own: issued(own, run_id="gone"),
     "cut": lambda own: issued(own)[:-1],
     "no credential": lambda own: "hello",
 }
@@ -149,6 +148,12 @@ def test_what_a_request_leaves_out_is_the_sessions() -> None:
     acked = batches.AckBatchRequest()
     called(acked, issued(TRAINER_1))
     assert (acked.run_id, acked.policy_id, acked.trainer_epoch) == ("mine", "solver", 2)
+
+
+@pytest.mark.parametrize(("request_", "own"), CALLS)
+def test_whoever_speaks_learns_that_its_run_is_gone(request_: Message, own: Session) -> None:
+    with pytest.raises(NotFoundError):
+        called(request_, issued(own, run_id="gone"))
 
 
 def test_episodes_are_left_to_whoever_answers_for_each() -> None:

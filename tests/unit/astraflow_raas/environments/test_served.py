@@ -5,7 +5,7 @@ it an episode and the node nothing.
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from astraflow.raas.v1.environment_service_pb2_grpc import (
     add_EnvironmentServiceServicer_to_server,
 )
 from astraflow.rollout.v1 import task_pb2
+from astraflow_kit.identity.sealing import NODE, Session, issue, new_key, new_lineage
 from astraflow_raas.environments.served import ServedEnvironments
 
 TASK = TaskSpec("t1", (Message("user", "Play."),), {})
@@ -66,20 +67,23 @@ async def serving(service: Hostile) -> AsyncIterator[Connection]:
 
 
 async def test_a_service_learns_no_name_that_it_could_use_at_another() -> None:
-    first, second, secret = Hostile(), Hostile(), "5ec2e7" * 6
+    first, second = Hostile(), Hostile()
+    node = Session(speaker=NODE, run_id="run", name="n1", number=1, lineage=new_lineage())
     async with AsyncExitStack() as stack:
         connections = {
             name: await stack.enter_async_context(serving(service))
             for name, service in (("A", first), ("B", second))
         }
-        for incarnation in (1, 2):  # a restart of the node is known to each
-            served = ServedEnvironments(connections, holder=secret, incarnation=incarnation)
+        for number in (1, 2):  # a restart of the node is known to each
+            served, credential = ServedEnvironments(connections), issue(replace(node, number=number), key=new_key())
+            served.speak_as(credential)
             for name in connections:
                 await served.open(name, turn_timeout_s=20).reset(TASK)
             await served.stop(deadline_s=1)
     (a,), (b,) = ({request.holder for request in each.resets} for each in (first, second))
-    assert len({a, b, secret}) == 3
-    assert secret not in a + b
+    assert a != b
+    assert node.lineage not in a + b
+    assert [request.holder_incarnation for request in first.resets] == [1, 2]
     assert min(len(a), len(b)) >= 32
     ids = [request.session_id for each in (first, second) for request in each.resets]
     assert len(set(ids)) == 4
