@@ -25,6 +25,8 @@ from astraflow_environment.sessions import Sessions
 from astraflow_environment.settings import EnvironmentSettings
 from astraflow_environment.workers import WorkerPool
 from astraflow_kit.identity.scopes import fields_of
+from astraflow_kit.identity.sealing import NODE, Session, issue, new_lineage
+from astraflow_kit.identity.speakers import METADATA
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import DaemonSettings, load
@@ -123,8 +125,9 @@ async def servers(world: World, tmp_path: Path) -> AsyncIterator[dict[str, grpc.
         for registrations, run_id in parts:
             revoked = world.dataflow.revoked_tokens.seen
             server = GrpcServer(
-                registrations, settings=settings, metrics=metrics, run_id=run_id, revoked=revoked
-            )
+                registrations, settings=settings, metrics=metrics, run_id=run_id, revoked=revoked,
+                session_keys=world.dataflow.registry,
+            )  # fmt: skip
             await server.start()
             stack.push_async_callback(server.stop, deadline_s=0.1)
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(server.address))
@@ -169,7 +172,12 @@ async def scaler_of(world: World, folder: Path) -> AsyncIterator[AnsweringKeda]:
 
 
 async def refusal_of(
-    channel: grpc.aio.Channel, rpc: str, sent: str, refused: Container[str] = (UNKNOWN, DENIED)
+    channel: grpc.aio.Channel,
+    rpc: str,
+    sent: str,
+    refused: Container[str] = (UNKNOWN, DENIED),
+    *,
+    session: str = "",
 ) -> str:
     """The reason, one of `refused`, by which a call is refused; empty for any other answer."""
     method = method_of(rpc)
@@ -185,7 +193,7 @@ async def refusal_of(
     )
     opened = getattr(channel, shape)(rpc, request_serializer=type(request).SerializeToString)
     asked = iter([request]) if method.client_streaming else request
-    metadata = (("authorization", f"Bearer {sent}"),) if sent else ()
+    metadata = ((METADATA, session), *((("authorization", f"Bearer {sent}"),) if sent else ()))
     call = opened(asked, metadata=metadata, timeout=ANSWER_S)
     try:
         if method.server_streaming:
@@ -200,14 +208,18 @@ async def refusal_of(
 
 
 async def test_every_rpc_is_open_to_just_those_whom_the_page_names(
+    world: World,
     servers: dict[str, grpc.aio.Channel],
 ) -> None:
+    key = await world.dataflow.registry.seal_key(RUN_IN_THE_REQUEST)
+    own = Session(speaker=NODE, run_id=RUN_IN_THE_REQUEST, name="n1", number=1, lineage=new_lineage())
+    session = issue(own, key=key)
     assert {rpc.split("/")[1] for rpc in TABLE} == set(servers)
     gaps = [
         f"{rpc} by {who}: {found or 'admitted'}, not {expected or 'admitted'}"
         for rpc in TABLE
         for who, (sent, expected) in callers(rpc).items()
-        if (found := await refusal_of(servers[rpc.split("/")[1]], rpc, sent)) != expected
+        if (found := await refusal_of(servers[rpc.split("/")[1]], rpc, sent, session=session)) != expected
     ]
     assert gaps == []
 

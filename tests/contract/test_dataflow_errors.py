@@ -16,7 +16,7 @@ from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
-from support.any_rpc import INVALID, MISSING, STATE, answer, assert_refused, request_of
+from support.any_rpc import DENIED, INVALID, MISSING, STATE, answer, assert_refused, request_of
 from support.dataflow_world import World, recipe_text
 
 pytestmark = pytest.mark.slow
@@ -93,8 +93,8 @@ ROWS: dict[str, tuple[Call, str]] = {
     "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
     "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID),
     "submit while finishing": (submit_while_finishing, STATE),
-    "lease without a join": (lease(node_id="stranger"), MISSING),
-    "lease as another incarnation": (lease(incarnation=2), "FENCED"),
+    "lease as another node": (lease(node_id="stranger"), DENIED),
+    "lease as another incarnation": (lease(incarnation=2), DENIED),
     "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
     "claim of a held policy": (request_of(batches.ClaimPolicyRequest, only_if_unheld=True), "POLICY_HELD"),
     "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), "FENCED"),
@@ -142,7 +142,7 @@ async def test_creating_a_run_again_returns_the_stored_one(world: World) -> None
 async def test_joining_returns_all_a_node_needs(world: World) -> None:
     run = await world.create_run(name="run")
     await world.trainer()
-    joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
+    joined = await world.join("n1", max_concurrent_tasks=1)
     assert joined.run == run
     assert [version.version for version in joined.versions] == [0]
     assert joined.lease_ttl_duration.ToSeconds() == 20
