@@ -96,9 +96,10 @@ class GrpcServer:
         port_setting: str = "grpc_port",
         share_port: bool = False,
     ) -> None:
-        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers speak;
-        `revoked` returns ids of tokens that were revoked otherwise than by the settings' file; `port_setting` is what people call the port; with `share_port`
-        other processes may listen there too. Raises SettingsError for keys or certificates that cannot be used.
+        """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers
+        speak; `revoked` returns ids of tokens that were revoked otherwise than by the settings' file; `port_setting` is
+        what people call the port; with `share_port` other processes may listen there too. Raises SettingsError for keys
+        or certificates that cannot be used.
         """
         # Unasked, a second daemon on the same port would silently take half of the calls.
         self._options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))

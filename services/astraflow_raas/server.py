@@ -17,6 +17,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import ReadinessCheck
+from astraflow_kit.identity.tokens import ALL, nodes_said_by
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -278,7 +279,10 @@ class _Watch(LoopService):
 
 @asynccontextmanager
 async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
-    folder = await asyncio.to_thread(claim_folder, settings.work_dir, node_id=settings.node_id)
+    granted = (ALL,) if settings.node_id else nodes_said_by(settings.connection.current_token())
+    folder = await asyncio.to_thread(
+        claim_folder, settings.work_dir, node_id=settings.node_id, granted=granted
+    )
     try:
         yield folder
     finally:

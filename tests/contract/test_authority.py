@@ -28,6 +28,8 @@ from astraflow_environment.sessions import Sessions
 from astraflow_environment.settings import EnvironmentSettings
 from astraflow_environment.workers import WorkerPool
 from astraflow_kit.identity.scopes import fields_of
+from astraflow_kit.identity.sealing import NODE, TRAINER, Session, issue, new_key, new_lineage
+from astraflow_kit.identity.speakers import METADATA
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import GrpcServer
 from astraflow_kit.settings import DaemonSettings, load
@@ -63,6 +65,11 @@ def method_of(rpc: str) -> MethodDescriptor:
     """The descriptor of `/package.Service/Method`."""
     _, service, name = rpc.split("/")
     return descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+
+
+def kind_of(rpc: str) -> str:
+    """Who speaks in a call, where anybody does."""
+    return TRAINER if "trainer" in read_contract(method_of(rpc)).speaker else NODE
 
 
 def test_the_page_lists_every_rpc() -> None:
@@ -181,7 +188,9 @@ async def refusal_of(
     channel: grpc.aio.Channel, rpc: str, sent: str, refused: Container[str] = (UNKNOWN, DENIED)
 ) -> str:
     """The reason, one of `refused`, by which a call is refused; empty for any other answer."""
-    answered = await answer_of(channel, rpc, {"authorization": f"Bearer {sent}"} if sent else {})
+    own = Session(speaker=kind_of(rpc), run_id=RUN_IN_THE_REQUEST, name="n1", number=1, lineage=new_lineage())
+    metadata = {METADATA: issue(own, key=new_key())} | ({"authorization": f"Bearer {sent}"} if sent else {})
+    answered = await answer_of(channel, rpc, metadata)
     return answered.reason if isinstance(answered, AstraflowError) and answered.reason in refused else ""
 
 
@@ -271,9 +280,9 @@ async def shown_in(world: World) -> Shown:
         (AS_WHOM[0], SERVED_RUN, "n1", "solver"),
     ):
         world.run_id = run_id
-        joined = await world.join(node_id, max_concurrent_tasks=1, session="")
+        joined = await world.join(node_id, max_concurrent_tasks=1)
         trainer = await world.trainer(policy_id, publish_first=False)
-        found[whom] = {"node": joined.session, "trainer": trainer.session}
+        found[whom] = {"node": joined.session, "trainer": trainer.credential}
     named = {"run_id": SERVED_RUN, "node_id": "n1", "incarnation": joined.incarnation, "policy_id": "solver"}
     return Shown(named | {"trainer_epoch": trainer.epoch, "held_epoch": trainer.epoch}, found)
 
@@ -283,13 +292,11 @@ async def test_every_rpc_speaks_as_just_whom_its_credential_proves(
 ) -> None:
     shown, gaps = await shown_in(world), []
     for rpc, (roles, _) in TABLE.items():
-        contract = read_contract(method_of(rpc))
-        kind = "trainer" if "trainer" in contract.speaker else "node"
         role = next((role for role in ROLES if role in roles), "viewer")
         authorized = {} if roles == {"anyone"} else {"authorization": f"Bearer {token('n1', role)}"}
         for whom in reversed(AS_WHOM):
-            session = shown.credentials[whom].get(kind)
-            metadata = authorized | ({"astraflow-session": session} if session else {})
+            session = shown.credentials[whom].get(kind_of(rpc))
+            metadata = authorized | ({METADATA: session} if session else {})
             answer = await answer_of(servers[rpc.split("/")[1]], rpc, metadata, named=shown.named)
             if (found := session_refusal(answer)) != refused_as(rpc, whom):
                 gaps.append(

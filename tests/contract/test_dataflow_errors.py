@@ -99,7 +99,7 @@ ROWS: dict[str, tuple[Call, str]] = {
     "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
     "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID),
     "submit while finishing": (submit_while_finishing, STATE),
-    "lease without a join": (lease(node_id="stranger"), DENIED),
+    "lease as another node": (lease(node_id="stranger"), DENIED),
     "lease as another incarnation": (lease(incarnation=2), DENIED),
     "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
     "claim of a held policy": (request_of(batches.ClaimPolicyRequest, only_if_unheld=True), "POLICY_HELD"),

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import read_contract
 from astraflow._status import from_rpc_error
-from astraflow.client import typed_stream
+from astraflow.client import AsyncClient, typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
 from astraflow.errors import AstraflowError
@@ -21,8 +21,8 @@ CODES = {
     **dict.fromkeys((INVALID, "INVALID_RECIPE"), INVALID),
     **dict.fromkeys((STATE, "FENCED", "PLUGIN_FAILED", "POLICY_HELD", "VERSION_GAP"), STATE),
     MISSING: MISSING,
-    "CONFLICT": "ALREADY_EXISTS",
     DENIED: DENIED,
+    "CONFLICT": "ALREADY_EXISTS",
     "UNKNOWN_VERSION": "UNAVAILABLE",
 }
 """The status code of each reason, as the contract has it."""
@@ -36,7 +36,8 @@ def request_of(kind: type[Message], **fields: Any) -> Message:
 
 
 async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> object:
-    """What the rpc of a request answers; the first response of a stream."""
+    """What the rpc of a request answers, as node `n1` where it has joined; the first response of a stream."""
+    _lease(world, request)
     if isinstance(request, tasks.WorkRequest):
         return await in_a_session(world, request)
     service, method = rpc_of(request)
@@ -45,12 +46,12 @@ async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> 
         call = client.open(client.trajectories.Push)
         await call.write(request)
         return await anext(typed_stream(call))
-    rpc = getattr(getattr(client, service), method.name)
+    rpc, metadata = getattr(getattr(client, service), method.name), client._metadata()
     # As a client of another make sends it: ours refuses what is out of bounds itself.
     if method.server_streaming:
-        return await anext(typed_stream(rpc(request, metadata=client._metadata())), None)
+        return await anext(typed_stream(rpc(request, metadata=metadata)), None)
     try:
-        return await rpc(request, timeout=timeout_s, metadata=client._metadata())
+        return await rpc(request, timeout=timeout_s, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 
@@ -64,14 +65,25 @@ def credential_of(world: World, method: Any) -> str:
 
 async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
     """Everything a session answers that ends with this request."""
-    hello = tasks.Hello(run_id="run", node_id="n1", incarnation=1)
     client = world.speaking(world.nodes["n1"].credential if "n1" in world.nodes else "")
 
     async def requests() -> AsyncIterator[tasks.WorkRequest]:
-        yield tasks.WorkRequest(hello=hello)
+        yield tasks.WorkRequest(hello=tasks.Hello())
         yield request
 
     return [item async for item in typed_stream(client.open(client.tasks.Work, requests()))]
+
+
+def _lease(world: World, request: Message) -> None:
+    """What the request says of leases is as if they had been given to the node."""
+    if (node := world.nodes.get("n1")) is None:
+        return
+    if isinstance(request, trajectories.PushRequest):
+        node.lease_all(request.episodes)
+    elif isinstance(request, trajectories.PushEpisodeRequest):
+        node.lease_all([request.episode])
+    elif isinstance(request, tasks.FailTaskRequest):
+        request.failure.lease_id = node.sealed(request.failure.lease_id)
 
 
 def assert_refused(error: AstraflowError, reason: str, *, by_rpc: bool = True) -> None:

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -353,12 +353,12 @@ class Node:
 
     async def push_reply(self, episode: trajectory_pb2.Episode) -> pushes.PushEpisodeResponse:
         """Push one episode; with the watermark. One that names no lease is pushed as if it had been leased."""
-        self._lease_all([episode])
+        self.lease_all([episode])
         return await self.ask(pushes.PushEpisodeResponse, episode=episode, timeout_s=60)
 
     async def pack(self, *episodes: trajectory_pb2.Episode) -> list[pushes.PushResult]:
         """Push several episodes in one message; what became of each. Leases as with `push_reply`."""
-        self._lease_all(episodes)
+        self.lease_all(episodes)
         call = self.world.speaking(self.credential).open(self.world.client.trajectories.Push)
         await call.write(pushes.PushRequest(sequence=1, episodes=episodes))
         return list((await anext(typed_stream(call))).results)
@@ -383,7 +383,8 @@ class Node:
             merged["lease_id"] = self.lease_id(merged["task_id"], merged["attempt"], hedge=merged["hedge"])
         return make_episode(**(merged | changes))  # type: ignore[arg-type]
 
-    def _lease_all(self, episodes: Sequence[trajectory_pb2.Episode]) -> None:
+    def lease_all(self, episodes: Iterable[trajectory_pb2.Episode]) -> None:
+        """Let those that name no lease be as if they had been leased."""
         for one in episodes:
             one.lease_id = one.lease_id or self.lease_id(one.task_id, one.attempt, hedge=one.hedge)
 

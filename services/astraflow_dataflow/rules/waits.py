@@ -233,7 +233,9 @@ def _not_leased(nodes: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
         node for node in nodes if node.refused and now_ms - node.refused_time.ToMilliseconds() < _FRESH_MS
     ]
     if found:
-        named = ", ".join(f"{node.node_id} ({node.refused} episodes, {node.refused_for})" for node in found[:5])
+        named = ", ".join(
+            f"{node.node_id} ({node.refused} episodes, {node.refused_for})" for node in found[:5]
+        )
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         yield Wait(
             stage="lease",

@@ -490,7 +490,15 @@ _NODE_FIELDS: Mapping[bytes, _Field] = {
     **{name.encode(): (name, int) for name in ("credits", "max_episodes", "poisoned", "refused")},
     **{
         name.encode(): (name, bytes.decode)
-        for name in ("waiting_for", "region", "pool", "hardware", "bounded_by", "environment_fault", "refused_for")
+        for name in (
+            "waiting_for",
+            "region",
+            "pool",
+            "hardware",
+            "bounded_by",
+            "environment_fault",
+            "refused_for",
+        )
     },
     b"incarnation": ("incarnation", lambda value: int(value.split()[0])),
     b"max_tasks": ("max_concurrent_tasks", int),

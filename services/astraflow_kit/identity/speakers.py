@@ -60,24 +60,35 @@ async def prove(
     `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use, NotFoundError for
     one of a run that was deleted.
     """
-    credential, wanted = metadata.get(METADATA, ""), _wanted(contract)
+    credential, wanted = metadata.get(METADATA, ""), _SPEAKERS.get(contract.speaker)
     _session.set(None)
-    if wanted is None and contract.speaker not in _OPENS:
-        return
+    if contract.speaker in _OPENS:
+        try:
+            _session.set(await _proven(credential, keys=keys, identity=identity))
+        except (NotFoundError, PermissionError_):
+            return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
+    elif wanted is not None and credential:
+        session = await _proven(credential, keys=keys, identity=identity)
+        _session.set(_suiting(session, contract, wanted=wanted, identity=identity))
+    elif wanted is not None and contract.speaker != "trainer_once_claimed":
+        raise _no_session(contract, wanted)
+
+
+async def _proven(credential: str, *, keys: SessionKeys, identity: Identity) -> Session | None:
+    """The session of a credential that the run's key sealed."""
     claimed = claimed_session(credential)
-    try:
-        if claimed is not None and await _is_proven(claimed, credential, keys=keys, identity=identity):
-            _session.set(claimed)
-    except NotFoundError:  # whoever speaks learns that its run is gone
-        if wanted is not None:
-            raise
-    if wanted is None:
-        return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
-    if not credential:
-        if contract.speaker != "trainer_once_claimed":
-            raise _no_session(contract, wanted)
-        return
-    if (session := speaker()) is None:
+    if claimed is None:
+        return None
+    if not identity.may_see(claimed.run_id):  # and nobody learns whether there is such a run
+        raise PermissionError_(
+            f"the session is of run {claimed.run_id!r}, and the token of {identity.subject!r} is not for it",
+            metadata={"reason": "run"},
+        )
+    return claimed if is_issued(credential, key=await keys.seal_key(claimed.run_id)) else None
+
+
+def _suiting(session: Session | None, contract: RpcContract, *, wanted: str, identity: Identity) -> Session:
+    if session is None:
         raise UnauthenticatedError(
             f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out; send what "
             f"{OPENED_BY[wanted]} returned last",
@@ -88,25 +99,29 @@ async def prove(
             f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; "
             f"send what {OPENED_BY[wanted]} returned"
         )
+    if wanted == NODE:
+        _require_node(session.name, identity)
+    return session
 
 
-def _wanted(contract: RpcContract) -> str | None:
-    return _SPEAKERS.get(contract.speaker)
+def _require_node(node_id: str, identity: Identity) -> None:
+    if not identity.may_be(node_id):
+        raise PermissionError_(
+            f"the token of {identity.subject!r} is for the nodes {', '.join(sorted(identity.nodes)[:8]) or 'none'}, "
+            f"not {node_id!r}; choose one of these (--node-id), or ask for a token with --node {node_id}",
+            metadata={"reason": "node"},
+        )
 
 
-async def _is_proven(claimed: Session, credential: str, *, keys: SessionKeys, identity: Identity) -> bool:
-    if not identity.may_see(claimed.run_id):
-        return False  # and nobody learns whether there is such a run
-    return is_issued(credential, key=await keys.seal_key(claimed.run_id))
-
-
-def hold(contract: RpcContract, request: Message) -> None:
+def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None:
     """Compare what a request says of its speaker with the session, and fill in what it leaves out.
 
-    Raises PermissionError_ whose metadata `reason` is `wrong_session`, UnauthenticatedError `no_session` for a trainer
-    that names its epoch without a credential.
+    Raises PermissionError_ whose metadata `reason` is `wrong_session`, or `node` for a node that joins under a name
+    that its token is not for; UnauthenticatedError `no_session` for a trainer that names an epoch without credential.
     """
-    wanted, session = _wanted(contract), speaker()
+    wanted, session = _SPEAKERS.get(contract.speaker), speaker()
+    if _OPENS.get(contract.speaker) == NODE:
+        _require_node(request.node_id, identity)
     if wanted is None:
         return
     for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):

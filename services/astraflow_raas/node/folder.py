@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.errors import ConflictError
+from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow_kit.folder_lock import FolderLock, lock_folder
+from astraflow_kit.identity.tokens import ALL
 from astraflow_kit.log import get_logger
 
 log = get_logger(__name__)
@@ -56,10 +58,11 @@ class NodeFolder:
         draft = path.with_suffix(".draft")
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{credential}\n")
-            file.flush()
+        try:
+            os.write(descriptor, f"{credential}\n".encode())
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         draft.replace(path)
 
     def _session(self, run_id: str) -> Path:
@@ -92,13 +95,14 @@ class NodeFolder:
         self.lock.release()
 
 
-def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
-    """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host.
+def claim_folder(work_dir: Path, *, node_id: str, granted: Sequence[str] = (ALL,)) -> NodeFolder:
+    """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host that is
+    `granted`: names, or with `*` what they begin with.
 
-    Raises ConflictError, which names the process that runs under the name, and as `lock_folder` does.
+    Raises ConflictError, which names the process that runs under the name, InvalidArgumentError where no name can be
+    chosen, and as `lock_folder` does.
     """
-    names = [node_id] if node_id else [f"{_host_name()}-{number}" for number in range(1, _MAX_NAMES)]
-    for name in names:
+    for name in [node_id] if node_id else _own_names(granted):
         path = work_dir / name
         try:
             lock = lock_folder(path, remedy="stop it, or choose another --node-id or --work-dir")
@@ -113,5 +117,16 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
     raise ConflictError(f"{_MAX_NAMES} nodes run in {work_dir}; choose another --work-dir")
 
 
-def _host_name() -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:_NAME_LENGTH] or "node"
+def _own_names(granted: Sequence[str]) -> Iterator[str]:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "node"
+    begins = next((name[:-1] for name in sorted(granted, key=len) if name.endswith(ALL)), None)
+    if begins is None:
+        yield from granted
+        return
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,48}", begins):
+        raise InvalidArgumentError(
+            f"the token is for nodes named {begins}{ALL}, and no node can be: names have letters, digits, `.`, `_` and "
+            "`-`, at most 64; ask for a token with --node PATTERN"
+        )
+    for number in range(1, _MAX_NAMES):
+        yield f"{f'{begins}{host}'[:_NAME_LENGTH]}-{number}"

@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 _ROLE = "rollout"
 NAME_PATIENCE_S = 20.0
-"""A session that is silent counts as live for 15 s: that of a process that was killed without its folder is over then."""
+"""A silent session counts as live for 15 s; that of a process whose folder is gone is over then."""
 _NAME_LOOK_S = 2.0
 
 

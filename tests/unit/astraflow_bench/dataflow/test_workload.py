@@ -3,8 +3,8 @@
 from astraflow.columns import decode_columns
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
-from astraflow.trajectories import check_columns
 from astraflow.rollout.v1.task_pb2 import Lease, Task
+from astraflow.trajectories import check_columns
 from astraflow_bench.dataflow.workload import POLICY, PROMPT_TOKENS, Episodes, recipe_text
 
 

@@ -20,6 +20,7 @@ from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity import speakers
 from astraflow_kit.identity.gate import ANYONE
 from astraflow_kit.identity.sealing import NODE, TRAINER, Session, issue, new_key
+from astraflow_kit.identity.tokens import own_nodes
 
 KEY, OTHER_KEY = new_key(), new_key()
 NODE_1 = Session(speaker=NODE, run_id="mine", name="n1", number=3, lineage="ab" * 16)
@@ -49,7 +50,7 @@ def called(request: Message, credential: str | None, *, identity: Any = ANYONE) 
 
     async def call() -> Session | None:
         await speakers.prove(contract, metadata, keys=Keys(), identity=identity)
-        speakers.hold(contract, request)
+        speakers.hold(contract, request, identity=identity)
         return speakers.speaker()
 
     return asyncio.run(call())
@@ -115,11 +116,38 @@ def test_a_trainer_is_no_node_and_a_node_no_trainer(request_: Message, own: Sess
     assert why_refused(request_, issued(other)) == ("PERMISSION_DENIED", "wrong_session")
 
 
-def test_a_session_of_a_run_that_the_token_is_not_for_tells_nothing() -> None:
+def test_a_session_of_a_run_that_the_token_is_not_for_is_refused() -> None:
     theirs = issued(NODE_1, OTHER_KEY, run_id="theirs")
     assert called(tasks.RenewLeasesRequest(), theirs) is not None
     refused = why_refused(tasks.RenewLeasesRequest(), theirs, identity=ONE_RUN)
-    assert refused == ("UNAUTHENTICATED", "wrong_session")
+    assert refused == ("PERMISSION_DENIED", "run")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name", "may"),
+    [
+        (["*"], "n1", True),
+        (["n1"], "n1", True),
+        (["n1"], "n11", False),
+        (["n*"], "n11", True),
+        (["spot-*"], "spot", False),
+        ([], "n1", False),
+        (own_nodes("spot"), "spot", True),
+        (own_nodes("spot"), "spot-eu-1", True),
+        (own_nodes("spot"), "spotless", False),
+    ],
+)
+def test_a_node_is_called_as_its_token_says(nodes: list[str], name: str, may: bool) -> None:
+    holder = replace(ANYONE, nodes=frozenset(nodes))
+    calls: list[tuple[Message, str | None]] = [
+        (runs.JoinRunRequest(node_id=name), None),
+        (tasks.RenewLeasesRequest(), issued(NODE_1, name=name)),
+    ]
+    for request, credential in calls:
+        if may:
+            called(request, credential, identity=holder)
+        else:
+            assert why_refused(request, credential, identity=holder) == ("PERMISSION_DENIED", "node")
 
 
 LIES: list[tuple[Message, Session]] = [
