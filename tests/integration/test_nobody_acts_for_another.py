@@ -503,13 +503,14 @@ TO_CAROL_FROM_ELSEWHERE: dict[str, Attack] = {
     },
     "claims": (asked("mike", batches.ClaimPolicyResponse, **RUN_ID, **CLAIMED), RUN),
     "shows her credential": (
-        asked(
-            "mike", batches.RenewBatchResponse, **RUN_ID, step=1, as_=lambda scene: scene.carol.credential
-        ),
+        asked("mike", batches.RenewBatchResponse, **RUN_ID, step=1, as_=lambda scene: scene.carol.credential),
         STRANGER,
     ),
     "voids": (asked("oscar", batches.VoidBatchResponse, **RUN_ID, **VOIDED), RUN),
-    "ends her run": (asked("oscar", runs.UpdateRunResponse, **RUN_ID, state=run_pb2.RUN_STATE_FINISHING), RUN),
+    "ends her run": (
+        asked("oscar", runs.UpdateRunResponse, **RUN_ID, state=run_pb2.RUN_STATE_FINISHING),
+        RUN,
+    ),
     "deletes her run": (asked("oscar", runs.DeleteRunResponse, **RUN_ID), RUN),
 }
 ATTACKS: dict[str, tuple[str, dict[str, Attack]]] = {
@@ -536,10 +537,19 @@ def refusal_in(answer: object) -> str:
 async def seen_of(scene: Scene, victim: str) -> object:
     """What an attack on a victim must not change."""
     now = await scene.operator.status()
-    of_run = (now.state, now.trajectories.SerializeToString(deterministic=True), now.dead_letters, len(now.failures))
+    of_run = (
+        now.state,
+        now.trajectories.SerializeToString(deterministic=True),
+        now.dead_letters,
+        len(now.failures),
+    )
     if victim == "carol":
         told = [wait.reason for wait in now.waits if wait.reason == "trainer_hung"]
-        return of_run, told, [(one.trainer_epoch, one.version.version, one.last_finished_step) for one in now.policies]
+        return (
+            of_run,
+            told,
+            [(one.trainer_epoch, one.version.version, one.last_finished_step) for one in now.policies],
+        )
     (her,) = [node for node in now.nodes if node.node_id == "alice"]
     return of_run, (her.incarnation, her.restarts, her.leases, her.episodes, her.drain_reason, her.connected)
 
