@@ -58,7 +58,8 @@ TABLE = {
     for rpc, roles, runs in ROW.findall(section)
 }
 RUN_IN_THE_REQUEST, SERVED_RUN = "nowhere", "run"
-RUN_NAMED = {"run_id": RUN_IN_THE_REQUEST}
+RUN_NAMED: Mapping[str, object] = {"run_id": RUN_IN_THE_REQUEST}
+RUN_SERVED: Mapping[str, object] = {"run_id": SERVED_RUN}
 
 
 def method_of(rpc: str) -> MethodDescriptor:
@@ -265,7 +266,8 @@ def refused_as(rpc: str, whom: str) -> str:
 class Shown:
     """What one node and one trainer are, and the credentials that calls in their names show."""
 
-    named: Mapping[str, object]
+    named: Mapping[str, Mapping[str, object]]
+    """By who speaks, what requests say of it."""
     credentials: Mapping[str, Mapping[str, str]]
     """By whom, by who speaks."""
 
@@ -283,8 +285,9 @@ async def shown_in(world: World) -> Shown:
         joined = await world.join(node_id, max_concurrent_tasks=1)
         trainer = await world.trainer(policy_id, publish_first=False)
         found[whom] = {"node": joined.session, "trainer": trainer.credential}
-    named = {"run_id": SERVED_RUN, "node_id": "n1", "incarnation": joined.incarnation, "policy_id": "solver"}
-    return Shown(named | {"trainer_epoch": trainer.epoch, "held_epoch": trainer.epoch}, found)
+    node = {"node_id": "n1", "incarnation": joined.incarnation, "max_concurrent_tasks": 1}
+    claim = {"policy_id": "solver", "trainer_epoch": trainer.epoch, "held_epoch": trainer.epoch}
+    return Shown({NODE: {**RUN_SERVED, **node}, TRAINER: {**RUN_SERVED, **claim}}, found)
 
 
 async def test_every_rpc_speaks_as_just_whom_its_credential_proves(
@@ -297,7 +300,9 @@ async def test_every_rpc_speaks_as_just_whom_its_credential_proves(
         for whom in reversed(AS_WHOM):
             session = shown.credentials[whom].get(kind_of(rpc))
             metadata = authorized | ({METADATA: session} if session else {})
-            answer = await answer_of(servers[rpc.split("/")[1]], rpc, metadata, named=shown.named)
+            answer = await answer_of(
+                servers[rpc.split("/")[1]], rpc, metadata, named=shown.named[kind_of(rpc)]
+            )
             if (found := session_refusal(answer)) != refused_as(rpc, whom):
                 gaps.append(
                     f"{rpc} as {whom}: {found or 'admitted'}, not {refused_as(rpc, whom) or 'admitted'}"

@@ -113,7 +113,6 @@ async def test_all_nodes_are_read_in_a_few_round_trips(by_hand: World) -> None:
 async def test_what_a_node_says_is_one_write_however_much_it_is(by_hand: World) -> None:
     await by_hand.started()
     await by_hand.join("n1", max_concurrent_tasks=1)
-    nodes = by_hand.dataflow.store.nodes
 
     async def report(**fields: str) -> None:
         assert not await by_hand.nodes["n1"].report(connected_ms=1000, fields=fields)

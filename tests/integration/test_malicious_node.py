@@ -253,8 +253,8 @@ WRONG = {
     # Our own client refuses it.
     "a node id that is a path": (
         lambda scene: scene.raw(JOIN, runs.JoinRunRequest(node_id="../../etc/passwd").SerializeToString()),
-        INVALID,
-        "",
+        DENIED,
+        "node",
     ),
     "another incarnation": (lambda scene: scene.work(hello(incarnation=1)), DENIED, "wrong_session"),
     "another node's name": (lambda scene: scene.work(hello(node_id="n9")), DENIED, "wrong_session"),

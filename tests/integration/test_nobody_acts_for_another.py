@@ -43,10 +43,14 @@ class Scene:
     """Works on `lease`."""
     bob: Node
     """Works on `bobs`."""
+    bert: Node
+    """Has a token for nodes of every name."""
     carol: Trainer
     """Holds `batch`, of step 1 of `solver`."""
     dave: Trainer
-    """Trains `critic`."""
+    """Trains `critic`; its token is for all policies."""
+    diana: World
+    """Has a trainer's token for `critic` alone."""
     frank: Trainer
     """Trained `solver` before Carol."""
     eve: World
@@ -69,8 +73,8 @@ class Scene:
 
 REFUSALS = (
     "astraflow_rpcs_refused_total{",
-    'astraflow_dataflow_pushes_total{outcome="refused"',
-    "astraflow_dataflow_leases_refused_total",
+    "astraflow_dataflow_refused_episodes_total{",
+    "astraflow_dataflow_refused_leases_total",
 )
 
 
@@ -90,7 +94,7 @@ async def scene(redis_url: str, tmp_path: Path) -> AsyncIterator[Scene]:
         )
 
         async def member(name: str, role: str, run_id: str = "run", **claims: Any) -> World:
-            sent = token(name, role, **{"runs": [run_id]} | claims)
+            sent = token(name, role, **{"runs": [run_id], "nodes": None} | claims)
             return await stack.enter_async_context(world_as(world, sent, run_id=run_id))
 
         for name, policies in (("other", ("solver",)), ("run", POLICIES)):
@@ -103,7 +107,7 @@ async def scene(redis_url: str, tmp_path: Path) -> AsyncIterator[Scene]:
         mike = await (await member("mike", "trainer", "other")).trainer()
         frank = await (await member("frank", "trainer", policies=["solver"])).trainer()
         carol = await (await member("carol", "trainer", policies=["solver"])).trainer()
-        dave = await (await member("dave", "trainer", policies=["critic"])).trainer("critic")
+        dave = await (await member("dave", "trainer")).trainer("critic")
         await operator.submit("done")
         await alice.work(policies=POLICIES)
         batch = (await carol.acquire(1)).batch
@@ -112,6 +116,8 @@ async def scene(redis_url: str, tmp_path: Path) -> AsyncIterator[Scene]:
         yield Scene(
             operator=operator,
             viewer=await member("viewer", "viewer"),
+            bert=await (await member("bert", "rollout", nodes=["*"])).node("bert"),
+            diana=await member("diana", "trainer", policies=["critic"]),
             alice=alice,
             bob=bob,
             carol=carol,
@@ -130,12 +136,13 @@ async def scene(redis_url: str, tmp_path: Path) -> AsyncIterator[Scene]:
 Act = Callable[[Scene], Awaitable[object]]
 Attack = tuple[Act, str]
 """What is tried, and how it is refused: the reason of the error or of the outcome, and its slug."""
-ROLE, RUN, POLICY = (f"PERMISSION_DENIED {slug}" for slug in ("role", "run", "policy"))
+ROLE, RUN, POLICY = "PERMISSION_DENIED role", "PERMISSION_DENIED run", "PERMISSION_DENIED policy"
 WRONG, STRANGER, NO_SESSION = (
     "PERMISSION_DENIED wrong_session",
     "UNAUTHENTICATED wrong_session",
     "UNAUTHENTICATED no_session",
 )
+NODE, IN_USE = "PERMISSION_DENIED node", "FAILED_PRECONDITION name_in_use"
 NOT_HOLDER = "not_lease_holder"
 
 
@@ -209,13 +216,13 @@ def hello(**fields: Any) -> tasks.WorkRequest:
     return tasks.WorkRequest(hello=tasks.Hello(run_id="run", **fields))
 
 
-def joined(shown: Callable[[Scene], str] | None = None, **fields: Any) -> Act:
-    """Bob's token joins under the name of Alice, who lives."""
+def joined(shown: Callable[[Scene], str] | None = None, *, by: str = "bob", **fields: Any) -> Act:
+    """Somebody joins under the name of Alice, who lives."""
 
     async def join(scene: Scene) -> object:
         named = {"node_id": "alice", "max_concurrent_tasks": 1} | fields
         credential = shown(scene) if shown else ""
-        return await scene.bob.world.ask(runs.JoinRunResponse, as_=credential, **named)
+        return await getattr(scene, by).world.ask(runs.JoinRunResponse, as_=credential, **named)
 
     return join
 
@@ -282,19 +289,21 @@ NODE_ON_NODE: dict[str, Attack] = {
         ),
         "CANCEL True",
     ),
-    "joins under her name": (joined(), "PERMISSION_DENIED node"),
-    "joins under her name as the largest number": (joined(incarnation=2**53), "PERMISSION_DENIED node"),
-    "joins under her name with his credential": (joined(session_of("bob")), "PERMISSION_DENIED node"),
-    "joins under her name with one that he changed": (
-        joined(lambda scene: session_of("bob")(scene).replace("bob", "alice")),
-        "PERMISSION_DENIED node",
+    "joins under her name": (joined(), NODE),
+    "joins under her name as the largest number": (joined(incarnation=2**53), NODE),
+    "joins under her name with hers, which leaked": (joined(session_of("alice")), NODE),
+    "joins under her name by a token for all nodes": (joined(by="bert"), IN_USE),
+    "joins so with a credential of his own": (joined(session_of("bert"), by="bert"), IN_USE),
+    "joins so with one that he changed": (
+        joined(lambda scene: scene.bert.credential.replace("bert", "alice"), by="bert"),
+        IN_USE,
     ),
-    "joins under her name with hers, which leaked": (joined(session_of("alice")), "PERMISSION_DENIED node"),
+    "joins so as the largest number": (joined(by="bert", incarnation=2**53), WRONG),
     "speaks with her credential, which leaked": (
         lambda scene: scene.bob.world.ask(
             tasks.RenewLeasesResponse, lease_ids=[scene.lease.lease_id], as_=session_of("alice")(scene)
         ),
-        "PERMISSION_DENIED node",
+        NODE,
     ),
 }
 
@@ -404,9 +413,7 @@ TRAINER_ON_TRAINER: dict[str, Attack] = {
         WRONG,
     ),
     "claims another policy than its token's": (
-        lambda scene: scene.dave.world.ask(
-            batches.ClaimPolicyResponse, policy_id="solver", trainer_id="dave"
-        ),
+        lambda scene: scene.diana.ask(batches.ClaimPolicyResponse, policy_id="solver", trainer_id="diana"),
         POLICY,
     ),
     "claims again in her name": (
@@ -480,16 +487,16 @@ TO_ALICE_BY_ROLE: dict[str, Attack] = {
 RUN_ID = {"run_id": "run"}
 TO_ALICE_FROM_ELSEWHERE: dict[str, Attack] = {
     "joins": (asked("mallory", runs.JoinRunResponse, **RUN_ID, node_id="alice", max_concurrent_tasks=1), RUN),
-    "leases": (asked("mallory", tasks.LeaseTasksResponse, **RUN_ID, max_tasks=1), WRONG),
+    "leases": (asked("mallory", tasks.LeaseTasksResponse, **RUN_ID, max_tasks=1), RUN),
     "renews": (
         asked("mallory", tasks.RenewLeasesResponse, lease_ids=lambda scene: [scene.lease.lease_id]),
         "LOST",
     ),
     "fails": (asked("mallory", tasks.FailTaskResponse, **FAILED), f"PERMISSION_DENIED {NOT_HOLDER}"),
-    "pushes": (asked("mallory", pushes.PushEpisodeResponse, **PUSHED), "REFUSED wrong_session"),
+    "pushes": (asked("mallory", pushes.PushEpisodeResponse, **PUSHED), RUN),
     "shows her credential": (
         asked("mallory", tasks.LeaseTasksResponse, max_tasks=1, as_=session_of("alice")),
-        STRANGER,
+        RUN,
     ),
     "drains": (asked("oscar", admin.DrainNodeResponse, **RUN_ID, node_id="alice"), RUN),
 }
@@ -497,14 +504,14 @@ TO_CAROL_FROM_ELSEWHERE: dict[str, Attack] = {
     **{
         f"{does}": (
             on_her_batch(reply, "mike", named=lambda scene, named=named: named(scene) | RUN_ID),  # type: ignore[misc]
-            WRONG,
+            RUN,
         )
         for does, (reply, named) in CALLS.items()
     },
     "claims": (asked("mike", batches.ClaimPolicyResponse, **RUN_ID, **CLAIMED), RUN),
     "shows her credential": (
         asked("mike", batches.RenewBatchResponse, **RUN_ID, step=1, as_=lambda scene: scene.carol.credential),
-        STRANGER,
+        RUN,
     ),
     "voids": (asked("oscar", batches.VoidBatchResponse, **RUN_ID, **VOIDED), RUN),
     "ends her run": (

@@ -3,6 +3,7 @@ stores nothing twice when it goes on.
 """
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest

@@ -57,7 +57,7 @@ async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> 
 
 
 def credential_of(world: World, method: Any) -> str:
-    """Of who speaks in an rpc, the world's node `n1` or its trainer of `solver`; '' where nobody does, or none is there."""
+    """Of who speaks in an rpc, the world's node `n1` or its trainer of `solver`; '' where nobody does, or is there."""
     speaker = read_contract(method).speaker
     known: Any = world.nodes.get("n1") if speaker == "node" else world.trainers.get("solver")
     return known.credential if known and speaker.startswith(("node", "trainer")) else ""

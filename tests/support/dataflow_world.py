@@ -168,8 +168,8 @@ class World:
     async def ask(
         self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, as_: str = "", **fields: Any
     ) -> Reply:
-        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be. `as_` is
-        the credential of who asks.
+        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be; `as_`
+        is the credential of who asks.
         """
         name = reply.DESCRIPTOR.name.removesuffix("Response")
         request = getattr(sys.modules[reply.__module__], f"{name}Request")
@@ -368,7 +368,7 @@ class Node:
         return outcome_name(await self.push(episode))
 
     def episode(self, lease: task_pb2.Lease, member: int, **changes: object) -> trajectory_pb2.Episode:
-        """A good episode for one member of a lease; where `changes` say another attempt or copy, as if it were leased."""
+        """A good episode for one member of a lease; another attempt or copy in `changes` is as if it were leased."""
         merged = {
             "run_id": self.world.run_id,
             "task_id": lease.task.task_id,
