@@ -59,6 +59,7 @@ _ENTRIES = (
         "Pushed episodes that were not the session's to push.",
         "reason",
     ),
+    _counter("astraflow_dataflow_refused_leases_total", "Leases that a node renewed and was not given."),
     _counter("astraflow_dataflow_hedges_total", "Pushed episodes of second copies by outcome.", "outcome"),
     _histogram("astraflow_dataflow_push_seconds", "From a push's arrival to its committed answer."),
     _counter("astraflow_dataflow_leases_total", "Leases given, by purpose.", "purpose"),

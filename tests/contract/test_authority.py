@@ -202,7 +202,7 @@ async def answer_of(
     *,
     named: Mapping[str, object] = RUN_NAMED,
 ) -> Message | AstraflowError | None:
-    """What a call with this metadata answers, the first response of a stream; its request names these wherever it can."""
+    """What a call with this metadata answers, the first response of a stream; its request names these where it can."""
     method = method_of(rpc)
     request = message_factory.GetMessageClass(method.input_type)()
     paths = [(path, value) for name, value in named.items() for path in fields_of(method.input_type, name)]
@@ -285,7 +285,7 @@ async def shown_in(world: World) -> Shown:
         joined = await world.join(node_id, max_concurrent_tasks=1)
         trainer = await world.trainer(policy_id, publish_first=False)
         found[whom] = {"node": joined.session, "trainer": trainer.credential}
-    node = {"node_id": "n1", "incarnation": joined.incarnation, "max_concurrent_tasks": 1}
+    node = {"node_id": "n1", "incarnation": joined.incarnation, "max_concurrent_tasks": 1, "task_id": "t", "sequence": 1}
     claim = {"policy_id": "solver", "trainer_epoch": trainer.epoch, "held_epoch": trainer.epoch}
     return Shown({NODE: {**RUN_SERVED, **node}, TRAINER: {**RUN_SERVED, **claim}}, found)
 

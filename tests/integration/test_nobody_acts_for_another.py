@@ -1,9 +1,9 @@
 """Nobody acts for another: what one member of an installation tries on another is refused, counted, and changes nothing
 of its victim, whose own next call succeeds.
 
-Two runs share a server that asks for tokens. In the first there are two nodes, a trainer of each of two policies and who
-was one before; each has a good token and session of its own, and knows all that is no secret. Agents share a node,
-episodes an environment service.
+Two runs share a server that asks for tokens. In the first there are nodes, a trainer of each of two policies and one that
+was replaced; each has a good token and session of its own, and knows all that is no secret. What agents and served
+environments try on one another is in `test_app` of the node's agents and in `test_environment_service`.
 """
 
 import dataclasses
@@ -278,7 +278,7 @@ NODE_ON_NODE: dict[str, Attack] = {
         "REFUSED unknown_attempt",
     ),
     "pushes 40 broken episodes that name her": (pushed_40_broken_ones, "REFUSED wrong_session"),
-    "pushes into the other run": (pushed(run_id="other", task_id="t"), "REFUSED wrong_session"),
+    "pushes into the other run": (pushed(run_id="other", task_id="t"), RUN),
     "works in her name": (worked(lambda scene: [hello(node_id="alice", incarnation=1)]), WRONG),
     "works under another number": (worked(lambda scene: [hello(node_id="bob", incarnation=9)]), WRONG),
     "works and says that he holds her lease": (
@@ -581,7 +581,8 @@ async def test_an_attack_is_refused_and_counted_and_its_victim_works_on(
             found = refusal_in(await act(scene))
         except AstraflowError as error:
             found = f"{error.reason} {error.metadata.get('reason', '')}".strip()
-            assert all(secret not in error.message for secret in secrets_of(scene)), name
+            if any(secret in error.message for secret in secrets_of(scene)):
+                gaps.append(f"{name}: the refusal tells a secret")
         if found != refused:
             gaps.append(f"{name}: {found}, not {refused}")
         if scene.counted() <= num_refused:

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import read_contract
 from astraflow._status import from_rpc_error
-from astraflow.client import AsyncClient, typed_stream
+from astraflow.client import typed_stream
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
 from astraflow.errors import AstraflowError

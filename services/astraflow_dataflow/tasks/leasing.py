@@ -130,12 +130,19 @@ class Leasing:
 
     async def renew(self, context: RunContext, *, node: Session, lease_ids: Sequence[str]) -> list[str]:
         """Extend leases; return those that are lost, or were never this node's."""
-        own = LeaseSeals(node, context.seal_key).own(lease_ids)
+        own = self.own(context, lease_ids, node=node)
         ttl_s = context.recipe.dataflow.lease_ttl_s
         lost = await self.store.tasks.renew(
             context.run_id, node_id=node.name, lease_ids=list(own.values()), ttl_s=ttl_s
         )
         return lost_of(lease_ids, own=own, lost=lost)
+
+    def own(self, context: RunContext, lease_ids: Sequence[str], *, node: Session) -> Mapping[str, str]:
+        """By their ids the leases, of those that were given to a node; what was not is counted."""
+        own = LeaseSeals(node, context.seal_key).own(lease_ids)
+        if num_refused := len(set(lease_ids) - own.keys()):
+            self.metrics.increment("astraflow_dataflow_refused_leases_total", num_refused)
+        return own
 
     async def fail(
         self, context: RunContext, failure: task_service_pb2.LeaseFailure, *, node: Session

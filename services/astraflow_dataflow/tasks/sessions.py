@@ -163,7 +163,7 @@ class WorkSession:
         """Give back what an earlier stream was given and the node, which says what it holds, never got."""
         if self._held is None:
             return
-        own = self._seals.own(self._held)
+        own = self._leasing.own(self._context, self._held, node=self._node)
         lost, given_back = await self._store.nodes.reconcile(
             self._context.run_id,
             node_id=self._node_id,
