@@ -16,7 +16,14 @@ from astraflow.errors import EVERY_RPC
 _SERVICE, _RPC = 6, 2  # field numbers of descriptor.proto, from which paths into a file are made
 _REPEATS = {"RETRY_READ": "reads", "RETRY_IDEMPOTENT": "idempotent", "RETRY_NEVER": "acts again"}
 _STREAMS = {(False, False): "", (True, False): " ⇈", (False, True): " ⇊", (True, True): " ⇅"}
-_TABLE = "| rpc | purpose | state | repeat | roles | runs | errors |\n|---|---|---|---|---|---|---|"
+_TABLE = "| rpc | purpose | state | repeat | roles | runs | speaks as | errors |\n|---|---|---|---|---|---|---|---|"
+_SPEAKERS = {
+    "SPEAKER_NODE": "node",
+    "SPEAKER_TRAINER": "trainer",
+    "SPEAKER_OPENS_NODE": "opens a node's session",
+    "SPEAKER_OPENS_TRAINER": "opens a trainer's session",
+    "SPEAKER_TRAINER_ONCE_CLAIMED": "trainer, once it has claimed",
+}
 _RUNS = {
     "SCOPE_SERVED_RUN": "served",
     "SCOPE_VISIBLE_RUNS": "visible",
@@ -38,6 +45,9 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
 * **Runs**: what the claim `runs` of a token is compared with. `named` is the run in the request, an empty one standing
   for the token's only run; `served` the run that the daemon belongs to; `visible` answers leave out other runs; `all`
   needs a token for `*`.
+* **Speaks as** whom: `node` and `trainer` prove it by the metadata `astraflow-session`, the credential that the call
+  which opened their session returned, and their requests speak of nobody else
+  ([identity](identity.md#sessions-as-whom-a-call-speaks)). Where nothing is said the token alone decides.
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
 
@@ -142,6 +152,7 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         _REPEATS[options["retry"]],
         ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
         _RUNS.get(options.get("scope", ""), "" if options["roles"] == ["ROLE_ANYONE"] else "named"),
+        _SPEAKERS.get(options.get("speaker", ""), ""),
         _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

@@ -36,6 +36,7 @@ type channel struct {
 	connection *grpc.ClientConn
 	token      func() (string, error)
 	retry      RetryPolicy
+	sessions   sessions
 }
 
 // Invoke is a unary call.
@@ -53,6 +54,7 @@ func (c *channel) Invoke(ctx context.Context, path string, request, reply interf
 	for failed := 1; ; failed++ {
 		err := c.attempt(ctx, timeout, path, request, reply, options)
 		if err == nil {
+			c.sessions.opened(reply)
 			return nil
 		}
 		if ctx.Err() == context.Canceled {
@@ -75,7 +77,7 @@ func (c *channel) attempt(
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
-	ctx, err := c.outgoing(ctx)
+	ctx, err := c.outgoing(ctx, path)
 	if err != nil {
 		return err
 	}
@@ -86,7 +88,7 @@ func (c *channel) attempt(
 func (c *channel) NewStream(
 	ctx context.Context, description *grpc.StreamDesc, path string, options ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
-	ctx, err := c.outgoing(ctx)
+	ctx, err := c.outgoing(ctx, path)
 	if err != nil {
 		return nil, err
 	}
@@ -97,13 +99,16 @@ func (c *channel) NewStream(
 	return &stream{ClientStream: opened, caller: ctx}, nil
 }
 
-func (c *channel) outgoing(ctx context.Context) (context.Context, error) {
+func (c *channel) outgoing(ctx context.Context, path string) (context.Context, error) {
 	token, err := c.token()
 	if err != nil {
 		return nil, err
 	}
 	if token != "" {
 		ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+token)
+	}
+	if credential := c.sessions.of(path); credential != "" {
+		ctx = metadata.AppendToOutgoingContext(ctx, "astraflow-session", credential)
 	}
 	if id, isSet := ctx.Value(correlationKey{}).(string); isSet {
 		ctx = metadata.AppendToOutgoingContext(ctx, "x-correlation-id", id)

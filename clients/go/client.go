@@ -36,7 +36,8 @@ const (
 var ContractVersion, _ = proto.GetExtension(
 	serverv1.File_astraflow_server_v1_server_info_proto.Options(), optionsv1.E_ContractVersion).(uint32)
 
-// Client has the services of one dataflow server over one connection. It is safe for concurrent use.
+// Client has the services of one dataflow server over one connection. It is safe for concurrent use. It speaks as the
+// node that it joined last, and as the trainer of its last claim: have a client for each of several.
 type Client struct {
 	Runs         dataflowv1.RunServiceClient
 	Tasks        dataflowv1.TaskServiceClient
@@ -59,6 +60,7 @@ type settings struct {
 	tls        *tls.Config
 	isInsecure bool
 	retry      RetryPolicy
+	session    string
 }
 
 // Option is an option of Connect.
@@ -168,6 +170,7 @@ func Connect(target string, options ...Option) (*Client, error) {
 		return nil, newError(InvalidArgument, "cannot connect to %s: %v", chosen.join.Address, err)
 	}
 	calls := &channel{connection: connection, token: chosen.token, retry: chosen.retry}
+	calls.sessions.add(chosen.session)
 	return &Client{
 		Runs:         dataflowv1.NewRunServiceClient(calls),
 		Tasks:        dataflowv1.NewTaskServiceClient(calls),

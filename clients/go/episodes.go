@@ -61,6 +61,7 @@ func FinishedEpisode(
 		Member:       member,
 		Attempt:      lease.GetAttempt(),
 		NodeId:       nodeID,
+		LeaseId:      lease.GetLeaseId(),
 		Status:       rolloutv1.EpisodeStatus_EPISODE_STATUS_FINISHED,
 		Trajectories: trajectories,
 	}

@@ -279,7 +279,8 @@ func (p *PushStream) answered(result *dataflowv1.PushResult) {
 		pushed.Result = result
 		close(pushed.Done)
 	}
-	if result.GetDurability() < dataflowv1.Durability_DURABILITY_FSYNCED {
+	isKept := result.GetOutcome() != dataflowv1.Outcome_OUTCOME_REFUSED
+	if isKept && result.GetDurability() < dataflowv1.Durability_DURABILITY_FSYNCED {
 		pushed.position, pushed.ackedAt = result.GetPosition(), time.Now()
 		p.acked = append(p.acked, pushed)
 	}

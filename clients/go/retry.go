@@ -50,13 +50,18 @@ func (policy RetryPolicy) wait(attempt int, hint time.Duration) time.Duration {
 
 // isHarmless says whether the contract declares that repeating the rpc `/package.Service/Method` has no effect.
 func isHarmless(path string) bool {
+	declared, _ := option(path, optionsv1.E_Retry).(optionsv1.Retry)
+	return declared == optionsv1.Retry_RETRY_READ || declared == optionsv1.Retry_RETRY_IDEMPOTENT
+}
+
+// option returns what the contract declares of the rpc `/package.Service/Method`; nil for an rpc that it does not have.
+func option(path string, kind protoreflect.ExtensionType) interface{} {
 	name := protoreflect.FullName(strings.ReplaceAll(strings.TrimPrefix(path, "/"), "/", "."))
 	found, err := protoregistry.GlobalFiles.FindDescriptorByName(name)
 	if err != nil {
-		return false
+		return nil
 	}
-	declared, _ := proto.GetExtension(found.Options(), optionsv1.E_Retry).(optionsv1.Retry)
-	return declared == optionsv1.Retry_RETRY_READ || declared == optionsv1.Retry_RETRY_IDEMPOTENT
+	return proto.GetExtension(found.Options(), kind)
 }
 
 // pause waits; it returns early, and false, when ctx ends.

@@ -74,16 +74,15 @@ type heldLease struct {
 	done   chan struct{}
 }
 
-// JoinRun joins the run and returns the session; nothing is leased before Serve. An Incarnation of 0 takes the clock:
-// it must be higher with each start of the process.
+// JoinRun joins the run and returns the session; nothing is leased before Serve. Leave Incarnation out: the server
+// counts the starts of a node. A name that another process has is refused; to take your own up after a restart, keep
+// Joined.Session and connect WithSession.
 func JoinRun(ctx context.Context, client *Client, me *dataflowv1.JoinRunRequest) (*WorkSession, error) {
-	if me.Incarnation == 0 {
-		me.Incarnation = uint64(time.Now().UnixMilli())
-	}
 	joined, err := client.Runs.JoinRun(ctx, me)
 	if err != nil {
 		return nil, err
 	}
+	me.Incarnation = joined.GetIncarnation()
 	return &WorkSession{Joined: joined, client: client, me: me, held: map[string]*heldLease{}}, nil
 }
 
@@ -150,7 +149,7 @@ func (s *WorkSession) rejoin(ctx context.Context, hasJoined bool) error {
 		if err != nil {
 			return err
 		}
-		s.Joined = joined
+		s.Joined, s.me.Incarnation = joined, joined.GetIncarnation()
 	}
 	if s.work.Pushes != nil {
 		s.work.Pushes.DataSet(s.Joined.GetDataIncarnation())

@@ -31,6 +31,7 @@ from astraflow.keda.v1 import external_scaler_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
 from astraflow_dataflow.dashboard.site import Dashboard
 from astraflow_dataflow.episodes.archiving import Archives, Archiving
+from astraflow_dataflow.episodes.holding import HeldPushes
 from astraflow_dataflow.episodes.ingest import Ingest
 from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
@@ -60,6 +61,7 @@ from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
+from astraflow_dataflow.tasks.current_sessions import CurrentSessions
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.observing import Observing
 from astraflow_dataflow.versions.announcements import Versions
@@ -191,7 +193,8 @@ class Dataflow:
             store, registry, versions, durability, self.grants, self.archives, self.settings.batch_lease_s
         )
         leasing, silence_s = Leasing(store, self.metrics), self.settings.node_silence_s
-        tasks = TaskServicer(store, registry, leasing, versions, durability, silence_s)
+        sessions = CurrentSessions(store.nodes)
+        tasks = TaskServicer(store, registry, leasing, sessions, versions, durability, silence_s)
         ingest = Ingest(
             store=store,
             registry=registry,
@@ -206,7 +209,7 @@ class Dataflow:
             (task_service_pb2_grpc.add_TaskServiceServicer_to_server, tasks),
             (
                 trajectory_service_pb2_grpc.add_TrajectoryServiceServicer_to_server,
-                TrajectoryServicer(registry, ingest, durability),
+                TrajectoryServicer(registry, HeldPushes(store, ingest, sessions, self.metrics), durability),
             ),
             (batch_service_pb2_grpc.add_BatchServiceServicer_to_server, batches),
             (
@@ -376,6 +379,7 @@ async def serve(settings: DataflowServerSettings, life: lifecycle.Lifecycle) -> 
         settings=settings,
         metrics=dataflow.metrics,
         refusals=dataflow.refusals,
+        session_keys=dataflow.registry,
         revoked=dataflow.revoked_tokens.seen,
         share_port=settings.share_port,
     )

@@ -2,8 +2,8 @@
 
 Invariant: an action is carried out at most once, whatever is repeated or lost on the way; a session that is over says
 why to whoever still calls it; every call has a deadline, every session bounds of turns, time and silence. One call of a
-session runs at a time, and goes on when its caller vanishes, so that a repetition finds its result. Called by
-`servicer`.
+session runs at a time, and goes on when its caller vanishes, so that a repetition finds its result. Ids of sessions and
+names of holders are secrets, by which alone a call acts: no log and no message shows one. Called by `servicer`.
 """
 
 import asyncio
@@ -119,8 +119,7 @@ class Sessions:
             session.current = self._task(acting)
         elif session.turn or session.digest != digest:
             raise ConflictError(
-                f"session {session.session_id} exists, at turn {session.turn} and not from this very request; "
-                "draw another session_id"
+                f"this session exists, at turn {session.turn} and not from this very request; draw another session_id"
             )
         return await _answer_of(session, contract.ResetResponse)
 
@@ -184,14 +183,14 @@ class Sessions:
         session = self._sessions.get(session_id)
         if session is None:
             raise NotFoundError(
-                f"no session {session_id!r}: it ended long ago, or the service was started anew; reset another one"
+                "no such session: it ended long ago, or the service was started anew; reset another one"
             )
         return session
 
     def _require_next(self, session: Session, turn: int) -> None:
         if session.over:
             kind = PluginError if session.failed else PreconditionError
-            raise kind(f"session {session.session_id} is over: {session.over}; reset another one")
+            raise kind(f"the session is over: {session.over}; reset another one")
         if turn != session.turn + 1 or session.is_busy:
             state = "still runs" if session.is_busy else "was the last"
             raise PreconditionError(f"turn {turn} cannot follow: turn {session.turn} {state}")
@@ -246,7 +245,7 @@ class Sessions:
 
     def _failure(self, session: Session, why: str, *, cause: str) -> AstraflowError:
         where = f"environment {self._settings.served_name}, turn {session.turn}: {why}"
-        log.warning("session.failed", session_id=session.session_id, turn=session.turn, cause=cause, why=why)
+        log.warning("session.failed", turn=session.turn, cause=cause, why=why)
         self._end(session, where, cause=cause, failed=True)
         return PluginError(where)
 
@@ -279,7 +278,7 @@ class Sessions:
                 request = contract.CloseRequest(session_id=session.session_id)
                 await worker.call(Kind.CLOSE, request.SerializeToString())
         except (TimeoutError, EnvironmentRaised, CannotRun) as error:
-            log.warning("session.not_closed", session_id=session.session_id, why=str(error))
+            log.warning("session.not_closed", why=str(error))
             worker.kill(f"a session could not be closed: {error}")
         except WorkerLost:
             pass

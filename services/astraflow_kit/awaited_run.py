@@ -34,6 +34,10 @@ _LOG_EVERY_S = 10.0
 _LEAST_TIMEOUT_S = 2.0
 
 
+class NameInUse(PreconditionError):
+    """A session of this name is live, and this process does not continue it."""
+
+
 @dataclass
 class AwaitedRun:
     """Decides after each failure to get the run whether it is asked for again."""
@@ -92,6 +96,8 @@ def suggesting_fixes(address: str, *, role: str) -> Iterator[None]:
     except NotFoundError as error:
         raise NotFoundError(f"{address}: {error.message}; check --run-id and --join") from error
     except PreconditionError as error:
+        if error.metadata.get("reason") == "name_in_use":
+            raise NameInUse(error.message) from error
         raise InvalidArgumentError(f"{address}: {error.message}; give --run-id") from error
     except (UnauthenticatedError, PermissionError_) as error:
         raise type(error)(

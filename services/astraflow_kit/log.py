@@ -39,9 +39,9 @@ _MOST_SEARCHED = 16 * MAX_FIELD_CHARACTERS
 # whatever it holds. So it starts at a literal, and what it then tries in vain is not tried again.
 _BEARER = re.compile(r"(bearer\s+)[^\s\"']+", re.I)
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@", re.I)
-# Recognisable wherever they stand: JSON web tokens, join strings, what signs the URL of an object. A match without a
-# group is no secret, only the beginning of one.
-_RECOGNISED = re.compile(r"\beyJ[\w-]{8,}(\.[\w-]+\.[\w-]*)?|\b(af1\.[\w-]{16,})")
+# Recognisable wherever they stand: JSON web tokens, join strings, credentials of sessions, what signs the URL of an
+# object. A match without a group is no secret, only the beginning of one.
+_RECOGNISED = re.compile(r"\beyJ[\w-]{8,}(\.[\w-]+\.[\w-]*)?|\b(af1(?:\.[\w-]{16,}|/[^\s\"']{16,}))")
 _SIGNED_URL = re.compile(r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s\"']+", re.I)
 PATTERNS = (_BEARER, _SIGNED_URL, _RECOGNISED, _URL_PASSWORD)
 

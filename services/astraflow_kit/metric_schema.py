@@ -58,6 +58,12 @@ _ENTRIES = (
     ),
     # dataflow
     _counter("astraflow_dataflow_pushes_total", "Pushed episodes by outcome.", "outcome"),
+    _counter(
+        "astraflow_dataflow_refused_episodes_total",
+        "Pushed episodes that were not the session's to push.",
+        "reason",
+    ),
+    _counter("astraflow_dataflow_refused_leases_total", "Leases that a node renewed and was not given."),
     _counter("astraflow_dataflow_hedges_total", "Pushed episodes of second copies by outcome.", "outcome"),
     _histogram("astraflow_dataflow_push_seconds", "From a push's arrival to its committed answer."),
     _counter("astraflow_dataflow_leases_total", "Leases given, by purpose.", "purpose"),
@@ -122,6 +128,7 @@ _ENTRIES = (
     _counter("astraflow_raas_external_tokens_total", "Tokens that they bill.", "policy", "kind"),
     _counter("astraflow_raas_agent_episodes_total", "Episodes of agents.", "outcome"),
     _counter("astraflow_raas_agent_calls_total", "Requests of agents.", "role", "outcome"),
+    _counter("astraflow_raas_agent_keys_refused_total", "Requests of agents without the key of an episode."),
     _gauge("astraflow_raas_max_episodes", "Episodes that the node runs at once at most."),
     _gauge("astraflow_raas_engine_sequences", "Sequences of its engines, by state.", "policy", "state"),
     _gauge("astraflow_raas_engine_tokens_per_second", "Tokens they sample.", "policy"),

@@ -17,6 +17,7 @@ from astraflow.errors import AstraflowError, UnavailableError
 from astraflow.raas.v1 import node_service_pb2_grpc
 from astraflow_kit import failpoints, lifecycle
 from astraflow_kit.http import ReadinessCheck
+from astraflow_kit.identity.tokens import ALL, nodes_said_by
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
 from astraflow_kit.metrics import Metrics
@@ -125,7 +126,7 @@ async def _join(
     # Everything that can be refused is tried before the server counts on this node.
     gpus_of(settings, found.recipe.engine_policies)
     require_recorded_experts(settings, found.recipe)
-    endpoint, served = Endpoint(metrics), _served_environments(settings, folder)
+    endpoint, served = Endpoint(metrics), ServedEnvironments(settings.environment_connections)
     workflow = load_workflow(
         found.run, found.recipe, into=folder.code, scratch=folder.scratch,
         allowed=settings.allow_recipe_code, endpoint=endpoint, served=served,
@@ -135,10 +136,10 @@ async def _join(
         found,
         settings,
         node_id=folder.node_id,
-        incarnation=folder.incarnation,
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
-    joined = await join_run(client, request, patience_s=settings.join_timeout_s)
+    joined = await join_run(client, request, folder=folder, patience_s=settings.join_timeout_s)
+    served.speak_as(joined.session)
     store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)
     failpoints.hit("raas.joined")
@@ -278,19 +279,14 @@ class _Watch(LoopService):
 
 @asynccontextmanager
 async def _claimed(settings: NodeSettings) -> AsyncIterator[NodeFolder]:
-    folder = await asyncio.to_thread(claim_folder, settings.work_dir, node_id=settings.node_id)
+    granted = (ALL,) if settings.node_id else nodes_said_by(settings.connection.current_token())
+    folder = await asyncio.to_thread(
+        claim_folder, settings.work_dir, node_id=settings.node_id, granted=granted
+    )
     try:
         yield folder
     finally:
         folder.release()
-
-
-def _served_environments(settings: NodeSettings, folder: NodeFolder) -> ServedEnvironments:
-    return ServedEnvironments(
-        settings.environment_connections,
-        holder=folder.fingerprint,
-        incarnation=folder.incarnation,
-    )
 
 
 def _client(settings: NodeSettings) -> AsyncClient:

@@ -32,7 +32,8 @@ class NodeSettings(JoinSettings, StoreAccess):
     run_id: Annotated[str, CommandOption("The run")] = ""
     """Run to join; empty means the only run."""
     node_id: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = ""
-    """Stable name of the node; empty takes the host's name with a number that is free in the work folder."""
+    """Stable name of the node; empty takes the host's name with a number that is free in the work folder, behind what
+    the token grants."""
     region: str = ""
     """Region the node is in."""
     pool: str = ""

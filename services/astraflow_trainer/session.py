@@ -153,7 +153,7 @@ class TrainingSession:
             encode=asdict,
             decode=lambda content: Claim(**content),
         )
-        self._source.epoch = claim.epoch
+        self._source.adopt(claim)
         return claim
 
     def _claim_again(self, claim: Claim, error: RequestError | StateError) -> Claim:

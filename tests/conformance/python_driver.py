@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,8 +108,12 @@ class Driver:
         self.clients[operation.get("client", "main")] = client
 
     def client(self, operation: Operation) -> AsyncClient:
-        """The client an operation names."""
-        return self.clients[operation.get("client", "main")]
+        """The client an operation names; with `as`, as the holder of that credential."""
+        client = self.clients[operation.get("client", "main")]
+        if "as" in operation:
+            client = copy(client)
+            client.session = operation["as"]
+        return client
 
     async def server_info(self, operation: Operation) -> object:
         """Ask who the server is."""
@@ -186,10 +191,11 @@ class Driver:
 
     async def session_open(self, operation: Operation) -> None:
         """Join a run and start working."""
-        names = ("run_id", "node_id", "incarnation", "max_concurrent_tasks")
+        names = ("run_id", "node_id", "max_concurrent_tasks")
         me = run_service_pb2.JoinRunRequest(**{name: operation[name] for name in names})
         client, session = self.client(operation), OpenSession()
         joined = await client.call(client.runs.JoinRun, me)
+        client.session, me.incarnation = joined.session, joined.incarnation
         serving = operation.get("serving_versions", {})
         session.worker = Worker(
             client, me, joined=joined, group_size=1, runner=session, metrics=Metrics(),

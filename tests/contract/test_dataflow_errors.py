@@ -16,7 +16,7 @@ from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2
-from support.any_rpc import INVALID, MISSING, STATE, answer, assert_refused, request_of
+from support.any_rpc import DENIED, INVALID, MISSING, STATE, answer, assert_refused, request_of
 from support.dataflow_world import World, recipe_text
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,12 @@ async def submit_while_finishing(world: World) -> object:
     return await world.submit("t1")
 
 
+async def acquire_under_an_older_epoch(world: World) -> object:
+    trainer = world.trainers["solver"]
+    await world.trainer()
+    return await trainer.acquire(1)
+
+
 ROWS: dict[str, tuple[Call, str]] = {
     "run with a broken recipe": (create(recipe_yaml="run: 1"), "INVALID_RECIPE"),
     "run with an unknown plug-in": (
@@ -93,17 +99,18 @@ ROWS: dict[str, tuple[Call, str]] = {
     "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
     "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID),
     "submit while finishing": (submit_while_finishing, STATE),
-    "lease without a join": (lease(node_id="stranger"), MISSING),
-    "lease as another incarnation": (lease(incarnation=2), "FENCED"),
+    "lease as another node": (lease(node_id="stranger"), DENIED),
+    "lease as another incarnation": (lease(incarnation=2), DENIED),
     "claim of an unknown policy": (request_of(batches.ClaimPolicyRequest, policy_id="nobody"), MISSING),
     "claim of a held policy": (request_of(batches.ClaimPolicyRequest, only_if_unheld=True), "POLICY_HELD"),
-    "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), "FENCED"),
-    "hold of an unknown policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), MISSING),
+    "hold under an epoch never given": (request_of(batches.HoldPolicyRequest, trainer_epoch=99), DENIED),
+    "hold of another policy": (request_of(batches.HoldPolicyRequest, policy_id="nobody"), DENIED),
     "release of somebody else's policy": (
         request_of(batches.ReleasePolicyRequest, trainer_epoch=99),
-        "FENCED",
+        DENIED,
     ),
-    "acquire under an epoch never given": (of_step(batches.AcquireBatchRequest, trainer_epoch=99), "FENCED"),
+    "acquire under an epoch never given": (of_step(batches.AcquireBatchRequest, trainer_epoch=99), DENIED),
+    "acquire under an older epoch": (acquire_under_an_older_epoch, "FENCED"),
     "acquire a step too far": (of_step(batches.AcquireBatchRequest, step=2), INVALID),
     "fetch of a step that is not bound": (of_step(batches.FetchBatchRequest), MISSING),
     "renewal of a step that is not bound": (of_step(batches.RenewBatchRequest), MISSING),
@@ -114,7 +121,7 @@ ROWS: dict[str, tuple[Call, str]] = {
     "publish a rollback to a later version": (publish(rollback_of=1), INVALID),
     "publish a rollback that a newer epoch wrote": (publish(rollback_of=0, trainer_epoch=99), INVALID),
     "publish what a newer epoch wrote": (publish(trainer_epoch=99), INVALID),
-    "publish of an unknown policy": (publish(policy_id="nobody"), MISSING),
+    "publish of another policy": (publish(policy_id="nobody"), DENIED),
     "watch of an unknown policy": (request_of(versions.WatchRequest, policy_ids=["nobody"]), MISSING),
     "versions of an unknown policy": (request_of(versions.ListVersionsRequest, policy_id="nobody"), MISSING),
     "status of an unknown run": (admin.StatusRequest(run_id="nowhere"), MISSING),
@@ -142,7 +149,7 @@ async def test_creating_a_run_again_returns_the_stored_one(world: World) -> None
 async def test_joining_returns_all_a_node_needs(world: World) -> None:
     run = await world.create_run(name="run")
     await world.trainer()
-    joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
+    joined = await world.join("n1", max_concurrent_tasks=1)
     assert joined.run == run
     assert [version.version for version in joined.versions] == [0]
     assert joined.lease_ttl_duration.ToSeconds() == 20

@@ -59,8 +59,8 @@ async def test_a_starving_trainer_grows_the_pools_and_everyone_says_so(world: Wo
     trainer, _ = await world.started(
         raas={"autoscaling": SCALING, "max_concurrent_tasks": 1}, dataset="Unevaluated"
     )
-    await world.join("n2", incarnation=1, max_concurrent_tasks=1, pool="eu")
-    await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
+    await world.join("n2", max_concurrent_tasks=1, pool="eu")
+    await world.nodes["n2"].report(connected_ms=60_000)
     assert (await trainer.acquire(1, wait_s=0.0)).waiting_for == "ready_groups"
     waiting = asyncio.create_task(trainer.acquire(1, wait_s=30.0))
     grown = await changed(world, autoscaler(world))

@@ -21,7 +21,7 @@ from astraflow.dataflow.v1 import batch_pb2, batch_service_pb2, trajectory_servi
 from astraflow.dataflow.v1.trajectory_service_pb2_grpc import TrajectoryServiceStub
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from support.any_rpc import INVALID, MISSING, assert_refused
+from support.any_rpc import DENIED, INVALID, MISSING, assert_refused
 from support.dataflow_world import Node, Trainer, World, served
 from support.redis_content import Content, redis_content
 from support.tokens import keys_file, token
@@ -133,12 +133,9 @@ ROWS = {
         INVALID,
         ("somebody-elses", "are not in batch"),
     ),
-    "push to another run": Row(
-        lambda scene: scene.node.push(scene.episode(run_id="elsewhere")), MISSING, ("elsewhere",)
-    ),
-    "lease in another run": Row(lease_in_another_run, MISSING, ("elsewhere",)),
+    "lease in another run": Row(lease_in_another_run, DENIED, ("elsewhere", "its session is of 'run'")),
     "join a run that is not there": Row(
-        lambda scene: scene.world.join("n1", incarnation=1, run_id="rum", max_concurrent_tasks=1),
+        lambda scene: scene.world.join("n1", run_id="rum", max_concurrent_tasks=1),
         MISSING,
         ("rum", "run"),
     ),
@@ -273,7 +270,7 @@ async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[World]:
         yield world
 
 
-UNKNOWN, DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
+UNKNOWN = "UNAUTHENTICATED"
 CLAIMS = ("'node' has role rollout", "ClaimPolicy is for ['operator', 'trainer']")
 JOINS = ("'learner' has role trainer", "JoinRun is for")
 ENDS = ("'person' has role viewer", "UpdateRun is for ['operator']")

@@ -124,10 +124,10 @@ async def test_nodes_are_listed_and_sent_home(world: World) -> None:
 async def test_nodes_say_where_they_are_what_they_cost_and_how_busy_they_are(world: World) -> None:
     await one_step(world)
     machine = {"hardware": "8 × H100", "price_per_hour": 36.0}
-    await world.join("n1", incarnation=2, max_concurrent_tasks=64, region="eu", pool="spot", **machine)
+    await world.node("n1", region="eu", pool="spot", **machine)
     load = EngineLoad(policy_id="solver", running=6, waiting=2, slots=8, kv_usage=0.5, tokens_per_s=500.0)
     other = EngineLoad(policy_id="judge", slots=4, tokens_per_s=math.nan, fault="it reports no load")
-    async with working(world, incarnation=2) as session:
+    async with working(world) as session:
         told = pb.Credits(tasks=3, serving_versions={"solver": 0}, max_episodes=16, bounded_by="engine_kv")
         told.engine_loads.extend([load, other])
         await session.call.write(pb.WorkRequest(credits=told))

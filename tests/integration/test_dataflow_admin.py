@@ -91,13 +91,13 @@ async def list_nodes(world: World, **request: object) -> pb.ListNodesResponse:
 async def test_nodes_are_listed_in_pages_with_what_they_joined_with(world: World) -> None:
     await world.started()
     facts = {"region": "eu", "pool": "spot", "engines": ["sglang"], "max_concurrent_tasks": 3}
-    assert not (await world.join("n2", incarnation=7, **facts)).store_grants
+    assert not (await world.join("n2", **facts)).store_grants
     first = await list_nodes(world, page_size=1)
     second = await list_nodes(world, page_size=1, page_token=first.next_page_token)
     assert ([node.node_id for node in first.nodes], second.next_page_token) == (["n1"], "")
     (node,) = second.nodes
     assert {name: getattr(node, name) for name in facts} == facts
-    assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (7, True, "")
+    assert (node.incarnation, node.HasField("join_time"), node.drain_reason) == (1, True, "")
 
 
 async def test_a_node_of_unary_calls_is_listed_with_what_it_serves(world: World) -> None:
@@ -112,11 +112,9 @@ async def test_a_node_of_unary_calls_is_listed_with_what_it_serves(world: World)
 async def test_a_node_that_falls_silent_is_last_seen_when_it_spoke_although_its_stream_is_open(
     world: World,
 ) -> None:
-    await world.started()
+    _, node = await world.started()
     (before,) = (await list_nodes(world)).nodes
-    report = partial(
-        world.dataflow.store.nodes.report, "run", node_id="n1", incarnation=1, connected_ms=60_000
-    )
+    report = partial(node.report, connected_ms=60_000)
     await report(heard=False)
     (silent,) = (await list_nodes(world)).nodes
     assert (silent.connected, silent.last_seen_time) == (True, before.last_seen_time)
@@ -139,7 +137,7 @@ async def test_a_node_that_must_drain_gets_nothing_more_until_it_starts_anew(wor
     assert (list(reply.leases), reply.waiting_for) == ([], "draining")
     assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
     assert (await list_nodes(world)).nodes[0].drain_reason == "operator"
-    again = await world.node("n1", incarnation=2)
+    again = await world.node("n1")
     assert len(await again.lease()) == 1
 
 
@@ -260,7 +258,7 @@ async def test_the_status_is_streamed_when_it_changes_and_only_then(world: World
 async def test_pools_report_their_load_and_what_is_left_to_lease(world: World) -> None:
     _, node = await world.started("t1", "t2", "t3")
     await node.lease()
-    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=60_000)
+    await world.nodes["n1"].report(connected_ms=60_000)
     reply = await world.ask(pb.PoolReportResponse)
     (pool,) = reply.pools
     assert (pool.pool, pool.nodes, pool.capacity, pool.leases, reply.leasable_tasks) == ("", 1, 64, 1, 2)

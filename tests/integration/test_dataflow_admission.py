@@ -72,7 +72,7 @@ async def test_what_is_free_fits_the_window_and_one_more_does_not(seeded: Seeded
 async def test_a_node_behind_leases_within_the_window_of_a_smaller_staleness(
     seeded: Seeded, world: World, lag: int
 ) -> None:
-    node, window = await world.node(max_tasks=1000), seeded.window
+    node, window = await world.node(max_concurrent_tasks=1000), seeded.window
     await world.dataflow.connection.raw("HSET", "af:{run}:policy:solver", "version", lag)
     await world.submit(*(f"t{number}" for number in range(2 * window.groups)))
     node.serving = {"solver": 0}

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from astraflow import errors
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_INTENT as INTENT
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_SKIPPED as SKIPPED
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from astraflow_kit.identity.sealing import claimed_session, issue
 from support.dataflow_world import World, served, until_equal
 
 
@@ -249,12 +251,20 @@ async def test_a_claim_is_above_every_epoch_the_trainer_knows_of_and_names_redis
 
 async def test_a_trainer_claims_again_only_when_no_other_has_a_newer_epoch(world: World) -> None:
     trainer, _ = await world.started()
-    held = trainer.epoch
+    held, credential = trainer.epoch, trainer.credential
     assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 1
     # The answer of that claim got lost: the same trainer may repeat it.
+    trainer.credential = credential
     assert (await trainer.claim(held_epoch=held)).trainer_epoch == held + 2
     # Redis lost the claims: what the trainer holds is newer than what Redis knows.
+    claimed = claimed_session(credential)
+    assert claimed is not None
+    key = await world.dataflow.registry.seal_key(world.run_id)
+    trainer.credential = issue(replace(claimed, number=held + 5), key=key)
     assert (await trainer.claim(held_epoch=held + 5)).trainer_epoch == held + 6
+    trainer.credential = credential
     with pytest.raises(errors.FencedError, match="of trainer test"):
-        await trainer.claim(trainer_id="frozen", held_epoch=held + 2)
+        await trainer.claim(trainer_id="frozen", held_epoch=held)
+    with pytest.raises(errors.PermissionError_, match="with the credential of that epoch"):
+        await trainer.claim(held_epoch=held + 6)
     assert (await world.status()).policies[0].trainer_epoch == held + 6

@@ -32,7 +32,7 @@ async def test_a_history_goes_on_over_server_restarts_as_if_nothing_happened(
         await walk.run(200)
     for _ in range(4):
         async with served(redis_url, tmp_path) as world:
-            world.run_id = "run"
+            world.run_id, world.nodes = "run", walk.world.nodes
             walk.world = world
             for owner in [*walk.nodes, walk.trainer, *(node for node, _ in [*walk.leases, *walk.pushed])]:
                 owner.world = world  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_list, as_text
 from astraflow_dataflow.store.writing import Argument
 from astraflow_kit.serve import GrpcServer
-from support.dataflow_world import Node, World, make_episode
+from support.dataflow_world import World, make_episode, name_of
 
 BY_THEMSELVES = {"info", "xread", "ping", "hello", "client", "select", "auth"}
 """Commands of connections and of whoever waits for events, which come when they come."""
@@ -39,7 +39,12 @@ async def served_by_hand(url: str, folder: Path) -> AsyncIterator[World]:
     settings = DataflowServerSettings(redis=url, work_dir=folder)
     dataflow = Dataflow.assemble(settings)
     dataflow.registry.on_loaded = lambda _: None
-    server = GrpcServer(dataflow.registrations(), settings=settings, metrics=dataflow.metrics)
+    server = GrpcServer(
+        dataflow.registrations(),
+        settings=settings,
+        metrics=dataflow.metrics,
+        session_keys=dataflow.registry,
+    )
     await dataflow.connection.open()
     await server.start()
     try:
@@ -98,7 +103,7 @@ async def test_a_look_costs_the_same_however_many_evaluations_there_were(by_hand
 async def test_all_nodes_are_read_in_a_few_round_trips(by_hand: World) -> None:
     await by_hand.started()
     for number in range(300):
-        await by_hand.join(f"n{number}", incarnation=1, max_concurrent_tasks=1)
+        await by_hand.join(f"n{number}", max_concurrent_tasks=1)
     before = await reads(by_hand)
     nodes = await by_hand.dataflow.store.nodes.all("run", now_ms=0)
     assert [node.node_id for node in nodes] == sorted(f"n{number}" for number in range(300))
@@ -107,11 +112,10 @@ async def test_all_nodes_are_read_in_a_few_round_trips(by_hand: World) -> None:
 
 async def test_what_a_node_says_is_one_write_however_much_it_is(by_hand: World) -> None:
     await by_hand.started()
-    await by_hand.join("n1", incarnation=1, max_concurrent_tasks=1)
-    nodes = by_hand.dataflow.store.nodes
+    await by_hand.join("n1", max_concurrent_tasks=1)
 
     async def report(**fields: str) -> None:
-        assert not await nodes.report("run", node_id="n1", incarnation=1, connected_ms=1000, fields=fields)
+        assert not await by_hand.nodes["n1"].report(connected_ms=1000, fields=fields)
 
     little = await commands(by_hand, report)
     much = await commands(by_hand, partial(report, **{f"field{n}": "x" for n in range(12)}))
@@ -170,24 +174,26 @@ async def test_a_run_that_finishes_closes_all_that_is_leased_in_one_look(by_hand
 async def test_a_node_that_comes_back_gives_back_what_it_held_a_part_in_each_call(by_hand: World) -> None:
     _, node = await by_hand.started(*(f"t{n}" for n in range(300)), groups_per_step=300)
     held = await node.lease(256) + await node.lease(44)
-    again = await commands(by_hand, partial(by_hand.node, incarnation=2))
+    again = await commands(by_hand, by_hand.node)
     # Four calls of 64 and one of 44; what a call takes is what it takes however many leases there are.
     assert again["fcall"] == 5, again
-    node = Node(world=by_hand, node_id="n1", incarnation=2)
+    node = by_hand.nodes["n1"]
     leased = await node.lease(256) + await node.lease(256)
     assert sorted(lease.task.task_id for lease in leased) == sorted(lease.task.task_id for lease in held)
     assert {lease.attempt for lease in leased} == {2}
     # Joining again as the same process takes nothing away.
-    await by_hand.node(incarnation=2)
+    await by_hand.join("n1", incarnation=2, max_concurrent_tasks=64)
     assert await node.renew(*(lease.lease_id for lease in leased)) == []
 
 
 async def test_a_join_that_a_server_died_in_goes_on_when_it_is_repeated(by_hand: World) -> None:
     _, node = await by_hand.started(*(f"t{n}" for n in range(100)), groups_per_step=300)
     held = await node.lease(100)
-    call = partial(by_hand.dataflow.connection.call, Keys("run"), "join", "n1", f"{2:020}")
-    assert (as_list(await call("", "", 64, "", "", "")))[1:] == [64, b"1"]
-    again = await by_hand.node(incarnation=2)
+    who = ("n1", 0, node.session.number, node.session.lineage, "")
+    facts = ("", "", 64, "", "", "")
+    reply = await by_hand.dataflow.connection.call(Keys("run"), "join", *who, *facts)
+    assert as_list(reply)[2:] == [64, b"1"]
+    again = await by_hand.node()
     assert len(await again.lease(100)) == len(held)
 
 
@@ -235,7 +241,7 @@ async def test_a_node_that_loses_many_leases_at_once_hears_of_all_in_a_few_event
             for event in await news.wait(20.0):
                 assert event.fields["reason"] == "lease_lost"
                 told += event.fields["leases"].split("\n")
-    assert sorted(told) == sorted(lease.lease_id for lease in held)
+    assert sorted(told) == sorted(map(name_of, held))
     assert given_back["xadd"] < 16
 
 

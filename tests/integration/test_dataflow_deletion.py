@@ -73,7 +73,7 @@ async def test_a_run_that_nobody_works_on_needs_no_force(world: World) -> None:
 
 async def test_a_batch_that_a_trainer_holds_is_work(world: World) -> None:
     await world.bound(groups=1, groups_per_step=1)
-    await world.dataflow.store.nodes.report("run", node_id="n1", incarnation=1, connected_ms=0)
+    await world.nodes["n1"].report(connected_ms=0)
     with pytest.raises(PreconditionError, match="a trainer holds a batch"):
         await delete(world)
 

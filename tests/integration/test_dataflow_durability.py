@@ -94,7 +94,7 @@ async def test_the_watermark_follows_the_commits_as_far_as_redis_can_tell(
 
         await until(is_durable)
         mark = (await run.push(lease, 0)).watermark
-        joined = await run.world.join("n1", incarnation=1, max_concurrent_tasks=1)
+        joined = await run.world.join("n1", max_concurrent_tasks=1)
         assert (mark.durability, mark.data_incarnation) == (FSYNCED, joined.data_incarnation)
         async with working(run.world) as session:
             assert (await soon(session.watermarks)).durable_position >= first.position

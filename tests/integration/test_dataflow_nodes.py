@@ -8,7 +8,7 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.errors import NotFoundError
 from astraflow.rollout.v1 import task_pb2
-from support.dataflow_world import Node, World
+from support.dataflow_world import Node, World, name_of
 
 NAN = float("nan")
 NAMES = (f"bad-{number}" for number in count())
@@ -39,10 +39,10 @@ async def test_a_node_that_sends_too_much_poison_is_drained_and_others_get_what_
     await poison(node, held[0], 1)
     drained = await listed(world)
     assert (drained.drain_reason, drained.poisoned, drained.leases) == ("poison", 3, 0)
-    assert sorted(await node.renew(*(lease.lease_id for lease in held))) == ["t1#1", "t2#1"]
+    assert sorted(await node.renew(*map(name_of, held))) == ["t1#1", "t2#1"]
     assert (await node.lease_reply()).waiting_for == "draining"
     again = await other.lease(2)
-    assert sorted(lease.lease_id for lease in again) == ["t1#2", "t2#2"], (
+    assert sorted(name_of(lease) for lease in again) == ["t1#2", "t2#2"], (
         "one attempt each, and none was spent"
     )
     await other.complete_all(again)
@@ -57,7 +57,7 @@ async def test_what_was_drained_for_poison_stays_drained_until_an_operator_takes
     _, node = await world.started("t1", max_poison=1)
     (lease,) = await node.lease()
     await poison(node, lease, 2)
-    restarted = await world.node("n1", incarnation=2)
+    restarted = await world.node("n1")
     assert (await restarted.lease_reply()).waiting_for == "draining"
     assert [await undrain(world) for _ in range(2)] == ["poison", ""]
     assert "node_poison" not in await world.waits()
@@ -107,9 +107,7 @@ async def paced(world: World, node: Node, *, task_s: int, credits_given: int = 4
         "task_ms": 1000 * task_s,
         "done_ms": await world.dataflow.connection.now_ms(),
     }
-    await world.dataflow.store.nodes.report(
-        "run", node_id=node.node_id, incarnation=1, connected_ms=600_000, fields=fields
-    )
+    await node.report(connected_ms=600_000, fields=fields)
 
 
 async def test_a_slow_node_gets_nothing_that_a_fast_one_ends_sooner(world: World) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
-from astraflow.errors import InternalError, InvalidArgumentError
+from astraflow.errors import InternalError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.payloads.inside import UNCOMMITTED_S, call_with
@@ -157,13 +157,6 @@ async def test_payloads_of_a_call_that_fails_end_by_themselves(world: World) -> 
     with pytest.raises(InternalError):
         await call_with(connection, keys, payloads, "drain")  # without the arguments that it needs
     assert await times_to_live(world) == [UNCOMMITTED_S] * 2
-
-
-async def test_a_pack_is_of_one_run(world: World) -> None:
-    node = await scene(world, "run")
-    with pytest.raises(InvalidArgumentError, match="push those of one run together"):
-        await node.pack(*(make_episode(run_id=run, task_id="t1", member=0) for run in ("run", "other")))
-    await world.has_account(ingested=0)
 
 
 async def test_all_members_in_one_push_are_one_record_of_their_task(world: World) -> None:

@@ -320,9 +320,10 @@ async def test_payloads_from_before_the_setting_stay_where_they_are(
         await world.started(dataset="Counting")
         node = await world.node()
         await node.make_ready(1)
+        known = world.nodes
     async with served(redis_url, tmp_path, payloads=other.url) as world:
-        world.run_id = "run"
-        trainer, node = await world.trainer(publish_first=False), await world.node(incarnation=2)
+        world.run_id, world.nodes = "run", known
+        trainer, node = await world.trainer(publish_first=False), await world.node()
         await node.make_ready(1)
         await trainer.acquire(1)
         assert len(await bodies(trainer, 1)) == 4

@@ -41,7 +41,7 @@ async def test_the_batch_after_the_one_in_hand_is_bound_fetched_and_kept(world: 
     assert not tasks(batch) & tasks(ahead.batch)
     assert (await trainer.read_ahead(2)).batch == ahead.batch
     assert len(await trainer.fetch(2)) == 4
-    await world.ask(RenewBatchResponse, **trainer._mine, step=2)
+    await trainer._ask(RenewBatchResponse, step=2)
     await world.has_account(in_batch=8, ready=0)
     await trainer.ack(batch, BATCH_STAGE_TRAINED)
     await trainer.publish(version=1, step=1)
@@ -251,7 +251,7 @@ async def test_a_batch_that_is_read_ahead_is_waited_for_as_any(world: World) -> 
     trainer, node, batch = await world.bound(max_staleness=3)
     named = {"step": 2, "base_version": 1, "read_ahead": True}
     waiting = asyncio.create_task(
-        world.ask(AcquireBatchResponse, **trainer._mine, **named, wait_duration={"seconds": 20}, timeout_s=30)
+        trainer._ask(AcquireBatchResponse, **named, wait_duration={"seconds": 20}, timeout_s=30)
     )
     await node.make_ready(2)
     assert (await waiting).batch.step == 2

@@ -9,9 +9,9 @@ import pytest
 from astraflow._status import from_rpc_error
 from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import task_service_pb2 as pb
-from astraflow.errors import AstraflowError, FencedError, InvalidArgumentError, NotFoundError
+from astraflow.errors import AstraflowError, InvalidArgumentError, PermissionError_
 from astraflow.rollout.v1 import engine_load_pb2
-from support.dataflow_world import World, served, until
+from support.dataflow_world import Node, World, served, until
 from support.work_stream import Session, soon, working
 
 
@@ -49,7 +49,7 @@ async def test_leases_that_cross_credits_on_the_wire_are_not_granted_twice(world
 
 async def test_a_node_never_holds_more_than_it_joined_for(world: World) -> None:
     await world.started(dataset="Counting", groups_per_step=8)
-    await world.node(max_tasks=2)
+    await world.node(max_concurrent_tasks=2)
     async with working(world) as session:
         await two_leases(session, given=64)
 
@@ -85,15 +85,15 @@ async def test_an_expired_lease_is_cancelled_on_its_node(world: World) -> None:
 
 
 async def test_renewals_over_the_stream_keep_a_lease_and_name_a_lost_one(world: World) -> None:
-    await world.started("t1", lease_ttl_s=0.6)
+    _, node = await world.started("t1", lease_ttl_s=0.6)
     async with working(world) as session:
         lease = await session.leased()
         for _ in range(6):
             await asyncio.sleep(0.2)
             await session.renew(lease.lease_id)
         assert session.cancels.empty()
-        await session.renew("gone#1")
-        assert (await soon(session.cancels)).lease_id == "gone#1"
+        await session.renew(node.sealed("gone#1"))
+        assert (await soon(session.cancels)).lease_id == node.sealed("gone#1")
 
 
 async def test_a_failure_over_the_stream_gives_the_task_to_another_node(world: World) -> None:
@@ -111,11 +111,11 @@ async def test_a_new_stream_of_the_same_incarnation_goes_on_with_its_leases(worl
     async with working(world) as session:
         lease = await session.leased()
         # A lease that is not confirmed goes back with its stream. The answer about the lost one says it was read.
-        await session.receipt(lease.lease_id, "gone#1")
-        assert (await soon(session.cancels)).lease_id == "gone#1"
+        await session.receipt(lease.lease_id, node.sealed("gone#1"))
+        assert (await soon(session.cancels)).lease_id == node.sealed("gone#1")
     async with working(world) as session:
-        await session.renew(lease.lease_id, "gone#2")
-        assert (await soon(session.cancels)).lease_id == "gone#2"
+        await session.renew(lease.lease_id, node.sealed("gone#2"))
+        assert (await soon(session.cancels)).lease_id == node.sealed("gone#2")
         assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
         assert session.cancels.empty()
 
@@ -210,9 +210,9 @@ async def test_a_node_that_stands_still_loses_its_session_and_another_one_is_lea
             assert len(await other.lease(1)) == 1
 
 
-async def refusal(world: World, *requests: pb.WorkRequest) -> AstraflowError:
+async def refusal(node: Node, *requests: pb.WorkRequest) -> AstraflowError:
     """The typed error with which a stream of these requests ends."""
-    call = world.client.open(world.client.tasks.Work)
+    call = node.world.speaking(node.credential).open(node.world.client.tasks.Work)
     try:
         for request in requests:
             await call.write(request)
@@ -233,9 +233,9 @@ def hello(run_id: str = "run", *, node_id: str = "n1", incarnation: int = 1) -> 
     ("requests", "expected"),
     [
         pytest.param([pb.WorkRequest(credits=pb.Credits(tasks=1))], InvalidArgumentError, id="no hello"),
-        pytest.param([hello(node_id="stranger")], NotFoundError, id="a node that has not joined"),
-        pytest.param([hello(incarnation=9)], FencedError, id="another incarnation"),
-        pytest.param([hello("nowhere")], NotFoundError, id="an unknown run"),
+        pytest.param([hello(node_id="stranger")], PermissionError_, id="another node"),
+        pytest.param([hello(incarnation=9)], PermissionError_, id="another incarnation"),
+        pytest.param([hello("nowhere")], PermissionError_, id="another run"),
         pytest.param([hello(), hello()], InvalidArgumentError, id="a second hello"),
     ],
 )
@@ -243,5 +243,4 @@ async def test_a_session_that_opens_wrongly_is_refused(
     world: World, requests: list[pb.WorkRequest], expected: type[AstraflowError]
 ) -> None:
     await world.create_run()
-    await world.node()
-    assert isinstance(await refusal(world, *requests), expected)
+    assert isinstance(await refusal(await world.node(), *requests), expected)

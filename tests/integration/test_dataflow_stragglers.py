@@ -9,7 +9,7 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.store.keys import Keys
-from support.dataflow_world import Node, World, until, until_equal
+from support.dataflow_world import Node, World, name_of, until, until_equal
 
 HEDGE = "{quantile: 0.5, max_share: 0.5}"
 COPY = "t1#1-h"
@@ -44,12 +44,12 @@ async def test_the_first_copy_of_each_member_is_taken_and_the_straggler_learns_t
 ) -> None:
     slow, other = await straggling(world)
     lease = await copy_for(other)
-    assert (lease.lease_id, lease.attempt, list(lease.members)) == (COPY, 1, [0, 1])
-    assert await slow.outcome(slow.episode(lease, 0)) == "ACCEPTED"
+    assert (name_of(lease), lease.attempt, list(lease.members)) == (COPY, 1, [0, 1])
+    assert await slow.outcome(slow.episode(lease, 0, hedge=False)) == "ACCEPTED"
     outcomes = [await other.outcome(other.episode(lease, member, hedge=True)) for member in (0, 1)]
     assert outcomes == ["SUPERSEDED", "ACCEPTED"]
     assert await slow.renew("t1#1") == ["t1#1"]
-    assert await slow.outcome(slow.episode(lease, 1)) == "SUPERSEDED"
+    assert await slow.outcome(slow.episode(lease, 1, hedge=False)) == "SUPERSEDED"
     assert await ended_as(world) == {"t1#1": "completed", COPY: "completed"}
     await world.has_account(ingested=4, ready=2, dropped={"superseded": 2})
 
@@ -58,7 +58,9 @@ async def test_a_straggler_that_is_first_ends_the_copy(world: World) -> None:
     slow, other = await straggling(world)
     lease = await copy_for(other)
     assert await other.renew(COPY) == []
-    assert [await slow.outcome(slow.episode(lease, member)) for member in (0, 1)] == ["ACCEPTED"] * 2
+    assert [await slow.outcome(slow.episode(lease, member, hedge=False)) for member in (0, 1)] == [
+        "ACCEPTED"
+    ] * 2
     assert await other.renew(COPY) == [COPY]
     await world.has_account(ingested=2, ready=2)
 
@@ -115,7 +117,7 @@ async def test_the_copy_goes_on_when_the_straggler_is_lost(world: World) -> None
     lease = await copy_for(other)
     await raw(world, "ZADD", "leases", 0, "t1")
     (again,) = await (await world.node("n3")).lease(wait_s=20)
-    assert (again.lease_id, again.hedge) == ("t1#2", False)
+    assert (name_of(again), again.hedge) == ("t1#2", False)
     outcomes = [await other.outcome(other.episode(lease, member, hedge=True)) for member in (0, 1)]
     assert outcomes == ["ACCEPTED"] * 2
     await world.has_account(ingested=2, ready=2)
@@ -125,7 +127,7 @@ async def test_a_copy_that_fails_leaves_its_member_to_the_straggler(world: World
     slow, other = await straggling(world)
     lease = await copy_for(other)
     assert await other.outcome(other.episode(lease, 0, hedge=True, failed=True)) == "SUPERSEDED"
-    assert await slow.outcome(slow.episode(lease, 0)) == "ACCEPTED"
+    assert await slow.outcome(slow.episode(lease, 0, hedge=False)) == "ACCEPTED"
 
 
 async def test_a_group_that_closes_ends_its_copy(world: World) -> None:
@@ -139,7 +141,7 @@ async def test_a_group_that_closes_ends_its_copy(world: World) -> None:
 async def test_copies_are_counted_by_what_became_of_their_episodes(world: World) -> None:
     slow, other = await straggling(world)
     lease = await copy_for(other)
-    await slow.push(slow.episode(lease, 0))
+    await slow.push(slow.episode(lease, 0, hedge=False))
     await other.push(other.episode(lease, 0, hedge=True))
     await other.push(other.episode(lease, 1, hedge=True))
     exported = world.dataflow.metrics.render().decode()

@@ -49,9 +49,8 @@ async def test_whoever_asks_for_the_step_of_a_voided_batch_is_told(world: World)
     await world.void(batch, DISCARD)
     with pytest.raises(PreconditionError, match=r"was voided \(bad data\); acquire the step again"):
         await trainer.fetch(1)
-    renewed = {"policy_id": "solver", "trainer_epoch": trainer.epoch, "step": 1}
     with pytest.raises(PreconditionError, match="was voided"):
-        await world.ask(pb.RenewBatchResponse, **renewed)
+        await trainer._ask(pb.RenewBatchResponse, step=1)
 
 
 async def test_voiding_twice_is_voiding_once_and_never_the_next_batch(world: World) -> None:

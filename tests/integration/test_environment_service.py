@@ -4,13 +4,17 @@ an error of one session.
 
 import asyncio
 import re
+import secrets
 import signal
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from astraflow._status import from_rpc_error
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError
@@ -95,12 +99,13 @@ async def reason_of(call: object) -> str:
 
 
 async def test_a_node_that_is_started_again_ends_the_sessions_of_the_killed_one(client: AsyncClient) -> None:
-    killed = session(client, holder="node", incarnation=1)
-    other = session(client, holder="other", incarnation=1)
+    node, another = secrets.token_hex(16), secrets.token_hex(16)
+    killed = session(client, holder=node, incarnation=1)
+    other = session(client, holder=another, incarnation=1)
     for taken in (killed, other):
         await taken.reset(TASK)
     for _ in range(2):  # it holds one of the two places at a time, whatever it held before
-        again = session(client, holder="node", incarnation=2)
+        again = session(client, holder=node, incarnation=2)
         async with asyncio.timeout(30):
             await again.reset(TASK)
         assert (await again.step(said("2"))).reward == 2.0
@@ -108,6 +113,45 @@ async def test_a_node_that_is_started_again_ends_the_sessions_of_the_killed_one(
     with pytest.raises(EnvironmentFailed, match="its holder was started anew"):
         await killed.step(said("2"))
     assert (await other.step(said("2"))).reward == 2.0
+
+
+# What another caller may know of a session that it was not told: how far it is, who plays, what is played, but no secret.
+TAKEOVERS = {
+    "the highest incarnation of another holder": ("", {"holder": "h" * 32, "holder_incarnation": 2**64 - 1}),
+    "the highest incarnation of none": ("", {"holder_incarnation": 2**64 - 1}),
+    "a guessed holder": ("INVALID_ARGUMENT", {"holder": "n1", "holder_incarnation": 2**64 - 1}),
+    "a short id": ("INVALID_ARGUMENT", {"session_id": "1" * 21}),
+}
+
+
+@pytest.mark.parametrize(("refused", "changes"), TAKEOVERS.values(), ids=TAKEOVERS)
+async def test_a_reset_ends_no_session_of_another(
+    client: AsyncClient, refused: str, changes: dict[str, Any]
+) -> None:
+    victim = session(client, holder=secrets.token_hex(16), incarnation=1)
+    await victim.reset(TASK)
+    named = {"session_id": secrets.token_hex(16), "environment": "Counter"} | changes
+    reset = EnvironmentServiceStub(client.channel).Reset
+    try:
+        await reset(contract.ResetRequest(**named, task=task_pb2.Task(task_id="t1")))
+    except grpc.aio.AioRpcError as error:
+        assert from_rpc_error(error).reason == refused
+    else:
+        assert not refused
+    assert (await victim.step(said("2"))).metrics == {"sum": 5.0}
+
+
+async def test_who_was_not_told_a_session_neither_acts_in_it_nor_closes_it(client: AsyncClient) -> None:
+    victim, stub = session(client), EnvironmentServiceStub(client.channel)
+    await victim.reset(TASK)
+    action = task_pb2.Message(role="assistant", content="9")
+    for guess in ("", "Counter", "t1", "0" * 32):
+        step = contract.StepRequest(session_id=guess, turn=1, action=action)
+        assert await reason_of(client.call(stub.Step, step)) == "NOT_FOUND"
+        assert (
+            await reason_of(client.call(stub.Close, contract.CloseRequest(session_id=guess))) == "NOT_FOUND"
+        )
+    assert (await victim.step(said("2"))).metrics == {"sum": 5.0}
 
 
 FAULTS = {
@@ -195,7 +239,7 @@ async def test_a_killed_service_ends_its_sessions_and_serves_again(tmp_path: Pat
             await service.kill()
             acting = asyncio.create_task(counter.step(said("1")))
             async with served_environment(tmp_path, "--port", port):
-                with pytest.raises(EnvironmentFailed, match=r"no session .* was started anew"):
+                with pytest.raises(EnvironmentFailed, match=r"no such session: .* was started anew"):
                     await acting
                 fresh = session(client)
                 assert (await fresh.reset(TASK)).messages

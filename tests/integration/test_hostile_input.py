@@ -49,6 +49,7 @@ async def test_an_integer_that_lua_cannot_hold_is_refused_by_name(
     world: World, redis_url: str, field: str
 ) -> None:
     await world.create_run()
+    await world.node()
     await world.until(lambda status: [item.complete for item in status.evaluations] in ([], [True]))
     request = REQUESTS[field]
     before = redis_content(redis_url)
@@ -57,12 +58,6 @@ async def test_an_integer_that_lua_cannot_hold_is_refused_by_name(
     assert f"{type(request).__name__}.{field} is" in refused.value.message
     assert "at most 9007199254740992" in refused.value.message
     assert redis_content(redis_url) == before
-
-
-async def test_a_clock_of_nanoseconds_is_an_incarnation(world: World) -> None:
-    await world.create_run()
-    await world.join("n1", incarnation=2**64 - 1, max_concurrent_tasks=1)
-    assert (await world.status()).nodes[0].incarnation == 2**64 - 1
 
 
 @pytest.mark.parametrize("node_id", ["n\n1", "n\t1"])

@@ -192,12 +192,12 @@ def trainer() -> tuple[Any, object]:
 
 
 KNOWN: Mapping[str, object] = COMMON | {
-    "session_id": "s1",
+    "session_id": "s1" * 16,
     "environment": "Counter",
     "turn": 1,
     "action": task_pb2.Message(role="assistant", content="2"),
     "task": task_pb2.Task(task_id="t"),
-    "holder": "n1",
+    "holder": "n1" * 16,
     "reason": "test",
     "learning_rate": 1e-4,
 }

@@ -26,16 +26,25 @@ from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from astraflow.errors import AstraflowError
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
-from support.dataflow_world import Node, Trainer, World, served
+from astraflow_kit.identity.sealing import Session, issue, new_key, new_lineage
+from support.dataflow_world import Node, Trainer, World, make_episode, served
 from support.redis_content import redis_content
 from support.tokens import KEY_ID, OTHER_KEY, SIGNING_KEY, keys_file, token
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 NOW_S = time.time()
-CLAIMS: dict[str, Any] = {"runs": ["mine"], "pools": ["spot"], "policies": ["solver"]}
+CLAIMS: dict[str, Any] = {
+    "runs": ["mine"],
+    "pools": ["spot"],
+    "policies": ["solver"],
+    "nodes": ["n1", "n9"],
+}
 NODE = token("node", "rollout", **CLAIMS)
 PUBLIC_PEM = SIGNING_KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+FORGED_SESSION = issue(
+    Session(speaker="node", run_id="mine", name="n1", number=2, lineage=new_lineage()), key=new_key()
+)
 JOIN = "/astraflow.dataflow.v1.RunService/JoinRun"
 RUN = "/astraflow.dataflow.v1.RunService/GetRun"
 PUSH = "/astraflow.dataflow.v1.TrajectoryService/PushEpisode"
@@ -70,6 +79,12 @@ class Scene:
     world: World
     node: Node
     lease: task_pb2.Lease
+    before: Node
+    """The same node before it restarted."""
+
+    @property
+    def _speaking(self) -> AsyncClient:
+        return self.world.speaking(self.node.credential)
 
     @asynccontextmanager
     async def as_(self, sent: str) -> AsyncIterator[World]:
@@ -91,9 +106,7 @@ class Scene:
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(self.world.address, options=options) as channel:
             try:
-                await channel.unary_unary(rpc)(
-                    content, metadata=(("authorization", f"Bearer {NODE}"),), timeout=60
-                )
+                await channel.unary_unary(rpc)(content, metadata=self._speaking._metadata(), timeout=60)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
 
@@ -106,12 +119,12 @@ class Scene:
             if not requests:
                 await asyncio.Event().wait()
 
-        async for _ in typed_stream(self.world.client.open(self.world.client.tasks.Work, sent())):
+        async for _ in typed_stream(self._speaking.open(self.world.client.tasks.Work, sent())):
             pass
 
     async def stream(self, *sent: pushes.PushRequest) -> None:
         """A push stream of these requests."""
-        call = self.world.client.open(self.world.client.trajectories.Push)
+        call = self._speaking.open(self.world.client.trajectories.Push)
         for request in sent:
             await call.write(request)
         async for _ in typed_stream(call):
@@ -119,6 +132,11 @@ class Scene:
 
 
 Attack = Callable[[Scene], Awaitable[object]]
+
+
+def replaced(call: Callable[[Node], Awaitable[object]]) -> Attack:
+    """Call as the node was before it restarted."""
+    return lambda scene: call(scene.before)
 
 
 def sending(made: str) -> Attack:
@@ -225,7 +243,7 @@ OTHERS = {
     "a run that is a path": (pushed(run_id="../theirs"), DENIED, "run"),
     "a run that ends a key": (pushed(run_id="mine}:x"), DENIED, "run"),
     "a reserved pool": (
-        lambda scene: scene.world.join("n9", incarnation=1, max_concurrent_tasks=1, pool="reserved"),
+        lambda scene: scene.world.join("n9", max_concurrent_tasks=1, pool="reserved"),
         DENIED,
         "pool",
     ),
@@ -235,11 +253,44 @@ WRONG = {
     # Our own client refuses it.
     "a node id that is a path": (
         lambda scene: scene.raw(JOIN, runs.JoinRunRequest(node_id="../../etc/passwd").SerializeToString()),
-        INVALID,
-        "",
+        DENIED,
+        "node",
     ),
-    "an incarnation that was replaced": (lambda scene: scene.work(hello(incarnation=1)), "FENCED", ""),
-    "joining as what was replaced": (lambda scene: scene.world.node("n1", incarnation=1), "FENCED", ""),
+    "another incarnation": (lambda scene: scene.work(hello(incarnation=1)), DENIED, "wrong_session"),
+    "another node's name": (lambda scene: scene.work(hello(node_id="n9")), DENIED, "wrong_session"),
+    "an incarnation that was replaced": (
+        replaced(lambda old: old.lease(1, wait_s=0)),
+        "FENCED",
+        "session_ended",
+    ),
+    "pushing as what was replaced": (
+        replaced(lambda old: old.push(make_episode(run_id="mine", task_id="t1", member=0))),
+        "FENCED",
+        "session_ended",
+    ),
+    "joining as a number it was not given": (
+        lambda scene: scene.world.join("n1", incarnation=2**53, max_concurrent_tasks=1),
+        DENIED,
+        "wrong_session",
+    ),
+    "joining as what its token is not for": (lambda scene: scene.world.node("n2"), DENIED, "node"),
+    "no session": (
+        lambda scene: scene.world.ask(tasks.LeaseTasksResponse, max_tasks=1),
+        UNKNOWN,
+        "no_session",
+    ),
+    "a session of its own making": (
+        lambda scene: scene.world.ask(tasks.LeaseTasksResponse, max_tasks=1, as_=FORGED_SESSION),
+        UNKNOWN,
+        "wrong_session",
+    ),
+    "giving back what it does not hold": (
+        lambda scene: scene.node.ask(
+            tasks.FailTaskResponse, failure=tasks.LeaseFailure(lease_id="t1#1", reason="drain")
+        ),
+        DENIED,
+        "not_lease_holder",
+    ),
     "bytes of something else": (lambda scene: scene.raw(RUN, b"\xff" * 64), INVALID, ""),
     "more than a message holds": (lambda scene: scene.raw(PUSH, bytes(65 * 2**20)), INVALID, ""),
     "a session without hello": (
@@ -288,10 +339,10 @@ async def scene(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             await owned.submit("t1")
         await world.dataflow.revoked_tokens.revoke("jti-revoked")
         own = dataclasses.replace(world, client=attacker, run_id="mine")
-        await own.node("n1", incarnation=1)
-        node = await own.node("n1", incarnation=2)
+        before = await own.node("n1")
+        node = await own.node("n1")
         (lease,) = await node.lease(1)
-        yield Scene(own, node, lease)
+        yield Scene(own, node, lease, before)
 
 
 def counted(scene: Scene, series: str) -> float:

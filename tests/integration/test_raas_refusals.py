@@ -155,10 +155,12 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
 async def test_a_node_whose_name_is_taken_ends_and_disturbs_nobody(redis_url: str, tmp_path: Path) -> None:
     async with served(redis_url, tmp_path) as world:
         await world.create_run()
-        await world.node("node-1", incarnation=2**62)
+        holder = await world.node("node-1")
+        await holder.report(connected_ms=600_000)
         async with node_of(world.address, tmp_path) as node:
-            await refuses(node, 3, "FENCED", "node-1", "choose another --node-id")
+            await refuses(node, 2, "INVALID_ARGUMENT", "node-1", "choose another --node-id")
         assert (await world.status()).nodes[0].restarts == 0
+        await holder.report(connected_ms=1000)
 
 
 async def test_an_address_that_is_no_dataflow_server_is_named(tmp_path: Path) -> None:

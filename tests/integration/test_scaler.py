@@ -88,8 +88,8 @@ async def test_a_pool_is_as_large_as_its_work(world: World, scaler: Scaler) -> N
         await world.started(*(f"t{number}" for number in range(4)), raas={"max_concurrent_tasks": 4})
         assert await wanted(stub) == (1, 1.0)  # of nodes that the recipe has: there is none in the pool
         assert await wanted(stub, tasksPerNode="2", share="0.5") == (1, 1.0)
-        await world.join("n2", incarnation=1, max_concurrent_tasks=2, pool="eu")
-        await world.dataflow.store.nodes.report("run", node_id="n2", incarnation=1, connected_ms=60_000)
+        await world.join("n2", max_concurrent_tasks=2, pool="eu")
+        await world.nodes["n2"].report(connected_ms=60_000)
         assert await wanted(stub) == (2, 2.0)
         assert await wanted(stub, tasksPerNode="3") == (2, pytest.approx(4 / 3))
         assert (await stub.IsActive(reference())).result

@@ -3,13 +3,13 @@ stores nothing twice when it goes on.
 """
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from support.dataflow_process import DataflowProcess
-from support.dataflow_world import Node
 from support.valkey import ValkeyServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -29,7 +29,7 @@ async def test_a_late_push_fills_nothing_that_another_node_has_filled(
             trainer, node = await world.started("task", lease_ttl_s=1, groups_per_step=1)
             before.run_id = world.run_id
             (lease,) = await node.lease(wait_s=20)
-            stale = Node(world=before, node_id=node.node_id, incarnation=node.incarnation)
+            stale = dataclasses.replace(node, world=before)
             pushing = asyncio.create_task(stale.push(node.episode(lease, lease.members[0])))
             await late.frozen()
             second = await world.node("n2")

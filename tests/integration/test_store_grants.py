@@ -144,7 +144,7 @@ async def test_a_node_that_joins_is_granted_its_run_and_nothing_else(
     models = published(s3_server.store(f"{bucket}/runs"), 2)
     async with served(redis_url, tmp_path, store_grants=True, **access) as world:
         await world.create_run(name=RUN, store_uri=uri)
-        joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
+        joined = await world.join("n1", max_concurrent_tasks=1)
         (grant,) = joined.store_grants
         assert (grant.uri_prefix, grant.signed_reads, dict(grant.credentials)) == (f"{uri}/{RUN}/", True, {})
         own = open_store(uri)
@@ -168,7 +168,7 @@ async def test_a_node_that_joins_is_granted_its_run_and_nothing_else(
 
 async def test_a_server_without_grants_gives_none(world: World) -> None:
     await world.create_run(store_uri="s3://bucket/runs")
-    joined = await world.join("n1", incarnation=1, max_concurrent_tasks=1)
+    joined = await world.join("n1", max_concurrent_tasks=1)
     assert not joined.store_grants
     own = open_store("s3://bucket/runs")
     assert granted_store(joined, own, client=world.client, settings=StoreSettings()) is own

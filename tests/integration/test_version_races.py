@@ -5,6 +5,7 @@ store, is held up at random places, and announces what it committed. The seed de
 """
 
 import asyncio
+import copy
 import random
 import shutil
 import threading
@@ -77,7 +78,8 @@ class Writer:
 
     def _publish_all(self) -> None:
         claim = ClaimPolicyRequest(run_id=self.run_id, policy_id=POLICY, trainer_id=self.name)
-        self.epoch = self.client.call(self.client.batches.ClaimPolicy, claim).trainer_epoch
+        claimed = self.client.call(self.client.batches.ClaimPolicy, claim)
+        self.client.session, self.epoch = claimed.session, claimed.trainer_epoch
         writer = VersionWriter.open(self.store, run_id=self.run_id, policy_id=POLICY, epoch=self.epoch)
         newest, base = writer.log.latest(), None
         if newest is not None:
@@ -123,7 +125,7 @@ async def race(world: World, client: Client, folder: Path, *, seed: int) -> bool
     writers = [
         Writer(
             name=f"writer-{index}",
-            client=client,
+            client=copy.copy(client),
             run_id=world.run_id,
             store=HeldStore(root, random.Random(draws.random())),
             folder=folder / f"mirrors-{seed}",

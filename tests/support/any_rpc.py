@@ -16,10 +16,12 @@ from astraflow.errors import AstraflowError
 from support.dataflow_world import ATTRIBUTES, World
 
 INVALID, MISSING, STATE = "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION"
+DENIED = "PERMISSION_DENIED"
 CODES = {
     **dict.fromkeys((INVALID, "INVALID_RECIPE"), INVALID),
     **dict.fromkeys((STATE, "FENCED", "PLUGIN_FAILED", "POLICY_HELD", "VERSION_GAP"), STATE),
     MISSING: MISSING,
+    DENIED: DENIED,
     "CONFLICT": "ALREADY_EXISTS",
     "UNKNOWN_VERSION": "UNAVAILABLE",
 }
@@ -34,33 +36,54 @@ def request_of(kind: type[Message], **fields: Any) -> Message:
 
 
 async def answer(world: World, request: Message, *, timeout_s: float = 20.0) -> object:
-    """What the rpc of a request answers; the first response of a stream."""
+    """What the rpc of a request answers, as node `n1` where it has joined; the first response of a stream."""
+    _lease(world, request)
     if isinstance(request, tasks.WorkRequest):
         return await in_a_session(world, request)
+    service, method = rpc_of(request)
+    client = world.speaking(credential_of(world, method))
     if isinstance(request, trajectories.PushRequest):
-        call = world.client.open(world.client.trajectories.Push)
+        call = client.open(client.trajectories.Push)
         await call.write(request)
         return await anext(typed_stream(call))
-    service, method = rpc_of(request)
-    rpc = getattr(getattr(world.client, service), method.name)
+    rpc, metadata = getattr(getattr(client, service), method.name), client._metadata()
     # As a client of another make sends it: ours refuses what is out of bounds itself.
     if method.server_streaming:
-        return await anext(typed_stream(rpc(request)), None)
+        return await anext(typed_stream(rpc(request, metadata=metadata)), None)
     try:
-        return await rpc(request, timeout=timeout_s)
+        return await rpc(request, timeout=timeout_s, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
 
 
+def credential_of(world: World, method: Any) -> str:
+    """Of who speaks in an rpc, the world's node `n1` or its trainer of `solver`; '' where nobody does, or is there."""
+    speaker = read_contract(method).speaker
+    known: Any = world.nodes.get("n1") if speaker == "node" else world.trainers.get("solver")
+    return known.credential if known and speaker.startswith(("node", "trainer")) else ""
+
+
 async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
     """Everything a session answers that ends with this request."""
-    hello = tasks.Hello(run_id="run", node_id="n1", incarnation=1)
+    client = world.speaking(world.nodes["n1"].credential if "n1" in world.nodes else "")
 
     async def requests() -> AsyncIterator[tasks.WorkRequest]:
-        yield tasks.WorkRequest(hello=hello)
+        yield tasks.WorkRequest(hello=tasks.Hello())
         yield request
 
-    return [item async for item in typed_stream(world.client.open(world.client.tasks.Work, requests()))]
+    return [item async for item in typed_stream(client.open(client.tasks.Work, requests()))]
+
+
+def _lease(world: World, request: Message) -> None:
+    """What the request says of leases is as if they had been given to the node."""
+    if (node := world.nodes.get("n1")) is None:
+        return
+    if isinstance(request, trajectories.PushRequest):
+        node.lease_all(request.episodes)
+    elif isinstance(request, trajectories.PushEpisodeRequest):
+        node.lease_all([request.episode])
+    elif isinstance(request, tasks.FailTaskRequest):
+        request.failure.lease_id = node.sealed(request.failure.lease_id)
 
 
 def assert_refused(error: AstraflowError, reason: str, *, by_rpc: bool = True) -> None:

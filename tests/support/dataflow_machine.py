@@ -233,7 +233,7 @@ class DataflowMachine(RuleBasedStateMachine):
             episode = node.episode(
                 lease, number % GROUP_SIZE, episode_id=name, version=self.model.version, reward=reward
             )
-            episodes.append((Node(node.world, node.node_id, node.incarnation), episode))
+            episodes.append((Node(node.world, node.node_id, node.credential), episode))
 
         async def together() -> list[str]:
             return await asyncio.gather(*(node.outcome(episode) for node, episode in episodes))

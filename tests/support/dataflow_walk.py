@@ -175,9 +175,10 @@ class Walk:
         self.trainer = await self.world.trainer()
 
     async def rejoin(self) -> None:
-        index = self.rng.randrange(len(self.nodes))
-        node = self.nodes[index]
-        self.nodes[index] = await self.world.node(node.node_id, incarnation=node.incarnation + 1)
+        node = self.nodes[self.rng.randrange(len(self.nodes))]
+        node.credential = (
+            await self.world.node(node.node_id)
+        ).credential  # what it was leased before stays its own
 
     async def durable(self) -> None:
         assert self.trainer is not None

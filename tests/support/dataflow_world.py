@@ -7,10 +7,12 @@ Used by the integration and contract tests of the dataflow server.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
+import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +38,7 @@ from astraflow.recipe.file import CodeFile, bundle_digest, parse_recipe
 from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 from astraflow_dataflow.server import Dataflow, RunKeeper
 from astraflow_dataflow.settings import DataflowServerSettings
+from astraflow_kit.identity import sealing
 from astraflow_kit.serve import GrpcServer
 
 RECIPE = """
@@ -151,16 +154,30 @@ class World:
     client: AsyncClient
     address: str
     run_id: str = ""
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """The newest of each name."""
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    """The newest of each policy."""
 
-    async def ask(self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, **fields: Any) -> Reply:
-        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be."""
+    def speaking(self, credential: str) -> AsyncClient:
+        """The client of whoever has this credential."""
+        client = copy.copy(self.client)
+        client.session = credential
+        return client
+
+    async def ask(
+        self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, as_: str = "", **fields: Any
+    ) -> Reply:
+        """Call the rpc with this reply; `fields` are those of its request, which is about the run if it can be; `as_`
+        is the credential of who asks.
+        """
         name = reply.DESCRIPTOR.name.removesuffix("Response")
         request = getattr(sys.modules[reply.__module__], f"{name}Request")
         (service,) = reply.DESCRIPTOR.file.services_by_name
         rpc = getattr(getattr(self.client, ATTRIBUTES[service]), name)
         if "run_id" in request.DESCRIPTOR.fields_by_name:
             fields = {"run_id": self.run_id} | fields
-        answer: Reply = await self.client.call(rpc, request(**fields), timeout_s=timeout_s)
+        answer: Reply = await self.speaking(as_).call(rpc, request(**fields), timeout_s=timeout_s)
         return answer
 
     async def create_run(self, *, store_uri: str = "file:///nowhere", **recipe: object) -> run_pb2.Run:
@@ -190,17 +207,20 @@ class World:
         return await self.ask(task_pb.SubmitTasksResponse, tasks=tasks)
 
     async def join(self, node_id: str, **facts: Any) -> runs.JoinRunResponse:
-        """Join a node; `facts` are fields of the request."""
-        return await self.ask(runs.JoinRunResponse, node_id=node_id, **facts)
+        """Join a node; one that is known has restarted, and shows its credential. `facts` are fields of the request."""
+        shown = self.nodes[node_id].credential if node_id in self.nodes else ""
+        joined = await self.ask(runs.JoinRunResponse, as_=shown, node_id=node_id, **facts)
+        self.nodes[node_id] = Node(world=self, node_id=node_id, credential=joined.session)
+        return joined
 
-    async def node(self, node_id: str = "n1", *, incarnation: int = 1, max_tasks: int = 64) -> Node:
+    async def node(self, node_id: str = "n1", **facts: Any) -> Node:
         """Join a node."""
-        await self.join(node_id, incarnation=incarnation, max_concurrent_tasks=max_tasks)
-        return Node(world=self, node_id=node_id, incarnation=incarnation)
+        await self.join(node_id, **{"max_concurrent_tasks": 64} | facts)
+        return self.nodes[node_id]
 
     async def trainer(self, policy_id: str = "solver", *, publish_first: bool = True) -> Trainer:
         """Claim a policy, and announce version 0 unless it has one."""
-        trainer = Trainer(world=self, policy_id=policy_id)
+        trainer = self.trainers[policy_id] = Trainer(world=self, policy_id=policy_id)
         claim = await trainer.claim()
         if publish_first and not claim.HasField("version"):
             await trainer.publish(version=0, step=0)
@@ -279,8 +299,23 @@ class Node:
 
     world: World
     node_id: str
-    incarnation: int
+    credential: str = field(repr=False)
     serving: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def session(self) -> sealing.Session:
+        """What its credential says."""
+        session = sealing.claimed_session(self.credential)
+        assert session is not None
+        return session
+
+    async def ask(self, reply: type[Reply], *, timeout_s: float = DEFAULT_TIMEOUT_S, **fields: Any) -> Reply:
+        """Call an rpc as this node."""
+        return await self.world.ask(reply, timeout_s=timeout_s, as_=self.credential, **fields)
+
+    async def report(self, *, connected_ms: int, **said: Any) -> str:
+        """Note a sign of life of its session, as its server does."""
+        return await self.world.dataflow.store.nodes.report(self.session, connected_ms=connected_ms, **said)
 
     async def lease(self, count: int = 1, *, wait_s: float = 5.0) -> list[task_pb2.Lease]:
         """Lease tasks."""
@@ -288,10 +323,8 @@ class Node:
 
     async def lease_reply(self, count: int = 1, *, wait_s: float = 0.0) -> task_pb.LeaseTasksResponse:
         """Lease tasks; with the reason when there are none."""
-        return await self.world.ask(
+        return await self.ask(
             task_pb.LeaseTasksResponse,
-            node_id=self.node_id,
-            incarnation=self.incarnation,
             max_tasks=count,
             wait_duration=timedelta(seconds=wait_s),
             serving_versions=self.serving,
@@ -305,26 +338,28 @@ class Node:
         failure = task_pb.LeaseFailure(
             lease_id=lease.lease_id, reason=reason, retryable=retryable, detail=detail
         )
-        reply = await self.world.ask(task_pb.FailTaskResponse, node_id=self.node_id, failure=failure)
+        reply = await self.ask(task_pb.FailTaskResponse, failure=failure)
         return reply.requeued
 
     async def renew(self, *lease_ids: str) -> list[str]:
-        """Renew leases; return the lost ones."""
-        reply = await self.world.ask(task_pb.RenewLeasesResponse, node_id=self.node_id, lease_ids=lease_ids)
-        return list(reply.lost_lease_ids)
+        """Renew leases, by their ids or by `TASK#ATTEMPT`; return the lost ones, likewise."""
+        given = {self.sealed(name): name for name in lease_ids}
+        reply = await self.ask(task_pb.RenewLeasesResponse, lease_ids=given)
+        return [given[lease_id] for lease_id in reply.lost_lease_ids]
 
     async def push(self, episode: trajectory_pb2.Episode) -> pushes.PushResult:
         """Push one episode."""
         return (await self.push_reply(episode)).result
 
     async def push_reply(self, episode: trajectory_pb2.Episode) -> pushes.PushEpisodeResponse:
-        """Push one episode; with the watermark."""
-        return await self.world.ask(pushes.PushEpisodeResponse, episode=episode, timeout_s=60)
+        """Push one episode; with the watermark. One that names no lease is pushed as if it had been leased."""
+        self.lease_all([episode])
+        return await self.ask(pushes.PushEpisodeResponse, episode=episode, timeout_s=60)
 
     async def pack(self, *episodes: trajectory_pb2.Episode) -> list[pushes.PushResult]:
-        """Push several episodes in one message; what became of each."""
-        trajectories = self.world.client.trajectories
-        call = self.world.client.open(trajectories.Push)
+        """Push several episodes in one message; what became of each. Leases as with `push_reply`."""
+        self.lease_all(episodes)
+        call = self.world.speaking(self.credential).open(self.world.client.trajectories.Push)
         await call.write(pushes.PushRequest(sequence=1, episodes=episodes))
         return list((await anext(typed_stream(call))).results)
 
@@ -333,15 +368,37 @@ class Node:
         return outcome_name(await self.push(episode))
 
     def episode(self, lease: task_pb2.Lease, member: int, **changes: object) -> trajectory_pb2.Episode:
-        """A good episode for one member of a lease."""
+        """A good episode for one member of a lease; another attempt or copy in `changes` is as if it were leased."""
         merged = {
             "run_id": self.world.run_id,
             "task_id": lease.task.task_id,
             "member": member,
             "attempt": lease.attempt,
+            "hedge": lease.hedge,
             "node_id": self.node_id,
+            "lease_id": lease.lease_id,
         }
+        if changes.keys() & {"task_id", "attempt", "hedge"} and "lease_id" not in changes:
+            merged |= changes
+            merged["lease_id"] = self.lease_id(merged["task_id"], merged["attempt"], hedge=merged["hedge"])
         return make_episode(**(merged | changes))  # type: ignore[arg-type]
+
+    def lease_all(self, episodes: Iterable[trajectory_pb2.Episode]) -> None:
+        """Let those that name no lease be as if they had been leased."""
+        for one in episodes:
+            one.lease_id = one.lease_id or self.lease_id(one.task_id, one.attempt, hedge=one.hedge)
+
+    def lease_id(self, task_id: object, attempt: object = 1, *, hedge: object = False) -> str:
+        """The id of a lease of this node, as its server would give it."""
+        return self.sealed(f"{task_id}#{attempt}{'-h' if hedge else ''}")
+
+    def sealed(self, name: str) -> str:
+        """The id of a lease of this node by its name `TASK#ATTEMPT`; an id is left as it is."""
+        if not re.fullmatch(r".*#\d+(-h)?", name):
+            return name
+        context = self.world.dataflow.registry.known(self.session.run_id)
+        assert context is not None
+        return sealing.seal_lease(name, lineage=self.session.lineage, key=context.seal_key)
 
     async def complete(self, lease: task_pb2.Lease, **changes: object) -> list[str]:
         """Push all missing members of a lease; return the outcomes' names."""
@@ -375,19 +432,21 @@ class Trainer:
     world: World
     policy_id: str
     epoch: int = 0
+    credential: str = field(default="", repr=False)
+    """Of its claim."""
 
     @property
     def _mine(self) -> dict[str, Any]:
         return {"run_id": self.world.run_id, "policy_id": self.policy_id, "trainer_epoch": self.epoch}
 
     async def _ask(self, reply: type[Reply], **fields: Any) -> Reply:
-        return await self.world.ask(reply, **self._mine, **fields)
+        return await self.world.ask(reply, as_=self.credential, **self._mine, **fields)
 
     async def claim(self, *, trainer_id: str = "test", **held: Any) -> batches.ClaimPolicyResponse:
         """Start a new epoch; `held` are fields of the request."""
         named: dict[str, Any] = {"policy_id": self.policy_id, "trainer_id": trainer_id}
-        claim = await self.world.ask(batches.ClaimPolicyResponse, **named, **held)
-        self.epoch = claim.trainer_epoch
+        claim = await self.world.ask(batches.ClaimPolicyResponse, as_=self.credential, **named, **held)
+        self.epoch, self.credential = claim.trainer_epoch, claim.session
         return claim
 
     async def hold(self, **told: Any) -> None:
@@ -417,7 +476,7 @@ class Trainer:
         request = batches.FetchBatchRequest(
             **self._mine, step=step, trajectory_ids=trajectory_ids, pack_bytes=pack_bytes
         )
-        client = self.world.client
+        client = self.world.speaking(self.credential)
         return [item async for item in client.stream(client.batches.FetchBatch, request)]
 
     async def ack(
@@ -468,6 +527,7 @@ class Trainer:
         )
         reply = await self.world.ask(
             versions.PublishResponse,
+            as_=self.credential,
             version=message,
             trainer_epoch=self.epoch,
             num_unreadable_before=num_unreadable_before,
@@ -484,6 +544,11 @@ class Trainer:
         await self.ack(batch, batches.BATCH_STAGE_INTENT, batches.BATCH_STAGE_TRAINED)
         await self.publish(version=base_version + 1, step=step)
         return batch
+
+
+def name_of(lease: task_pb2.Lease) -> str:
+    """A lease as Redis and people know it."""
+    return f"{lease.task.task_id}#{lease.attempt}{'-h' if lease.hedge else ''}"
 
 
 def outcome_name(result: pushes.PushResult) -> str:
@@ -541,6 +606,7 @@ def make_episode(
     member: int,
     attempt: int = 1,
     node_id: str = "n1",
+    lease_id: str = "",
     episode_id: str = "",
     policies: Sequence[str] = ("solver",),
     reward: float = 1.0,
@@ -571,6 +637,7 @@ def make_episode(
         member=member,
         attempt=attempt,
         node_id=node_id,
+        lease_id=lease_id,
         status=trajectory_pb2.EPISODE_STATUS_FAILED if failed else trajectory_pb2.EPISODE_STATUS_FINISHED,
         trajectories=[] if failed else items,
         hedge=hedge,
@@ -591,6 +658,7 @@ async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[Wo
         settings=configured,
         metrics=dataflow.metrics,
         refusals=dataflow.refusals,
+        session_keys=dataflow.registry,
         revoked=dataflow.revoked_tokens.seen,
     )
     await keeper.start()

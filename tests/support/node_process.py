@@ -82,7 +82,9 @@ async def announce(trainer: Trainer, weights: WeightPublisher, *, step: int) -> 
     """Commit what `weights` holds as the version of a step, and tell the server of it."""
     version = await asyncio.to_thread(weights.publish)
     version.step, version.trainer_epoch = step, trainer.epoch
-    await trainer.world.ask(PublishResponse, version=version, trainer_epoch=trainer.epoch)
+    await trainer.world.ask(
+        PublishResponse, as_=trainer.credential, version=version, trainer_epoch=trainer.epoch
+    )
 
 
 @dataclass

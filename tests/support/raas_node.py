@@ -19,6 +19,7 @@ from astraflow_raas.agents.endpoint import Endpoint
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.node.assembly import NodeInputs, connect_node
 from astraflow_raas.node.engine_host import HostSettings, RemoteHost
+from astraflow_raas.node.folder import claim_folder
 from astraflow_raas.node.hardware import describe_hardware
 from astraflow_raas.node.joining import find_run, join_request, join_run
 from astraflow_raas.node.node import Node, PolicyParts, PolicyTable
@@ -90,7 +91,6 @@ async def local_node(
     folder: Path,
     *,
     node_id: str = "node-1",
-    incarnation: int = 1,
     limits: SpoolLimits | None = None,
     **options: object,
 ) -> AsyncIterator[LocalNode]:
@@ -98,16 +98,17 @@ async def local_node(
     settings = NodeSettings(join=address, **options)  # type: ignore[arg-type]
     metrics, drain_requested = Metrics(), asyncio.Event()
     endpoint, served = Endpoint(), ServedEnvironments(settings.environment_connections)
+    claimed = claim_folder(folder / "claimed", node_id=node_id)
     async with AsyncClient(address) as client:
         found = await find_run(client, "", patience_s=5.0)
         hardware = describe_hardware(settings)
-        request = join_request(found, settings, node_id=node_id, incarnation=incarnation, hardware=hardware)
+        request = join_request(found, settings, node_id=node_id, hardware=hardware)
         engines = {name: FakeEngine() for name in found.recipe.served_policies}
         parts = {name: _parts(name, engines[name], folder / name, metrics) for name in engines}
         inputs = NodeInputs(
             found=found,
             request=request,
-            joined=await join_run(client, request, patience_s=5.0),
+            joined=await join_run(client, request, folder=claimed, patience_s=5.0),
             client=client,
             workflow=load_workflow(
                 found.run,

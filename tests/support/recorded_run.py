@@ -214,13 +214,13 @@ def figures(num_steps: int, *, seed: int) -> dict[str, Floats]:
 async def _write_nodes(
     world: World, num_nodes: int, policies: Sequence[str], *, hostile: Sequence[str]
 ) -> None:
-    nodes, redis = world.dataflow.store.nodes, world.dataflow.connection
+    redis = world.dataflow.connection
     newest = int(await redis.raw("HGET", Keys(world.run_id).of("policy", policies[0]), "version") or 0)  # type: ignore[arg-type]
     for number in range(num_nodes):
         node_id = f"node-{number:02d}"
         pool, region = POOLS[number % 3], REGIONS[number // 3 % 3]
-        await world.join(
-            node_id, incarnation=1, max_concurrent_tasks=32, pool=pool, region=region,
+        node = await world.node(
+            node_id, max_concurrent_tasks=32, pool=pool, region=region,
             hardware=hostile[number] if hostile else f"8 × {pool.upper()}",
         )  # fmt: skip
         lag = 2 if number == 7 else number % 5 == 0
@@ -244,9 +244,7 @@ async def _write_nodes(
         connected_ms = 0 if number == num_nodes - 1 else 3_600_000
         held = [f"task-{number}-{place}" for place in range(25 + number % 7)]
         await redis.raw("SADD", Keys(world.run_id).of("node_leases", node_id), *held)
-        await nodes.report(
-            world.run_id, node_id=node_id, incarnation=1, connected_ms=connected_ms, fields=fields
-        )
+        await node.report(connected_ms=connected_ms, fields=fields)
     for number, said in enumerate(hostile):
         kept: dict[str, str | int] = {
             f"first {number}": f"1\nnode-00\n{said}\n{said[:64]}\n{said}", f"count {number}": 3, f"last {number}": 2,

@@ -149,6 +149,10 @@ class ScriptedDataflow(
     """Between signs of life in a session; `math.inf` for a server that stands still."""
 
     joins: list[runs.JoinRunRequest] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+    """The credential with which each joined."""
+    starts: int = 0
+    """Processes of nodes that joined."""
     hellos: list[tasks.Hello] = field(default_factory=list)
     credits: list[tasks.Credits] = field(default_factory=list)
     renewals: list[list[str]] = field(default_factory=list)
@@ -203,7 +207,12 @@ class ScriptedDataflow(
         if self.join_fault is not None:
             await context.abort(self.join_fault, "as the test asked")
         self.joins.append(request)
+        metadata = dict(context.invocation_metadata() or ())
+        self.shown.append(str(metadata.get("astraflow-session", "")))
+        self.starts += not request.incarnation
         return runs.JoinRunResponse(
+            incarnation=request.incarnation or self.starts,
+            session=f"session-{request.incarnation or self.starts}",
             run=self.run,
             versions=self.versions,
             lease_ttl_duration=duration(self.lease_ttl_s),

@@ -48,6 +48,7 @@ def token(
         "runs": ["*"],
         "pools": ["*"],
         "policies": ["*"],
+        "nodes": ["*"],
         "iat": now_s,
         "nbf": now_s,
         "exp": now_s + DAY_S,

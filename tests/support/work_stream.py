@@ -68,11 +68,11 @@ class Session:
 
 @asynccontextmanager
 async def working(
-    world: World, node_id: str = "n1", *, incarnation: int = 1, held: Sequence[str] | None = None
+    world: World, node_id: str = "n1", *, held: Sequence[str] | None = None
 ) -> AsyncIterator[Session]:
     """An open session of a joined node; `held` says which leases it holds."""
-    call = world.client.open(world.client.tasks.Work)
-    hello = pb.Hello(run_id=world.run_id, node_id=node_id, incarnation=incarnation)
+    call = world.speaking(world.nodes[node_id].credential).open(world.client.tasks.Work)
+    hello = pb.Hello()
     if held is not None:
         hello.held.CopyFrom(pb.Renewal(lease_ids=held))
     await call.write(pb.WorkRequest(hello=hello))

@@ -89,6 +89,19 @@ bool is_harmless(const google::protobuf::MethodDescriptor& method) {
   return declared == options::v1::RETRY_READ || declared == options::v1::RETRY_IDEMPOTENT;
 }
 
+// Who speaks in an rpc: `node`, `trainer`, or nobody.
+std::string speaker_of(const google::protobuf::MethodDescriptor& method) {
+  switch (method.options().GetExtension(options::v1::speaker)) {
+    case options::v1::SPEAKER_NODE:
+    case options::v1::SPEAKER_OPENS_NODE:
+      return "node";
+    case options::v1::SPEAKER_UNSPECIFIED:
+      return "";
+    default:
+      return "trainer";
+  }
+}
+
 }  // namespace
 
 Seconds RetryPolicy::wait(int attempt, std::optional<std::chrono::nanoseconds> hint) const {
@@ -112,14 +125,29 @@ Client::Client(const std::string& target, const ConnectOptions& options) : retry
     refuse("the token for " + address_ + " would travel in the clear; say whom to trust (a join string, a CA file, or " +
            "public_ca), or accept the risk with insecure");
   }
+  sessions_->add(options.session);
   channel_ = grpc::CreateCustomChannel(address_, credentials ? credentials : grpc::InsecureChannelCredentials(),
                                        arguments_of(join.server_name));
 }
 
-std::unique_ptr<grpc::ClientContext> Client::new_context(const CallOptions& options) const {
+void Client::Sessions::add(const std::string& credential) {
+  const auto begin = credential.find('/') + 1;  // of af1/SPEAKER/…
+  const auto end = credential.find('/', begin);
+  if (end == std::string::npos) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  known[credential.substr(begin, end - begin)] = credential;
+}
+
+std::unique_ptr<grpc::ClientContext> Client::new_context(const CallOptions& options,
+                                                         const google::protobuf::Descriptor* request) const {
   auto context = std::make_unique<grpc::ClientContext>();
   const std::string token = token_();
   if (!token.empty()) context->AddMetadata("authorization", "Bearer " + token);
+  if (request != nullptr) {
+    const std::lock_guard<std::mutex> lock(sessions_->mutex);
+    const auto found = sessions_->known.find(speaker_of(method_of(*request)));
+    if (found != sessions_->known.end()) context->AddMetadata("astraflow-session", found->second);
+  }
   if (!options.correlation_id.empty()) context->AddMetadata("x-correlation-id", options.correlation_id);
   return context;
 }
@@ -139,7 +167,7 @@ void Client::repeat(const google::protobuf::MethodDescriptor& method, const Call
                     const std::function<grpc::Status(grpc::ClientContext*)>& attempt) const {
   const auto started = std::chrono::steady_clock::now();
   for (int failed = 1;; ++failed) {
-    const auto context = new_context(options);
+    const auto context = new_context(options, method.input_type());
     context->set_deadline(std::chrono::system_clock::now() +
                           std::chrono::duration_cast<std::chrono::nanoseconds>(options.timeout));
     const grpc::Status status = attempt(context.get());

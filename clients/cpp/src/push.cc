@@ -99,7 +99,7 @@ void PushStream::run() {
 
 // One stream: a thread writes what fits the window, this one reads acknowledgements. Returns whether there were any.
 bool PushStream::converse() {
-  const auto context = client_.new_context();
+  const auto context = client_.new_context({}, PushRequest::descriptor());
   const auto stub = TrajectoryService::NewStub(client_.channel());
   {
     const Lock lock(mutex_);
@@ -192,7 +192,7 @@ void PushStream::answered(const PushResult& result) {
   const auto kept = in_flight_.front();
   in_flight_.pop_front();
   if (!std::exchange(kept->is_answered, true)) kept->promise.set_value(result);
-  if (result.durability() < dataflow::v1::DURABILITY_FSYNCED) {
+  if (result.outcome() != dataflow::v1::OUTCOME_REFUSED && result.durability() < dataflow::v1::DURABILITY_FSYNCED) {
     kept->position = result.position();
     kept->acked_at = Clock::now();
     acked_.push_back(kept);

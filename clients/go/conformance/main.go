@@ -42,9 +42,8 @@ type operation struct {
 	Logprobs                             []float32
 	VersionSpans                         [][3]uint64 `json:"version_spans"`
 	Episodes                             []json.RawMessage
-	RunID                                string `json:"run_id"`
-	NodeID                               string `json:"node_id"`
-	Incarnation                          uint64
+	RunID                                string            `json:"run_id"`
+	NodeID                               string            `json:"node_id"`
 	MaxConcurrentTasks                   uint32            `json:"max_concurrent_tasks"`
 	ServingVersions                      map[string]uint64 `json:"serving_versions"`
 	LeaseID                              string            `json:"lease_id"`
@@ -331,7 +330,7 @@ func (d *driver) doSession(op *operation) (interface{}, error) {
 
 func (d *driver) openSession(op *operation) error {
 	me := &dataflowv1.JoinRunRequest{
-		RunId: op.RunID, NodeId: op.NodeID, Incarnation: op.Incarnation, MaxConcurrentTasks: op.MaxConcurrentTasks,
+		RunId: op.RunID, NodeId: op.NodeID, MaxConcurrentTasks: op.MaxConcurrentTasks,
 	}
 	joined, err := astraflow.JoinRun(context.Background(), d.client(op), me)
 	if err != nil {

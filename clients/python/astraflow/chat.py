@@ -24,7 +24,7 @@ __all__ = [
     "tools_to_proto",
 ]
 
-MAX_MESSAGES, MAX_TEXT_BYTES, MAX_METRICS = 64, 2**20, 64
+MAX_MESSAGES, MAX_TEXT_BYTES, MAX_METRICS, MAX_TOOLS = 64, 2**20, 64, 128
 _ROLES = ("system", "user", "tool")
 
 
@@ -63,7 +63,11 @@ def check_observation(seen: object) -> Observation:
         raise ValueError(
             f"an observation has {len(seen.messages)} messages, at most {MAX_MESSAGES}; join them"
         )
-    num_bytes = sum(len(message.content.encode()) for message in seen.messages)
+    if len(seen.tools) > MAX_TOOLS:
+        raise ValueError(f"an observation has {len(seen.tools)} tools, at most {MAX_TOOLS}; offer fewer")
+    texts = [message.content for message in seen.messages]
+    texts += [text for tool in seen.tools for text in (tool.name, tool.description, tool.parameters)]
+    num_bytes = sum(len(text.encode()) for text in texts)
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(f"an observation has {num_bytes} bytes of text, at most {MAX_TEXT_BYTES}; show less")
     roles = {message.role for message in seen.messages} - set(_ROLES)
@@ -89,13 +93,17 @@ def observation_to_proto(seen: object) -> contract.Observation:
 
 
 def observation_from_proto(seen: contract.Observation, tools: Iterable[contract.Tool] = ()) -> Observation:
-    """Return the form that plug-ins see."""
-    return Observation(
-        messages=tuple(map(message_from_proto, seen.messages)),
-        reward=seen.reward,
-        done=seen.terminated or seen.truncated,
-        metrics=dict(seen.metrics),
-        tools=tuple(Tool(tool.name, tool.description, tool.arguments_schema_json.decode()) for tool in tools),
+    """Return the form that plug-ins see. Raises ValueError as `check_observation`: services need not be ours."""
+    return check_observation(
+        Observation(
+            messages=tuple(map(message_from_proto, seen.messages)),
+            reward=seen.reward,
+            done=seen.terminated or seen.truncated,
+            metrics=dict(seen.metrics),
+            tools=tuple(
+                Tool(tool.name, tool.description, tool.arguments_schema_json.decode()) for tool in tools
+            ),
+        )
     )
 
 

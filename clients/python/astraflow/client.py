@@ -178,6 +178,8 @@ class _Calls:
         self.address = self.connection.address
         self._retry = retry or RetryPolicy()
         self._end_s = math.inf
+        self.session = ""
+        """Credential that JoinRun or ClaimPolicy returned, a secret: sent with every call from then on."""
         self.on_wait: Callable[[errors.AstraflowError, float], None] = lambda _error, _waited_s: None
         """Called before a call is repeated, in the thread of the call: why, and the seconds since it began."""
 
@@ -192,7 +194,8 @@ class _Calls:
         token, correlation_id = self.connection.current_token(), _correlation_id.get()
         authorization = (("authorization", f"Bearer {token}"),) if token else ()
         correlation = (("x-correlation-id", correlation_id),) if correlation_id else ()
-        return (*authorization, *correlation, *_trace_context())
+        session = (("astraflow-session", self.session),) if self.session else ()
+        return (*authorization, *session, *correlation, *_trace_context())
 
 
 def _trace_context() -> tuple[tuple[str, str], ...]:

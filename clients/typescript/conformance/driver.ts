@@ -169,8 +169,8 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
 
 async function openSession(operation: Operation): Promise<void> {
   const client = named(clients, operation, "client");
-  const { run_id: runId, node_id: nodeId, incarnation, max_concurrent_tasks: maxConcurrentTasks } = operation;
-  const node = { runId, nodeId, incarnation: BigInt(incarnation), maxConcurrentTasks };
+  const { run_id: runId, node_id: nodeId, max_concurrent_tasks: maxConcurrentTasks } = operation;
+  const node = { runId, nodeId, maxConcurrentTasks };
   const session = await astraflow.joinRun(client, node);
   const [stop, events, leases] = [new AbortController(), new Events(), new Map()];
   const servingVersions = Object.fromEntries(

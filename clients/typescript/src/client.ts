@@ -18,6 +18,7 @@ import {
   type ServerInfo,
 } from "./gen/astraflow/server/v1/server_info_pb.js";
 import { DEFAULT_RETRY, type RetryPolicy } from "./retry.js";
+import { Sessions } from "./sessions.js";
 import { serviceClient, type CallOptions, type ServiceClient } from "./service.js";
 
 /** Release of this package. */
@@ -31,9 +32,17 @@ export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 export interface ConnectOptions extends TrustOptions {
   /** How harmless calls are repeated while the server is unreachable. */
   retry?: Partial<RetryPolicy>;
+  /**
+   * What JoinRun returned before a restart of the process (`WorkSession.credential`), so that the node is still itself.
+   * A secret; keep it in a file that nobody else can read.
+   */
+  session?: string;
 }
 
-/** The services of one dataflow server. Safe to share. `close` ends what is still running. */
+/**
+ * The services of one dataflow server. Safe to share. `close` ends what is still running. It speaks as the node that it
+ * joined last, and as the trainer of its last claim: have a client for each of several.
+ */
 export class Client {
   readonly runs: ServiceClient<typeof RunService>;
   readonly tasks: ServiceClient<typeof TaskService>;
@@ -51,7 +60,7 @@ export class Client {
    * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
    * for options that do not fit.
    */
-  constructor(target: string, { retry, ...trust }: ConnectOptions = {}) {
+  constructor(target: string, { retry, session = "", ...trust }: ConnectOptions = {}) {
     const { address, baseUrl, token, tls } = endpointOf(target, trust);
     this.address = address;
     this.#connection = new Connection(baseUrl, tls);
@@ -61,7 +70,8 @@ export class Client {
       readMaxBytes: MAX_MESSAGE_BYTES,
       writeMaxBytes: MAX_MESSAGE_BYTES,
     });
-    const settings = { token, retry: { ...DEFAULT_RETRY, ...retry } };
+    const settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions: new Sessions() };
+    settings.sessions.add(session);
     this.runs = serviceClient(RunService, transport, settings);
     this.tasks = serviceClient(TaskService, transport, settings);
     this.trajectories = serviceClient(TrajectoryService, transport, settings);

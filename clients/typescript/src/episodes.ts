@@ -79,6 +79,7 @@ export function finishedEpisode(lease: Lease, init: EpisodeInit): Episode {
     runId: lease.runId,
     taskId: lease.task?.taskId ?? "",
     attempt: lease.attempt,
+    leaseId: lease.leaseId,
     status: EpisodeStatus.FINISHED,
     ...init,
   });

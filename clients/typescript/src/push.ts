@@ -221,7 +221,7 @@ export class PushStream {
 
   #answered(kept: Kept, result: PushResult): void {
     kept.resolve(result);
-    if (result.durability < Durability.FSYNCED) {
+    if (result.outcome !== Outcome.REFUSED && result.durability < Durability.FSYNCED) {
       kept.position = result.position;
       kept.ackedMs = performance.now();
       this.#acked.push(kept);

@@ -14,6 +14,7 @@ import { makeAnyClient, type Transport } from "@connectrpc/connect";
 import type { Token } from "./address.js";
 import { currentCorrelationId } from "./correlation.js";
 import { mayRepeat, waitMs, type RetryPolicy } from "./retry.js";
+import type { Sessions } from "./sessions.js";
 import { typedError } from "./status.js";
 
 /** Deadline of a unary call that names none. */
@@ -47,6 +48,7 @@ export type ServiceClient<S extends DescService> = {
 export interface CallSettings {
   token: Token;
   retry: RetryPolicy;
+  sessions: Sessions;
 }
 
 /** Returns the client of `service` over `transport`. */
@@ -62,8 +64,10 @@ export function serviceClient<S extends DescService>(
   return makeAnyClient(service, methodOf) as ServiceClient<S>;
 }
 
-async function headersOf({ token: given }: CallSettings): Promise<Headers> {
+async function headersOf({ token: given, sessions }: CallSettings, method: DescMethod): Promise<Headers> {
   const headers = new Headers();
+  const session = sessions.of(method);
+  if (session !== undefined) headers.set("astraflow-session", session);
   const token = typeof given === "string" ? given : await given();
   if (token) headers.set("authorization", `Bearer ${token}`);
   const correlationId = currentCorrelationId();
@@ -77,7 +81,9 @@ function unary(transport: Transport, method: DescMethodUnary, settings: CallSett
     const startedMs = performance.now();
     for (let failed = 1; ; failed++) {
       try {
-        const answer = await transport.unary(method, signal, timeoutMs, await headersOf(settings), request);
+        const headers = await headersOf(settings, method);
+        const answer = await transport.unary(method, signal, timeoutMs, headers, request);
+        settings.sessions.opened(method, answer.message);
         return answer.message;
       } catch (thrown) {
         signal?.throwIfAborted();
@@ -101,7 +107,7 @@ function streaming(transport: Transport, method: DescMethodStreaming, settings: 
         method,
         ended,
         timeoutMs,
-        await headersOf(settings),
+        await headersOf(settings, method),
         input as AsyncIterable<MessageInitShape<typeof method.input>>,
       );
       for await (const message of answer.message) yield message;

@@ -8,7 +8,7 @@ import { durationMs } from "@bufbuild/protobuf/wkt";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { Client } from "./client.js";
 import { AstraflowError, InternalError } from "./errors.js";
-import type { JoinRunRequestSchema, JoinRunResponse } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
+import type { JoinRunResponse } from "./gen/astraflow/dataflow/v1/run_service_pb.js";
 import type {
   CreditsSchema,
   WorkRequestSchema,
@@ -32,8 +32,6 @@ export interface NodeOptions {
   nodeId: string;
   /** Run to join; left out, the only run. */
   runId?: string;
-  /** Higher with each start of the process; the clock by default. */
-  incarnation?: bigint;
   /** Tasks it works on at once. */
   maxConcurrentTasks: number;
   region?: string;
@@ -76,10 +74,12 @@ interface Held {
   done: Promise<void>;
 }
 
-/** Joins the run and returns the session; nothing is leased before `serve`. */
+/**
+ * Joins the run and returns the session; nothing is leased before `serve`. A name that another process has is refused;
+ * to take your own up after a restart, keep `credential` and connect with it as `session`.
+ */
 export async function joinRun(client: Client, options: NodeOptions): Promise<WorkSession> {
-  const me = { incarnation: BigInt(Date.now()), ...options };
-  return new WorkSession(client, me, await client.runs.joinRun(me));
+  return new WorkSession(client, options, await client.runs.joinRun(options));
 }
 
 /** A joined node. */
@@ -87,7 +87,7 @@ export class WorkSession {
   /** The run with its recipe. */
   readonly run: Run;
   readonly #client: Client;
-  readonly #me: MessageInitShape<typeof JoinRunRequestSchema> & NodeOptions & { incarnation: bigint };
+  readonly #me: NodeOptions;
   readonly #held = new Map<string, Held>();
   readonly #reports = new Set<Promise<void>>();
   #joined: JoinRunResponse;
@@ -97,12 +97,17 @@ export class WorkSession {
   #state: NonNullable<Work["state"]> = () => ({});
   #fail: (error: unknown) => void = () => undefined;
 
-  constructor(client: Client, me: NodeOptions & { incarnation: bigint }, joined: JoinRunResponse) {
+  constructor(client: Client, me: NodeOptions, joined: JoinRunResponse) {
     if (joined.run === undefined) throw new InternalError("the server answered JoinRun without a run");
     this.#client = client;
     this.#me = me;
     this.#joined = joined;
     this.run = joined.run;
+  }
+
+  /** Credential of the session, a secret by which a later process is the same node. */
+  get credential(): string {
+    return this.#joined.session;
   }
 
   /** Newest announced version of each policy that has one, as of the last join. */
@@ -176,12 +181,14 @@ export class WorkSession {
   }
 
   async #rejoin(work: Work, signal: AbortSignal): Promise<void> {
-    this.#joined = await this.#client.runs.joinRun(this.#me, { signal });
+    const me = { ...this.#me, incarnation: this.#joined.incarnation };
+    this.#joined = await this.#client.runs.joinRun(me, { signal });
     work.pushes?.dataSet(this.#joined.dataIncarnation);
   }
 
   async #converse(work: Work, drain: (reason: string) => void, signal: AbortSignal): Promise<void> {
-    const { nodeId, incarnation } = this.#me;
+    const { nodeId } = this.#me;
+    const { incarnation } = this.#joined;
     const requests = new Outbox<MessageInitShape<typeof WorkRequestSchema>>();
     const held = { leaseIds: [...this.#held.keys()] };
     this.#received = 0n;

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -34,11 +35,15 @@ class Driver:
     """One run through one server."""
 
     client: AsyncClient
+    trainer: AsyncClient
+    """The same connection, under the trainer's claim."""
     run_id: str
     group_size: int
     groups_per_step: int
     epoch: int = 0
     step: int = 0
+    sessions: dict[str, str] = field(default_factory=dict)
+    """Credential of each node."""
 
     @classmethod
     async def create(
@@ -53,19 +58,25 @@ class Driver:
         text = recipe_text(run_id, group_size=group_size, groups_per_step=groups_per_step)
         run = run_pb2.Run(run_id=run_id, recipe_yaml=text, store_uri="file:///nowhere")
         await client.call(client.runs.CreateRun, runs.CreateRunRequest(run=run), timeout_s=_PATIENCE_S)
-        driver = cls(client=client, run_id=run_id, group_size=group_size, groups_per_step=groups_per_step)
+        sizes = {"group_size": group_size, "groups_per_step": groups_per_step}
+        driver = cls(client=client, trainer=copy(client), run_id=run_id, **sizes)
         claim = batches.ClaimPolicyRequest(run_id=run_id, policy_id=POLICY, trainer_id="bench")
-        driver.epoch = (await client.call(client.batches.ClaimPolicy, claim)).trainer_epoch
+        claimed = await client.call(client.batches.ClaimPolicy, claim)
+        driver.trainer.session, driver.epoch = claimed.session, claimed.trainer_epoch
         await driver.publish(0)
         await driver.join(NODE)
         return driver
 
     async def join(self, node_id: str) -> None:
         """Join a node."""
-        request = runs.JoinRunRequest(
-            run_id=self.run_id, node_id=node_id, incarnation=1, max_concurrent_tasks=100_000
-        )
-        await self.client.call(self.client.runs.JoinRun, request)
+        request = runs.JoinRunRequest(run_id=self.run_id, node_id=node_id, max_concurrent_tasks=100_000)
+        self.sessions[node_id] = (await self.client.call(self.client.runs.JoinRun, request)).session
+
+    def node(self, node_id: str = NODE) -> AsyncClient:
+        """The client as a node."""
+        client = copy(self.client)
+        client.session = self.sessions[node_id]
+        return client
 
     async def submit(self, count: int, *, prefix: str) -> None:
         """Submit tasks."""
@@ -83,13 +94,11 @@ class Driver:
         newest_s = time.monotonic()
         while len(leases) < count:
             request = tasks.LeaseTasksRequest(
-                run_id=self.run_id,
-                node_id=node_id,
-                incarnation=1,
                 max_tasks=min(_LEASED_AT_ONCE, count - len(leases)),
                 wait_duration=duration_pb2.Duration(seconds=2),
             )
-            reply = await self.client.call(self.client.tasks.LeaseTasks, request, timeout_s=_PATIENCE_S)
+            node = self.node(node_id)
+            reply = await node.call(node.tasks.LeaseTasks, request, timeout_s=_PATIENCE_S)
             leases += reply.leases
             if reply.leases:
                 newest_s = time.monotonic()
@@ -109,8 +118,8 @@ class Driver:
         where they are `packed`; return how many.
         """
         requests = self._requests(leases, episodes, members or self.group_size, packed=packed)
-        accepted = 0
-        async for response in self.client.open(self.client.trajectories.Push, requests):
+        accepted, node = 0, self.node()
+        async for response in node.open(node.trajectories.Push, requests):
             for result in response.results:
                 if result.outcome != pushes.OUTCOME_ACCEPTED:
                     raise RuntimeError(f"a push was answered {result}")
@@ -122,7 +131,7 @@ class Driver:
     ) -> AsyncIterator[pushes.PushRequest]:
         sequence = 0
         for lease in leases:
-            group = list(episodes.of(lease.task.task_id, attempt=lease.attempt, group_size=members))
+            group = list(episodes.of(lease, group_size=members))
             for some in [group] if packed else [[episode] for episode in group]:
                 sequence += 1
                 yield pushes.PushRequest(sequence=sequence, episodes=some)
@@ -136,7 +145,7 @@ class Driver:
             base_version=self.step - 1,
             wait_duration=duration_pb2.Duration(seconds=30),
         )
-        reply = await self.client.call(self.client.batches.AcquireBatch, request, timeout_s=_PATIENCE_S)
+        reply = await self.trainer.call(self.trainer.batches.AcquireBatch, request, timeout_s=_PATIENCE_S)
         if len(reply.batch.items) != self.group_size * self.groups_per_step:
             raise RuntimeError(f"no whole batch for step {self.step}; waits for {reply.waiting_for}")
         return reply.batch
@@ -144,7 +153,7 @@ class Driver:
     async def fetch(self) -> int:
         """Fetch all payloads of the batch; return their bytes."""
         request = batches.FetchBatchRequest(**self._trainer(), step=self.step, pack_bytes=_PACK_BYTES)
-        stream = self.client.stream(self.client.batches.FetchBatch, request, timeout_s=_PATIENCE_S)
+        stream = self.trainer.stream(self.trainer.batches.FetchBatch, request, timeout_s=_PATIENCE_S)
         return sum([len(item.body) async for response in stream for item in response.trajectories])
 
     async def finish(self, batch: batch_pb2.Batch) -> None:
@@ -153,10 +162,10 @@ class Driver:
             request = batches.AckBatchRequest(
                 **self._trainer(), step=self.step, batch_id=batch.batch_id, digest=batch.digest, stage=stage
             )
-            await self.client.call(self.client.batches.AckBatch, request)
+            await self.trainer.call(self.trainer.batches.AckBatch, request)
         await self.publish(self.step)
         durable = batches.MarkDurableRequest(**self._trainer(), step=self.step)
-        await self.client.call(self.client.batches.MarkDurable, durable, timeout_s=_PATIENCE_S)
+        await self.trainer.call(self.trainer.batches.MarkDurable, durable, timeout_s=_PATIENCE_S)
 
     async def publish(self, version: int) -> None:
         """Announce the version of a step."""
@@ -169,7 +178,7 @@ class Driver:
             trainer_epoch=self.epoch,
         )
         request = versions.PublishRequest(run_id=self.run_id, version=announced, trainer_epoch=self.epoch)
-        await self.client.call(self.client.versions.Publish, request)
+        await self.trainer.call(self.trainer.versions.Publish, request)
 
     def _trainer(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "policy_id": POLICY, "trainer_epoch": self.epoch}

@@ -195,9 +195,9 @@ async def _stream(driver: Driver, node_id: str) -> AsyncIterator[None]:
     """A node's `Work` stream with credit for nothing, which says every two seconds that it lives."""
     # Streams of one client share a connection and its bound of streams; nodes have one each.
     async with AsyncClient(driver.client.address) as client:
+        client.session = driver.sessions[node_id]
         call = client.open(client.tasks.Work)
-        hello = tasks.Hello(run_id=driver.run_id, node_id=node_id, incarnation=1)
-        await call.write(tasks.WorkRequest(hello=hello))
+        await call.write(tasks.WorkRequest(hello=tasks.Hello()))
 
         async def live() -> None:
             while True:

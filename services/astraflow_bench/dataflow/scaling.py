@@ -60,22 +60,25 @@ async def _pushed_at_once(
 ) -> float:
     """Push to all servers, each from a process of its own; trajectories a second, together."""
     loop = asyncio.get_running_loop()
-    names = [
-        [lease.task.task_id for lease in await driver.leased(groups, prefix=prefix)] for driver in drivers
+    leased = [
+        [lease.SerializeToString() for lease in await driver.leased(groups, prefix=prefix)]
+        for driver in drivers
     ]
     with ProcessPoolExecutor(len(addresses), mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [
-            loop.run_in_executor(pool, _push, address, driver.run_id, task_ids)
-            for address, driver, task_ids in zip(addresses, drivers, names, strict=True)
+            loop.run_in_executor(pool, _push, address, driver.run_id, driver.sessions, leases)
+            for address, driver, leases in zip(addresses, drivers, leased, strict=True)
         ]
         return sum(await asyncio.gather(*jobs))
 
 
-def _push(address: str, run_id: str, task_ids: Sequence[str]) -> float:
+def _push(address: str, run_id: str, sessions: dict[str, str], leased: Sequence[bytes]) -> float:
     async def work() -> float:
         async with AsyncClient(address) as client:
-            driver = Driver(client=client, run_id=run_id, group_size=GROUP, groups_per_step=65_536)
-            leases = [task_pb2.Lease(task=task_pb2.Task(task_id=name), attempt=1) for name in task_ids]
+            driver = Driver(
+                client=client, run_id=run_id, group_size=GROUP, groups_per_step=65_536, sessions=sessions
+            )
+            leases = [task_pb2.Lease.FromString(lease) for lease in leased]
             began_s = time.perf_counter()
             pushed = await driver.push(leases, Episodes(run_id, num_response=_TOKENS))
             return pushed / (time.perf_counter() - began_s)

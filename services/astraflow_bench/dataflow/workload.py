@@ -13,7 +13,7 @@ import numpy as np
 from astraflow.columns import Columns, encode_columns
 from astraflow.plugins import TaskSpec
 from astraflow.recipe.file import parse_recipe
-from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.rollout.v1 import task_pb2, trajectory_pb2
 
 POLICY = "solver"
 NODE = "bench"
@@ -94,8 +94,9 @@ class Episodes:
         """Bytes of one trajectory's payload."""
         return self._made("x" * 16).ByteSize()
 
-    def of(self, task_id: str, *, attempt: int, group_size: int) -> Iterator[trajectory_pb2.Episode]:
+    def of(self, lease: task_pb2.Lease, *, group_size: int) -> Iterator[trajectory_pb2.Episode]:
         """The episodes of a task's members."""
+        task_id = lease.task.task_id
         for member in range(group_size):
             name = f"{task_id}.{member}"
             self._header.trajectory_id, self._header.reward = name, float(member)
@@ -107,7 +108,8 @@ class Episodes:
                 task_id=task_id,
                 episode_id=name,
                 member=member,
-                attempt=attempt,
+                attempt=lease.attempt,
+                lease_id=lease.lease_id,
                 node_id=NODE,
                 status=trajectory_pb2.EPISODE_STATUS_FINISHED,
                 trajectories=[item],

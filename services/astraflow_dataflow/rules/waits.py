@@ -147,6 +147,7 @@ def current_waits(
     waits += _weight_faults(connected)
     waits += _engine_faults(connected)
     waits += _poisonous(nodes)
+    waits += _not_leased(nodes, now_ms=audit.now_ms)
     waits += _environment_faults(connected, now_ms=audit.now_ms)
     for policy in audit.policies:
         if audit.life is Life.ACTIVE:
@@ -263,6 +264,25 @@ def _poisonous(nodes: Sequence[NodeStatus]) -> Iterator[Wait]:
             detail=f"drained for what they sent (dataflow.max_poison): {', '.join(found[:5])}{more}",
             released_by="repair them (`episode.quarantined` in the server's log has the reasons), then "
             "`astraflow nodes undrain NODE`",
+        )
+
+
+def _not_leased(nodes: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
+    """Nodes that lately pushed what was not leased to them."""
+    found = [
+        node for node in nodes if node.refused and now_ms - node.refused_time.ToMilliseconds() < _FRESH_MS
+    ]
+    if found:
+        named = ", ".join(
+            f"{node.node_id} ({node.refused} episodes, {node.refused_for})" for node in found[:5]
+        )
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        yield Wait(
+            stage="lease",
+            reason="node_refused",
+            detail=f"they push what was not leased to them, and it is dropped: {named}{more}",
+            released_by="push each episode with the `lease_id`, `attempt` and `hedge` of its lease; a node that was "
+            "changed to act for others is taken out by revoking its token (`astraflow token revoke`)",
         )
 
 

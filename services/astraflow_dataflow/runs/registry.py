@@ -60,6 +60,8 @@ class RunContext:
     data_incarnation: str = ""
     """Identity of the Redis data set and process; read again after each outage."""
     wakeups: Wakeups = field(default_factory=Wakeups)
+    seal_key: str = field(default="", repr=False)
+    """Seals the credentials and leases of the run; a secret."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Background work of the run in this process; ends with the registry."""
 
@@ -151,6 +153,10 @@ class RunRegistry:
                 if run_id not in self._contexts:
                     self._contexts[run_id] = await self._load(run_id)
         return self._contexts[run_id]
+
+    async def seal_key(self, run_id: str) -> str:
+        """Return the key that seals credentials and leases of a run. Raises NotFoundError."""
+        return (await self.get(run_id)).seal_key
 
     async def forget(self, run_id: str) -> None:
         """Drop a deleted run: its background work ends, and whoever waits looks again and finds it gone."""
@@ -246,6 +252,7 @@ class RunRegistry:
         with reading(run_id):
             await self.refresh_versions(context)
         context.data_incarnation = await self._store.connection.data_incarnation(context.run_id)
+        context.seal_key = await self._store.runs.seal_key(run_id)
         context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
         self.on_loaded(context)
         log.info(
@@ -257,6 +264,7 @@ class RunRegistry:
 
     async def _after_outage(self, context: RunContext) -> None:
         """Look at everything again: events may have been missed, and Redis may have lost its last second."""
+        context.seal_key = await self._store.runs.seal_key(context.run_id, ours=context.seal_key)
         await self.refresh_versions(context)
         await self.refresh_plugins(context)
         context.data_incarnation = await self._store.connection.data_incarnation(context.run_id)

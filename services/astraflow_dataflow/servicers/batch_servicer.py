@@ -10,6 +10,8 @@ from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
+from astraflow_kit.identity.sealing import TRAINER, Session, issue, new_lineage
+from astraflow_kit.identity.speakers import speaker, wrong_session
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.serve import Context
@@ -29,6 +31,8 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def ClaimPolicy(self, request: pb.ClaimPolicyRequest, context: Context) -> pb.ClaimPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
+        if request.held_epoch:
+            _require_held(request, run_id=run.run_id)
         claim = await self.store.batches.claim(
             run.run_id,
             request,
@@ -44,6 +48,14 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         )
         claim.batch_lease_duration.FromMilliseconds(int(self.batching.lease_s * 1000))
         claim.data_incarnation = await self.store.connection.data_incarnation(run.run_id)
+        claimed = Session(
+            speaker=TRAINER,
+            run_id=run.run_id,
+            name=request.policy_id,
+            number=claim.trainer_epoch,
+            lineage=new_lineage(),
+        )
+        claim.session = issue(claimed, key=await self.registry.seal_key(run.run_id))
         return claim
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
@@ -144,3 +156,14 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self.registry.get(run_id)
         run.require_policy(policy_id)
         return run
+
+
+def _require_held(request: pb.ClaimPolicyRequest, *, run_id: str) -> None:
+    """Raise PermissionError_ where another claims again, after a loss of Redis, in the name of the trainer that held."""
+    held = speaker()
+    named = (run_id, request.policy_id, request.held_epoch)
+    if held is None or held.speaker != TRAINER or (held.run_id, held.name, held.number) != named:
+        raise wrong_session(
+            f"held_epoch {request.held_epoch} of {request.policy_id} is claimed again with the credential of that epoch; "
+            "send it as `astraflow-session`, or claim without held_epoch"
+        )

@@ -24,6 +24,8 @@ from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_kit import failpoints
 from astraflow_kit.identity.gate import caller
+from astraflow_kit.identity.sealing import Session, issue
+from astraflow_kit.identity.speakers import speaker, wrong_session
 from astraflow_kit.log import get_logger
 from astraflow_kit.serve import Context
 
@@ -125,7 +127,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
         run = await self.registry.get(request.run_id)
-        await self.store.nodes.join(run.run_id, request)
+        session = await self.store.nodes.join(run.run_id, request, shown=_shown(request, run.run_id))
         joined = pb.JoinRunResponse(
             run=await self.store.runs.get(run.run_id),
             versions=[
@@ -136,6 +138,23 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
             data_incarnation=await self.store.connection.data_incarnation(run.run_id),
             code_ref=blob_pb2.CodeRef(sha256=run.run.code.sha256),
             store_grants=self.grants.of(run.run),
+            incarnation=session.number,
+            session=issue(session, key=run.seal_key),
         )
         joined.lease_ttl_duration.FromMilliseconds(int(run.recipe.dataflow.lease_ttl_s * 1000))
         return joined
+
+
+def _shown(request: pb.JoinRunRequest, run_id: str) -> Session | None:
+    """The last session of the node that joins, where it showed its credential. Raises PermissionError_ for a process
+    that was given another number, or shows nothing.
+    """
+    shown = speaker()
+    own = shown if shown is not None and (shown.run_id, shown.name) == (run_id, request.node_id) else None
+    if request.incarnation and (own is None or own.number != request.incarnation):
+        shows = f"the credential of number {own.number}" if own else "no credential of it"
+        raise wrong_session(
+            f"node {request.node_id!r} joins as number {request.incarnation} and shows {shows}; send incarnation 0 and "
+            "the newest credential that the node kept, or none: JoinRun returns its number"
+        )
+    return own

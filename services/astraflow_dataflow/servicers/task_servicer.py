@@ -13,9 +13,11 @@ from astraflow_dataflow.rules.tasks import task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
+from astraflow_dataflow.tasks.current_sessions import CurrentSessions
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions
+from astraflow_kit.identity.speakers import speaking_node
 from astraflow_kit.serve import Context
 
 _LOOK_AGAIN_S = 5.0
@@ -29,6 +31,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
     store: Store
     registry: RunRegistry
     leasing: Leasing
+    sessions: CurrentSessions
     versions: Versions
     durability: Durability
     node_silence_s: float
@@ -55,6 +58,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         session = WorkSession(
             run,
             first.hello,
+            node=speaking_node(),
             store=self.store,
             leasing=self.leasing,
             versions=self.versions,
@@ -68,9 +72,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         run = await self.registry.get(request.run_id)
         wait_s = request.wait_duration.ToNanoseconds() / 1e9
         await self.store.nodes.report(
-            run.run_id,
-            node_id=request.node_id,
-            incarnation=request.incarnation,
+            speaking_node(),
             connected_ms=int(wait_s * 1000) + 5000,
             fields={"serving": json.dumps(dict(request.serving_versions))},
         )
@@ -85,7 +87,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
             while True:
                 offer = await self.leasing.lease(
                     run,
-                    node_id=request.node_id,
+                    node=speaking_node(),
                     want=request.max_tasks,
                     serving=dict(request.serving_versions),
                 )
@@ -97,12 +99,16 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         run = await self.registry.get(request.run_id)
-        lost = await self.leasing.renew(run, node_id=request.node_id, lease_ids=list(request.lease_ids))
+        # Whoever holds leases is at work, so its name is not free.
+        connected_ms = int(run.recipe.dataflow.lease_ttl_s * 1000 / 2)
+        await self.store.nodes.report(speaking_node(), connected_ms=connected_ms)
+        lost = await self.leasing.renew(run, node=speaking_node(), lease_ids=request.lease_ids)
         return pb.RenewLeasesResponse(lost_lease_ids=lost)
 
     async def FailTask(self, request: pb.FailTaskRequest, context: Context) -> pb.FailTaskResponse:
         run = await self.registry.get(request.run_id)
-        requeued = await self.leasing.fail(run, request.failure, node_id=request.node_id)
+        await self.sessions.require(speaking_node())
+        requeued = await self.leasing.fail(run, request.failure, node=speaking_node())
         return pb.FailTaskResponse(requeued=requeued)
 
 

@@ -56,6 +56,7 @@ _REFUSALS: Mapping[str, type[errors.AstraflowError]] = {
     "INVALID": errors.InvalidArgumentError,
     "PRECONDITION": errors.PreconditionError,
     "DEFECT": errors.InternalError,
+    "LOST": errors.UnavailableError,
 }
 _METADATA = re.compile(r"\[(\w+)=([^\]]*)\] ")
 

@@ -91,6 +91,8 @@ _WRITES = (
     "pin",
     "requeue",
     "join",
+    "seal_key",
+    "note_refused",
     "report",
     "plan_evaluation",
     "request_evaluation",

@@ -41,6 +41,8 @@ from astraflow_dataflow.store.replies import (
 from astraflow_dataflow.store.tasks import flat
 from astraflow_dataflow.store.writing import Argument
 from astraflow_kit import failpoints
+from astraflow_kit.identity import sealing
+from astraflow_kit.identity.sealing import Session
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -130,6 +132,12 @@ class RunStore:
             **(await self._switches(run_id, as_int(reply[7])) if reply[7] else {}),
         )
 
+    async def seal_key(self, run_id: str, *, ours: str = "") -> str:
+        """Return the secret key of the run's credentials and leases. A run that has none yet, or whose Redis lost it,
+        gets `ours`, or a new one. Raises NotFoundError.
+        """
+        return as_text(await self._connection.call(Keys(run_id), "seal_key", ours or sealing.new_key()))
+
     async def switch_plugins(
         self, run_id: str, recipe_yaml: str, *, archive: str, changes: Sequence[str], by: str
     ) -> int:
@@ -182,14 +190,11 @@ class NodeStore:
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
 
-    async def join(self, run_id: str, request: JoinRunRequest) -> int:
-        """Register a node; leases of its earlier incarnation are taken back at once, a part in each call.
-
-        Returns how many. Raises FencedError.
+    async def join(self, run_id: str, request: JoinRunRequest, *, shown: Session | None = None) -> Session:
+        """Register a node that showed a credential, or none, and return its session; leases of the process before it
+        are taken back at once, a part in each call. Raises FencedError, PreconditionError for a name in use.
         """
         facts = (
-            request.node_id,
-            _incarnation(request.incarnation),
             request.region,
             request.pool,
             request.max_concurrent_tasks,
@@ -197,18 +202,40 @@ class NodeStore:
             request.hardware,
             repr(request.price_per_hour) if request.HasField("price_per_hour") else "",
         )
-        taken, are_more = 0, True
+        given, number, lineage = (
+            request.incarnation,
+            shown.number if shown else 0,
+            shown.lineage if shown else "",
+        )
+        fresh, are_more = sealing.new_lineage(), True
         while are_more:
-            reply = as_list(await self._connection.call(Keys(run_id), "join", *facts))
-            taken, are_more = taken + as_int(reply[1]), as_text(reply[2]) == "1"
-        return taken
+            who = (request.node_id, given, number, lineage, fresh)
+            reply = as_list(await self._connection.call(Keys(run_id), "join", *who, *facts))
+            given = number = as_int(reply[0])
+            lineage, are_more = as_text(reply[1]), as_text(reply[3]) == "1"
+        return Session(
+            speaker=sealing.NODE, run_id=run_id, name=request.node_id, number=number, lineage=lineage
+        )
+
+    async def note_refused(self, session: Session, reasons: Mapping[str, int]) -> None:
+        """Count episodes that a node pushed and that were not its own to push, by the reason."""
+        flat = [part for item in reasons.items() for part in item]
+        await self._connection.call(Keys(session.run_id), "note_refused", session.name, *flat)
+
+    async def has_ended(self, session: Session) -> bool:
+        """Return whether the node's name has a newer session, or another one under its number."""
+        stored = await self._connection.raw(
+            "HGET", Keys(session.run_id).of("node", session.name), "incarnation"
+        )
+        number, _, lineage = as_text(stored).partition(" ")
+        return int(number or 0) > session.number or (
+            int(number or 0) == session.number and lineage != session.lineage
+        )
 
     async def report(
         self,
-        run_id: str,
+        session: Session,
         *,
-        node_id: str,
-        incarnation: int,
         connected_ms: int,
         heard: bool = True,
         fields: Mapping[str, str | int] | None = None,
@@ -217,14 +244,14 @@ class NodeStore:
 
         Returns why the node must leave, empty when it need not.
 
-        Raises NotFoundError before a join, FencedError for another incarnation.
+        Raises FencedError for a session that another one ended, UnavailableError where Redis lost that it joined.
         """
         pairs: list[Argument] = [part for item in (fields or {}).items() for part in item]
         reply = await self._connection.call(
-            Keys(run_id),
+            Keys(session.run_id),
             "report",
-            node_id,
-            _incarnation(incarnation),
+            session.name,
+            f"{session.number} {session.lineage}",
             connected_ms,
             flag(heard),
             *pairs,
@@ -448,11 +475,6 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _incarnation(value: int) -> str:
-    # Fixed width, so that Lua compares it as text: a double would round nanosecond clocks.
-    return f"{value:020d}"
-
-
 _Field: TypeAlias = tuple[str, Callable[[bytes], Any]]
 
 
@@ -463,13 +485,22 @@ def _time(value: bytes) -> Timestamp:
 _NODE_FIELDS: Mapping[bytes, _Field] = {
     **{
         name.encode(): (name, int)
-        for name in ("incarnation", "restarts", "episodes", "trajectories", "tokens", "engine_restarts")
+        for name in ("restarts", "episodes", "trajectories", "tokens", "engine_restarts")
     },
-    **{name.encode(): (name, int) for name in ("credits", "max_episodes", "poisoned")},
+    **{name.encode(): (name, int) for name in ("credits", "max_episodes", "poisoned", "refused")},
     **{
         name.encode(): (name, bytes.decode)
-        for name in ("waiting_for", "region", "pool", "hardware", "bounded_by", "environment_fault")
+        for name in (
+            "waiting_for",
+            "region",
+            "pool",
+            "hardware",
+            "bounded_by",
+            "environment_fault",
+            "refused_for",
+        )
     },
+    b"incarnation": ("incarnation", lambda value: int(value.split()[0])),
     b"max_tasks": ("max_concurrent_tasks", int),
     b"drain": ("drain_reason", bytes.decode),
     b"price": ("price_per_hour", float),
@@ -477,6 +508,7 @@ _NODE_FIELDS: Mapping[bytes, _Field] = {
     b"serving": ("serving_versions", json.loads),
     b"seen_ms": ("last_seen_time", _time),
     b"join_ms": ("join_time", _time),
+    b"refused_ms": ("refused_time", _time),
     b"environment_fault_ms": ("environment_fault_time", _time),
     b"task_ms": ("task_duration", lambda value: timedelta(milliseconds=int(float(value)))),
     b"follow_ms": ("follow_duration", lambda value: timedelta(milliseconds=int(value))),

@@ -8,20 +8,22 @@ same. Called by working sessions and by the task service.
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from astraflow.dataflow.v1 import task_service_pb2
-from astraflow.errors import FencedError, RetryableError
+from astraflow.errors import FencedError, PermissionError_, RetryableError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import NO_HEDGES, Hedging, Offer
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.failures import kind_of
+from astraflow_dataflow.rules.lease_seals import NOT_LEASE_HOLDER, LeaseSeals
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.pace import most_held, straggles_after_s
 from astraflow_kit import failpoints
+from astraflow_kit.identity.sealing import Session
 from astraflow_kit.log import get_logger, without_secrets
 from astraflow_kit.metrics import Metrics
 
@@ -67,22 +69,24 @@ class Leasing:
         self,
         context: RunContext,
         *,
-        node_id: str,
+        node: Session,
         want: int,
         serving: Mapping[str, int],
         max_held: int = UNBOUNDED,
         session: str = "",
     ) -> Offer:
-        """Return leases and why there are not more. Raises FencedError when another stream took the session over."""
+        """Return leases, sealed for the node, and why there are not more. Raises FencedError when another stream took
+        the session over.
+        """
         flow, look = context.recipe.dataflow, await self._look(context)
         lease_some = partial(
             self.store.tasks.lease,
             context.run_id,
-            node_id=node_id,
+            node_id=node.name,
             ttl_s=flow.lease_ttl_s,
             horizon_s=flow.group_deadline_s,
             max_held=max_held,
-            max_fresh=look.bounds.get(node_id, UNBOUNDED),
+            max_fresh=look.bounds.get(node.name, UNBOUNDED),
             serving=serving,
             request_share=flow.evaluation.request_share,
             session=session,
@@ -91,14 +95,16 @@ class Leasing:
         offer = await _in_slices(lease_some, want=min(want, LEASES_PER_CALL))
         if offer.waiting_for == "session_replaced" and not offer.leases:
             raise FencedError(
-                f"node {node_id} opened another working session; this one is over, use one stream per node"
+                f"node {node.name} opened another working session; this one is over, use one stream per node"
             )
+        seals = LeaseSeals(node, context.seal_key)
         for lease in offer.leases:
             is_evaluation = lease.task.purpose == task_pb2.PURPOSE_EVALUATION
             purpose = "evaluation" if is_evaluation else "hedge" if lease.hedge else "training"
             self.metrics.increment("astraflow_dataflow_leases_total", purpose=purpose)
             complete(lease, context)
             context.leased.note(lease)
+            lease.lease_id = seals.sealed(lease.lease_id)
         if offer.leases:
             failpoints.hit("dataflow.leased")
         return offer
@@ -122,30 +128,56 @@ class Leasing:
         self._looks[run_id] = look
         return look
 
-    async def renew(self, context: RunContext, *, node_id: str, lease_ids: list[str]) -> list[str]:
-        """Extend leases; return those that are lost."""
+    async def renew(self, context: RunContext, *, node: Session, lease_ids: Sequence[str]) -> list[str]:
+        """Extend leases; return those that are lost, or were never this node's."""
+        own = self.own(context, lease_ids, node=node)
         ttl_s = context.recipe.dataflow.lease_ttl_s
-        return await self.store.tasks.renew(context.run_id, node_id=node_id, lease_ids=lease_ids, ttl_s=ttl_s)
+        lost = await self.store.tasks.renew(
+            context.run_id, node_id=node.name, lease_ids=list(own.values()), ttl_s=ttl_s
+        )
+        return lost_of(lease_ids, own=own, lost=lost)
+
+    def own(self, context: RunContext, lease_ids: Sequence[str], *, node: Session) -> Mapping[str, str]:
+        """By their ids the leases, of those that were given to a node; what was not is counted."""
+        own = LeaseSeals(node, context.seal_key).own(lease_ids)
+        if num_refused := len(set(lease_ids) - own.keys()):
+            self.metrics.increment("astraflow_dataflow_refused_leases_total", num_refused)
+        return own
 
     async def fail(
-        self, context: RunContext, failure: task_service_pb2.LeaseFailure, *, node_id: str
+        self, context: RunContext, failure: task_service_pb2.LeaseFailure, *, node: Session
     ) -> bool:
-        """Give a lease back; return whether the task will be leased again."""
+        """Give a lease back; return whether the task will be leased again. Raises PermissionError_ for one that was not
+        given to this node.
+        """
+        lease = LeaseSeals(node, context.seal_key).opened(failure.lease_id)
+        if lease is None:
+            raise PermissionError_(
+                f"lease {failure.lease_id!r} was not given to node {node.name}, so it cannot give it back; send the id "
+                "as the server gave it",
+                metadata={"reason": NOT_LEASE_HOLDER},
+            )
+        failure.lease_id = lease
         reason = failure.reason = failure.reason or "unspecified"
         failure.detail = without_secrets(failure.detail)
-        task_id = failure.lease_id.rpartition("#")[0]
+        task_id = lease.rpartition("#")[0]
         requeued = await self.store.tasks.fail(
             context.run_id,
             failure,
-            node_id=node_id,
+            node_id=node.name,
             free=reason in FREE_REASONS,
             backoff_s=_BACKOFF_S.get(reason, _RETRY_BACKOFF_S),
             kind=kind_of(reason, failure.detail, task_id=task_id),
         )
         log.info(
-            "lease.given_back", node_id=node_id, lease_id=failure.lease_id, reason=reason, requeued=requeued
+            "lease.given_back", node_id=node.name, lease_id=failure.lease_id, reason=reason, requeued=requeued
         )
         return requeued
+
+
+def lost_of(lease_ids: Iterable[str], *, own: Mapping[str, str], lost: Collection[str]) -> list[str]:
+    """Return the ids, as the node has them, of leases that were `lost`, and of those that are not its `own`."""
+    return [lease_id for lease_id in lease_ids if lease_id not in own or own[lease_id] in lost]
 
 
 async def _in_slices(lease_some: Callable[..., Awaitable[Offer]], *, want: int) -> Offer:

@@ -19,13 +19,15 @@ from google.protobuf.json_format import MessageToDict
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.records import Event, Offer
+from astraflow_dataflow.rules.lease_seals import LeaseSeals
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import Subscription
-from astraflow_dataflow.tasks.leasing import Leasing
+from astraflow_dataflow.tasks.leasing import Leasing, lost_of
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_kit.awake import Silence
+from astraflow_kit.identity.sealing import Session
 from astraflow_kit.log import get_logger
 
 if TYPE_CHECKING:
@@ -69,16 +71,19 @@ class WorkSession:
         context: RunContext,
         hello: task_service_pb2.Hello,
         *,
+        node: Session,
         store: Store,
         leasing: Leasing,
         versions: Versions,
         durability: Durability,
         silence_s: float,
     ) -> None:
-        """A node from which nothing comes for `silence_s` has no session any more."""
+        """`node` is the proven session of the node that speaks. A node from which nothing comes for `silence_s` has no
+        session any more.
+        """
         self._context = context
-        self._node_id = hello.node_id
-        self._incarnation = hello.incarnation
+        self._node, self._node_id = node, node.name
+        self._seals = LeaseSeals(node, context.seal_key)
         self._store = store
         self._leasing = leasing
         self._versions = versions
@@ -158,13 +163,14 @@ class WorkSession:
         """Give back what an earlier stream was given and the node, which says what it holds, never got."""
         if self._held is None:
             return
+        own = self._leasing.own(self._context, self._held, node=self._node)
         lost, given_back = await self._store.nodes.reconcile(
             self._context.run_id,
             node_id=self._node_id,
-            held=self._held,
+            held=list(own.values()),
             ttl_s=self._context.recipe.dataflow.lease_ttl_s,
         )
-        self._lost += lost
+        self._lost += lost_of(self._held, own=own, lost=lost)
         if given_back:
             log.info("leases.undelivered", node_id=self._node_id, count=given_back)
 
@@ -205,7 +211,7 @@ class WorkSession:
             await self._renew(list(request.receipt.lease_ids))
         elif kind == "failure":
             self._unconfirmed.discard(request.failure.lease_id)
-            await self._leasing.fail(self._context, request.failure, node_id=self._node_id)
+            await self._leasing.fail(self._context, request.failure, node=self._node)
         else:
             raise InvalidArgumentError(
                 f"{kind or 'an empty request'} is not expected here: `hello` comes first and once"
@@ -252,10 +258,10 @@ class WorkSession:
 
     async def _renew(self, lease_ids: list[str]) -> None:
         self._unconfirmed.difference_update(lease_ids)
-        self._lost += await self._leasing.renew(self._context, node_id=self._node_id, lease_ids=lease_ids)
+        self._lost += await self._leasing.renew(self._context, node=self._node, lease_ids=lease_ids)
 
     async def _news(self, events: Sequence[Event]) -> list[Response]:
-        responses = _cancels(events)
+        responses = self._cancels(events)
         responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
         self._lost.clear()
         topics, beats = {event.topic.partition(" ")[0] for event in events}, self._beat_is_due()
@@ -315,7 +321,7 @@ class WorkSession:
         self._context.wakeups.work_waiters.ask(inbox)
         asking = self._leasing.lease(
             self._context,
-            node_id=self._node_id,
+            node=self._node,
             want=self._credits,
             serving=self._serving,
             max_held=self._max_held,
@@ -335,11 +341,18 @@ class WorkSession:
         self._num_sent += len(offer.leases)
         return [Response(lease=lease) for lease in offer.leases]
 
+    def _cancels(self, events: Sequence[Event]) -> list[Response]:
+        """What a node hears of leases that it lost; an event has a line for each."""
+        lost = [event.fields for event in events if "leases" in event.fields]
+        return [
+            _cancel(self._seals.sealed(lease), fields["reason"])
+            for fields in lost
+            for lease in fields["leases"].split("\n")
+        ]
+
     async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:
         self._drain_reason = await self._store.nodes.report(
-            self._context.run_id,
-            node_id=self._node_id,
-            incarnation=self._incarnation,
+            self._node,
             connected_ms=_CONNECTED_MS,
             heard=heard,
             fields=fields,
@@ -355,7 +368,7 @@ class WorkSession:
                 self._context.run_id,
                 node_id=self._node_id,
                 session=self._session,
-                undelivered=sorted(self._unconfirmed),
+                undelivered=sorted(self._seals.own(self._unconfirmed).values()),
             )
         except AstraflowError as error:
             # The stream is over either way: without this note the node counts as connected for some seconds more,
@@ -365,14 +378,6 @@ class WorkSession:
 
 def _stored(messages: Sequence[Message]) -> str:
     return json.dumps([MessageToDict(message, preserving_proto_field_name=True) for message in messages])
-
-
-def _cancels(events: Sequence[Event]) -> list[Response]:
-    """What a node hears of leases that it lost; an event has a line for each."""
-    lost = [event.fields for event in events if "leases" in event.fields]
-    return [
-        _cancel(lease_id, fields["reason"]) for fields in lost for lease_id in fields["leases"].split("\n")
-    ]
 
 
 def _cancel(lease_id: str, reason: str) -> Response:

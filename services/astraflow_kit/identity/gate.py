@@ -116,13 +116,11 @@ class Gate:
         """
         if not isinstance(request, Message) or rpc not in self._contracts:
             return
-        if self._keys is not None:
-            speakers.hold(self._contracts[rpc], request)
         identity = caller()
-        if not identity.is_narrow:
-            return
-        found = narrow(request, identity)
+        found = narrow(request, identity) if identity.is_narrow else None
         if found is None:
+            if self._keys is not None:
+                speakers.hold(self._contracts[rpc], request, identity=identity)
             return
         what = f"{found.kind} {found.name!r}" if found.name else f"no {found.kind}, so name one;"
         raise denied(

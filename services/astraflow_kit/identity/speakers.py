@@ -1,18 +1,20 @@
 """As whom a call speaks: a node or a trainer of one run, by the credential that JoinRun or ClaimPolicy gave it.
 
 Invariant: where the contract of an rpc says that a node or a trainer speaks, its credential was sealed by the run's key
-before the request is read, and what the request says of its speaker is what the credential says, or empty and filled in.
-Episodes are left to whoever takes them in, since a push answers for each. Called by `gate`; servicers read the speaker
-through `speaker()`.
+before the request is read, and what the request says of its speaker is what the credential says, or empty and filled
+in. Episodes are left to whoever takes them in, since a push answers for each; the epoch that wrote a version may be an
+earlier one. Called by `gate`; servicers read the speaker through `speaker()`.
 """
 
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Protocol
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
+from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity.scopes import holders, paths_to
@@ -28,8 +30,6 @@ _NAMED_BY = {
 """Fields of requests, and what of the session each is compared with."""
 _OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
 _SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
-NOT_YET_PROVEN = frozenset({"trainer", "trainer_once_claimed"})
-"""Empty once trainers send their credentials."""
 _session: ContextVar[Session | None] = ContextVar("astraflow_session", default=None)
 
 
@@ -41,7 +41,7 @@ class SessionKeys(Protocol):
 
 
 def speaker() -> Session | None:
-    """The proven session behind the rpc being served; None where its contract asks for none, or its caller has none yet."""
+    """The proven session behind the rpc being served; None where none is asked for, or its caller has none yet."""
     return _session.get()
 
 
@@ -57,72 +57,97 @@ async def prove(
     contract: RpcContract, metadata: Mapping[str, str], *, keys: SessionKeys, identity: Identity
 ) -> None:
     """Find out as whom the call speaks, for `speaker`. Raises UnauthenticatedError whose metadata `reason` is
-    `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use.
+    `no_session` or `wrong_session`, PermissionError_ for a session that is not the caller's to use, NotFoundError for
+    one of a run that was deleted.
     """
-    credential, wanted = metadata.get(METADATA, ""), _wanted(contract)
+    credential, wanted = metadata.get(METADATA, ""), _SPEAKERS.get(contract.speaker)
     _session.set(None)
-    if wanted is None and contract.speaker not in _OPENS:
-        return
+    if contract.speaker in _OPENS:
+        try:
+            _session.set(await _proven(credential, keys=keys, identity=identity))
+        except (NotFoundError, PermissionError_):
+            return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
+    elif wanted is not None and credential:
+        session = await _proven(credential, keys=keys, identity=identity)
+        _session.set(_suiting(session, contract, wanted=wanted, identity=identity))
+    elif wanted is not None and contract.speaker != "trainer_once_claimed":
+        raise _no_session(contract, wanted)
+
+
+async def _proven(credential: str, *, keys: SessionKeys, identity: Identity) -> Session | None:
+    """The session of a credential that the run's key sealed."""
     claimed = claimed_session(credential)
-    if claimed is not None and await _is_proven(claimed, credential, keys=keys, identity=identity):
-        _session.set(claimed)
-    if wanted is None:
-        return  # whoever opens a session shows an older one if it can, and is somebody new if it cannot
-    if not credential:
-        if contract.speaker != "trainer_once_claimed":
-            raise _no_session(contract, wanted)
-        return
-    if (session := speaker()) is None:
+    if claimed is None:
+        return None
+    if not identity.may_see(claimed.run_id):  # and nobody learns whether there is such a run
+        raise PermissionError_(
+            f"the session is of run {claimed.run_id!r}, and the token of {identity.subject!r} is not for it",
+            metadata={"reason": "run"},
+        )
+    return claimed if is_issued(credential, key=await keys.seal_key(claimed.run_id)) else None
+
+
+def _suiting(session: Session | None, contract: RpcContract, *, wanted: str, identity: Identity) -> Session:
+    if session is None:
         raise UnauthenticatedError(
-            f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out for a run that it "
-            f"has; send what {OPENED_BY[wanted]} returned last",
+            f"the metadata `{METADATA}` of {contract.name} is no credential that this server gave out; send what "
+            f"{OPENED_BY[wanted]} returned last",
             metadata={"reason": "wrong_session"},
         )
     if session.speaker != wanted:
         raise wrong_session(
-            f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; send "
-            f"what {OPENED_BY[wanted]} returned"
+            f"{contract.name} is called by a {wanted}, the credential is that of {session.speaker} {session.name!r}; "
+            f"send what {OPENED_BY[wanted]} returned"
+        )
+    if wanted == NODE:
+        _require_node(session.name, identity)
+    return session
+
+
+def _require_node(node_id: str, identity: Identity) -> None:
+    if not identity.may_be(node_id):
+        raise PermissionError_(
+            f"the token of {identity.subject!r} is for the nodes {', '.join(sorted(identity.nodes)[:8]) or 'none'}, "
+            f"not {node_id!r}; choose one of these (--node-id), or ask for a token with --node {node_id}",
+            metadata={"reason": "node"},
         )
 
 
-def _wanted(contract: RpcContract) -> str | None:
-    return None if contract.speaker in NOT_YET_PROVEN else _SPEAKERS.get(contract.speaker)
-
-
-async def _is_proven(claimed: Session, credential: str, *, keys: SessionKeys, identity: Identity) -> bool:
-    if not identity.may_see(claimed.run_id):
-        return False  # and nobody learns whether there is such a run
-    try:
-        return is_issued(credential, key=await keys.seal_key(claimed.run_id))
-    except NotFoundError:
-        return False
-
-
-def hold(contract: RpcContract, request: Message) -> None:
+def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None:
     """Compare what a request says of its speaker with the session, and fill in what it leaves out.
 
-    Raises PermissionError_ whose metadata `reason` is `wrong_session`, UnauthenticatedError `no_session` for a trainer
-    that names its epoch without a credential.
+    Raises PermissionError_ whose metadata `reason` is `wrong_session`, or `node` for a node that joins under a name
+    that its token is not for; UnauthenticatedError `no_session` for a trainer that names an epoch without credential.
     """
-    wanted, session = _wanted(contract), speaker()
+    wanted, session = _SPEAKERS.get(contract.speaker), speaker()
+    if _OPENS.get(contract.speaker) == NODE:
+        _require_node(request.node_id, identity)
     if wanted is None:
         return
     for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):
         field = path[-1]
-        if field.is_repeated or any(step.message_type is Episode.DESCRIPTOR for step in path[:-1]):
+        if field.is_repeated or _is_anothers(path):
             continue
         for holder in holders(request, path[:-1]):
             named = getattr(holder, field.name)
             if session is None:
                 if named and field.name == "trainer_epoch":
                     raise _no_session(contract, wanted)
+            elif not named and contract.speaker == "trainer_once_claimed" and field.name == "trainer_epoch":
+                continue  # it is listened to, and holds nothing
             elif not named:
                 setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
             elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
                 raise wrong_session(
-                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave the "
-                    f"field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave "
+                    f"the field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
                 )
+
+
+def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:
+    """Whether a field says of somebody else what fields of its name say of the speaker."""
+    within = [step.message_type for step in path[:-1]]
+    return Episode.DESCRIPTOR in within or (Version.DESCRIPTOR in within and path[-1].name == "trainer_epoch")
 
 
 def wrong_session(message: str) -> PermissionError_:
@@ -133,6 +158,6 @@ def wrong_session(message: str) -> PermissionError_:
 def _no_session(contract: RpcContract, wanted: str) -> UnauthenticatedError:
     return UnauthenticatedError(
         f"{contract.name} needs the metadata `{METADATA}`: the credential that {OPENED_BY[wanted]} returned; call that "
-        "first, and send its `session` with every later call (clients of contract version 3 and older do not: update them)",
+        "first, and send its `session` with every later call (update clients of contract version 3 and older)",
         metadata={"reason": "no_session"},
     )

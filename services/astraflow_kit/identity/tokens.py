@@ -52,6 +52,8 @@ class Identity:
     runs: frozenset[str] = frozenset({ALL})
     pools: frozenset[str] = frozenset({ALL})
     policies: frozenset[str] = frozenset({ALL})
+    nodes: frozenset[str] = frozenset({ALL})
+    """Ids of the nodes that it may be; one that ends in `*` stands for all that begin so."""
     token_id: str = ""
     """The token's `jti`, by which it is revoked; empty for a caller without token."""
     expires_s: float = math.inf
@@ -67,6 +69,31 @@ class Identity:
     def may_see(self, run_id: str) -> bool:
         """Whether its token is for the run."""
         return ALL in self.runs or run_id in self.runs
+
+    def may_be(self, node_id: str) -> bool:
+        """Whether its token is for the node."""
+        return any(
+            node_id.startswith(name[:-1]) if name.endswith(ALL) else node_id == name for name in self.nodes
+        )
+
+
+def own_nodes(subject: str) -> tuple[str, str]:
+    """The nodes that a token is for which names none: as its subject is called, and what follows that and a dash."""
+    return subject, f"{subject}-{ALL}"
+
+
+def nodes_said_by(token: str) -> tuple[str, ...]:
+    """The nodes that a token is for by its own word, as one can ask before the server verifies it; all without one, or
+    where the server is to say what is wrong with it.
+    """
+    try:
+        claims = jwt.decode(token, options={"verify_signature": False}) if token else {}
+    except (jwt.PyJWTError, ValueError):
+        return (ALL,)
+    nodes = claims.get("nodes")
+    if isinstance(nodes, list):
+        return tuple(map(str, nodes))
+    return own_nodes(claims["sub"]) if isinstance(claims.get("sub"), str) else (ALL,)
 
 
 def refusal(reason: str, message: str, *, of: Identity | None = None) -> UnauthenticatedError:
@@ -139,6 +166,7 @@ def _identity(claims: Mapping[str, Any]) -> Identity:
         runs=_names(claims, "runs"),
         pools=_names(claims, "pools"),
         policies=_names(claims, "policies"),
+        nodes=_names(claims, "nodes") if "nodes" in claims else frozenset(own_nodes(str(texts["sub"]))),
         token_id=str(texts["jti"]),
         expires_s=expires_s + LEEWAY_S,
         warned_from_s=expires_s - min(_WARNED_S, _WARNED_SHARE * (expires_s - _time(claims, "nbf"))),

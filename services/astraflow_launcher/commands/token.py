@@ -57,6 +57,15 @@ class GrantOptions:
         list[str] | None,
         typer.Option("--policy", metavar="POLICY", help="Policy it is for; repeat it. Default: all."),
     ] = None
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node",
+            metavar="PATTERN",
+            help="Node that its holder may be, as spot-1 or 'spot-*'; repeat it, or '*' for any. Default: SUBJECT and "
+            "'SUBJECT-*'.",
+        ),
+    ] = None
     subject: Annotated[str, typer.Option(help="Who it is for, as servers log it. Default: its role.")] = ""
     audience: Annotated[str, typer.Option(help="token_audience of the servers it is for.")] = "astraflow"
     ttl: Annotated[str, typer.Option(metavar="30m|12h|30d", help="How long it is valid.")] = "30d"
@@ -75,6 +84,7 @@ class GrantOptions:
             runs=self.runs or (),
             pools=self.pools or ("*",),
             policies=self.policies or ("*",),
+            nodes=self.nodes or (),
             subject=self.subject,
             audience=self.audience,
         )

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from astraflow.errors import InvalidArgumentError
 from astraflow.join import JoinString
-from astraflow_kit.identity.tokens import ALGORITHM, ALL, ISSUER, ROLES
+from astraflow_kit.identity.tokens import ALGORITHM, ALL, ISSUER, ROLES, own_nodes
 from astraflow_launcher.issuing.keys import key_id, read_signing_key
 from astraflow_launcher.issuing.secret_files import write_file
 
@@ -35,6 +35,8 @@ class Grant:
     runs: Sequence[str]
     pools: Sequence[str] = (ALL,)
     policies: Sequence[str] = (ALL,)
+    nodes: Sequence[str] = ()
+    """Ids of nodes; one that ends in `*` stands for all that begin so. None: its subject, and `SUBJECT-*`."""
     subject: str = ""
     """Who it is for, as servers log it; empty takes the role."""
     audience: str = "astraflow"
@@ -46,12 +48,13 @@ def issue_token(grant: Grant, *, ttl: timedelta, key: Path, now: datetime | None
         raise InvalidArgumentError(f"role {grant.role!r} is none; roles: {', '.join(ROLES)}")
     if not grant.runs:
         raise InvalidArgumentError("name the run the token is for: --run RUN, or --run '*' for all of them")
+    subject = grant.subject or grant.role
     signing_key = read_signing_key(key)
     issued = int((now or datetime.now(UTC)).timestamp())
     claims = {
         "iss": ISSUER,
         "aud": grant.audience,
-        "sub": grant.subject or grant.role,
+        "sub": subject,
         "role": grant.role,
         "runs": list(grant.runs),
         "pools": list(grant.pools),
@@ -61,6 +64,8 @@ def issue_token(grant: Grant, *, ttl: timedelta, key: Path, now: datetime | None
         "exp": issued + int(ttl.total_seconds()),
         "jti": secrets.token_hex(8),
     }
+    if grant.role == "rollout":
+        claims["nodes"] = list(grant.nodes or own_nodes(subject))
     return jwt.encode(
         claims, signing_key, algorithm=ALGORITHM, headers={"kid": key_id(signing_key.public_key())}
     )

@@ -40,7 +40,7 @@ class RunTokens:
         signing = tokens.keys.with_name("signing.pem")
         create_keys(signing)
         for role in ("operator", "viewer", "trainer", "rollout"):
-            grant = Grant(role=role, runs=(ALL,), subject=f"{role} of {folder.name}")
+            grant = Grant(role=role, runs=(ALL,), nodes=(ALL,), subject=f"{role} of {folder.name}")
             write_file(tokens.of(role), issue_token(grant, ttl=_LIFE, key=signing).encode() + b"\n")
         signing.unlink()
         return tokens

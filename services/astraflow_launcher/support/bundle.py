@@ -48,7 +48,7 @@ _ANSWER_S = 5.0
 _MAX_PAGE_BYTES = 16 * 2**20
 _ONCE = RetryPolicy(total_s=0.0)
 _TEXTS = frozenset({".log", ".jsonl", ".json", ".yaml", ".txt", ".py", ".err", ".out"})
-_TEXT_NAMES = frozenset({"stderr", "stdout", "hits", "incarnation", "latest", "lock"})
+_TEXT_NAMES = frozenset({"stderr", "stdout", "hits", "latest", "lock"})
 # Weights and what is made from them: large, and the manifests name their digests.
 _LEFT_OUT = frozenset({"parts", "assets", "cache", "checkpoints", "mirror", "published", "tokenizer"})
 _VARIABLES = (

@@ -31,7 +31,7 @@ def create_agent_app(find: Callable[[str], AgentCalls | None]) -> FastAPI:
 
     def opened(request: Request) -> AgentCalls:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        calls = find(key.strip()) if kind.lower() == "bearer" else None
+        calls = find(key.strip() if kind.lower() == "bearer" else "")
         if calls is None:
             raise unauthorised()
         return calls

@@ -1,10 +1,12 @@
 """The node's endpoint for agents: one address on loopback, and a key for each episode.
 
-Invariant: a key is random and opens one episode's policies while the episode runs; where a fault, not the agent, ends
-an episode, its workflow sees that fault. Made by `server`, offered to the workflow that names `endpoint`.
+Invariant: a key of 256 random bits opens one episode's policies while the episode runs. Keys are found by their digests, so
+that how long a refusal takes tells nothing of them. Where a fault, not the agent, ends an episode, its workflow sees that
+fault. Made by `server`, offered to the workflow that names `endpoint`.
 """
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,8 +27,8 @@ class Endpoint:
 
     def __init__(self, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
-        self._episodes: dict[str, AgentCalls] = {}
-        self._server = HttpServer(create_agent_app(self._episodes.get), keep_alive_s=_KEEP_ALIVE_S)
+        self._episodes: dict[bytes, AgentCalls] = {}
+        self._server = HttpServer(create_agent_app(self._opened_by), keep_alive_s=_KEEP_ALIVE_S)
         self._wanted = asyncio.Event()
         self._stopped = False
 
@@ -45,6 +47,12 @@ class Endpoint:
         self._stopped = True
         self._wanted.set()
         await self._server.stop(deadline_s=deadline_s)
+
+    def _opened_by(self, key: str) -> AgentCalls | None:
+        """The episode that a key opens; None, counted, for one that opens none."""
+        if (calls := self._episodes.get(_digest(key))) is None:
+            self._metrics.increment("astraflow_raas_agent_keys_refused_total")
+        return calls
 
     @asynccontextmanager
     async def open(
@@ -70,7 +78,7 @@ class Endpoint:
             on_fault=end_early,
             metrics=self._metrics,
         )
-        self._episodes[key] = calls
+        self._episodes[_digest(key)] = calls
         try:
             yield calls
         except (asyncio.CancelledError, Exception) as error:
@@ -78,7 +86,11 @@ class Endpoint:
                 raise
             raise faults[0] from error
         finally:
-            del self._episodes[key]
+            del self._episodes[_digest(key)]
             calls.close()
             outcome = "failed" if faults else "finished"
             self._metrics.increment("astraflow_raas_agent_episodes_total", outcome=outcome)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

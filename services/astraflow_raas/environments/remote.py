@@ -5,8 +5,8 @@ acts twice; an action whose outcome cannot be known any more ends as `Environmen
 """
 
 import asyncio
-import uuid
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -37,6 +37,8 @@ PATIENCE = RetryPolicy(total_s=10.0, first_wait_s=0.1, max_wait_s=1.0)
 _LATE_S = 5.0
 """Beyond the deadline that the service keeps itself."""
 _CLOSE_S = 5.0
+_MAX_BUSY_S = 10.0
+"""After which a service whose sessions are all taken is asked again, whatever it says."""
 _MAX_DEADLINE_S = 600.0
 
 Request = TypeVar("Request")
@@ -70,7 +72,7 @@ class RemoteEnvironment:
         self._service = EnvironmentServiceStub(client.channel)
         self._name = name
         self._timeout_s = min(turn_timeout_s, _MAX_DEADLINE_S)
-        self._session_id = uuid.uuid4().hex
+        self._session_id = secrets.token_urlsafe(24)
         self._turn = 0
 
     async def reset(self, task: TaskSpec) -> Observation:
@@ -95,7 +97,7 @@ class RemoteEnvironment:
             ) from error
         except AstraflowError as error:
             raise self._failure(error) from error
-        return observation_from_proto(answer.observation, answer.tools)
+        return self._seen(answer.observation, answer.tools)
 
     async def step(self, action: Message) -> Observation:
         """Act once. Raises EnvironmentFailed."""
@@ -111,7 +113,14 @@ class RemoteEnvironment:
                 answer = await self._call(self._service.Step, request)
         except AstraflowError as error:
             raise self._failure(error) from error
-        return observation_from_proto(answer.observation)
+        return self._seen(answer.observation)
+
+    def _seen(self, seen: contract.Observation, tools: Sequence[contract.Tool] = ()) -> Observation:
+        """What the service shows, within the contract's bounds: a reward that is no number would cost this node, not it."""
+        try:
+            return observation_from_proto(seen, tools)
+        except ValueError as error:
+            raise EnvironmentFailed(f"{self._where}, turn {self._turn}: {error}") from error
 
     async def close(self) -> None:
         """End the session; one that cannot be reached ends by itself."""
@@ -132,7 +141,7 @@ class RemoteEnvironment:
             try:
                 return await call()
             except ResourceExhaustedError as error:
-                await asyncio.sleep(PATIENCE.wait_s(1, hint_s=error.retry_after_s))
+                await asyncio.sleep(min(_MAX_BUSY_S, PATIENCE.wait_s(1, hint_s=error.retry_after_s)))
 
     async def _call(
         self, rpc: "grpc.aio.UnaryUnaryMultiCallable[Request, Response]", request: Request

@@ -5,29 +5,27 @@ lifecycle `Service`; asked by `recipe_environments`.
 """
 
 import asyncio
+import hmac
 from collections.abc import Mapping
 
 from astraflow.client import AsyncClient, Connection
 from astraflow.plugins import MissingCapability
+from astraflow_kit.identity.sealing import Session, claimed_session
 from astraflow_raas.environments.remote import RemoteEnvironment
 
 
 class ServedEnvironments:
     """Opens sessions by name; connects when the first is opened."""
 
-    def __init__(
-        self,
-        connections: Mapping[str, Connection] | None = None,
-        *,
-        holder: str = "",
-        incarnation: int = 0,
-    ) -> None:
-        """`holder` names the node over restarts, which `incarnation` counts."""
+    def __init__(self, connections: Mapping[str, Connection] | None = None) -> None:
         self._connections = dict(connections or {})
-        self._holder = holder
-        self._incarnation = incarnation
+        self._node: Session | None = None
         self._clients: dict[str, AsyncClient] = {}
         self._stopping = asyncio.Event()
+
+    def speak_as(self, credential: str) -> None:
+        """Open sessions as the node of this credential, of which a service learns nothing that is of use elsewhere."""
+        self._node = claimed_session(credential)
 
     def require(self, name: str) -> None:
         """Raise MissingCapability unless the settings name it."""
@@ -47,9 +45,15 @@ class ServedEnvironments:
             self._clients[name],
             name=name,
             turn_timeout_s=turn_timeout_s,
-            holder=self._holder,
-            incarnation=self._incarnation,
+            holder=self._holder_at(self._connections[name].address),
+            incarnation=self._node.number if self._node else 0,
         )
+
+    def _holder_at(self, address: str) -> str:
+        """A secret of the node that outlives its process, another one for each service."""
+        if self._node is None:
+            return ""
+        return hmac.digest(self._node.lineage.encode(), address.encode(), "sha256").hex()
 
     async def start(self) -> None:
         """Nothing to bind."""

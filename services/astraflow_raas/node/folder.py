@@ -1,18 +1,19 @@
 """The folder one node works in, and the name it has by it.
 
 Invariant: two processes never share a folder: its lock is held as long as the process lives, so a mirror has
-one owner and an incarnation number is used once. Opened by `server` before the node joins.
+one owner, and a session is continued by one process. Opened by `server` before the node joins.
 """
 
-import hashlib
+import os
 import re
 import socket
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from astraflow.errors import ConflictError
+from astraflow.errors import ConflictError, InvalidArgumentError
 from astraflow_kit.folder_lock import FolderLock, lock_folder
+from astraflow_kit.identity.tokens import ALL
 from astraflow_kit.log import get_logger
 from astraflow_kit.sandbox.folders import remove_tree
 
@@ -28,14 +29,7 @@ class NodeFolder:
 
     node_id: str
     path: Path
-    incarnation: int
     lock: FolderLock
-
-    @property
-    def fingerprint(self) -> str:
-        """32 hexadecimal digits, the same at every start from this folder on this machine, and nowhere else."""
-        place = f"{socket.gethostname()}:{self.path.resolve()}"
-        return hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
 
     @property
     def code(self) -> Path:
@@ -46,6 +40,33 @@ class NodeFolder:
     def scratch(self) -> Path:
         """Where each episode may have a folder; the next claim removes those that a killed process left."""
         return self.path.resolve() / "scratch"
+
+    def kept_session(self, run_id: str) -> str:
+        """The credential of the node's last session in a run; empty for none."""
+        try:
+            return self._session(run_id).read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return ""
+        except (OSError, UnicodeDecodeError) as error:
+            log.warning("session.unreadable", path=str(self._session(run_id)), message=str(error))
+            return ""
+
+    def keep_session(self, run_id: str, credential: str) -> None:
+        """Keep the credential for the next start, readable by this user only; on disk when this returns."""
+        path = self._session(run_id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, f"{credential}\n".encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        draft.replace(path)
+
+    def _session(self, run_id: str) -> Path:
+        return self.path / "sessions" / run_id
 
     def spool(self, run_id: str) -> Path:
         """Where finished episodes of a run are kept until the server has them safely."""
@@ -74,13 +95,14 @@ class NodeFolder:
         self.lock.release()
 
 
-def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
-    """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host.
+def claim_folder(work_dir: Path, *, node_id: str, granted: Sequence[str] = (ALL,)) -> NodeFolder:
+    """Claim the folder of `node_id` below `work_dir`; an empty name takes the first free one of this host that is
+    `granted`: names, or with `*` what they begin with.
 
-    Raises ConflictError, which names the process that runs under the name, and as `lock_folder` does.
+    Raises ConflictError, which names the process that runs under the name, InvalidArgumentError where no name can be
+    chosen, and as `lock_folder` does.
     """
-    names = [node_id] if node_id else [f"{_host_name()}-{number}" for number in range(1, _MAX_NAMES)]
-    for name in names:
+    for name in [node_id] if node_id else _own_names(granted):
         path = work_dir / name
         try:
             lock = lock_folder(path, remedy="stop it, or choose another --node-id or --work-dir")
@@ -88,7 +110,7 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
             if node_id:
                 raise
             continue
-        claimed = NodeFolder(node_id=name, path=path, incarnation=_next_incarnation(path), lock=lock)
+        claimed = NodeFolder(node_id=name, path=path, lock=lock)
         try:
             remove_tree(claimed.scratch)
         except OSError as error:
@@ -99,27 +121,16 @@ def claim_folder(work_dir: Path, *, node_id: str) -> NodeFolder:
     raise ConflictError(f"{_MAX_NAMES} nodes run in {work_dir}; choose another --work-dir")
 
 
-def _next_incarnation(path: Path) -> int:
-    """Higher than ever before in this folder, and than that of an earlier machine under the same name.
-
-    It is written twice: a damaged one that is another number might lie ahead of the time, and outlive its file.
-    """
-    counter = path / "incarnation"
-    try:
-        last, again = map(int, counter.read_bytes().split())
-        if last != again:
-            raise ValueError(f"{last} and {again}")
-    except FileNotFoundError:
-        last = 0
-    except ValueError:
-        log.warning("node.incarnation_damaged", path=str(counter), message="the time takes its place")
-        last = 0
-    number = max(last + 1, int(time.time() * 1000))
-    draft = path / ".incarnation"
-    draft.write_text(f"{number} {number}\n")
-    draft.replace(counter)
-    return number
-
-
-def _host_name() -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:_NAME_LENGTH] or "node"
+def _own_names(granted: Sequence[str]) -> Iterator[str]:
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._") or "node"
+    begins = next((name[:-1] for name in sorted(granted, key=len) if name.endswith(ALL)), None)
+    if begins is None:
+        yield from granted
+        return
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,48}", begins):
+        raise InvalidArgumentError(
+            f"the token is for nodes named {begins}{ALL}, and no node can be: names have letters, digits, `.`, `_` and "
+            "`-`, at most 64; ask for a token with --node PATTERN"
+        )
+    for number in range(1, _MAX_NAMES):
+        yield f"{f'{begins}{host}'[:_NAME_LENGTH]}-{number}"

@@ -5,22 +5,27 @@ answered. Called by `server` at start; `worker` joins again by itself when a ses
 """
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from astraflow.client import AsyncClient, RetryPolicy
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
-from astraflow.errors import AstraflowError, FencedError
+from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import Recipe
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import task_pb2
-from astraflow_kit.awaited_run import ONCE, AwaitedRun, suggesting_fixes
+from astraflow_kit.awaited_run import ONCE, AwaitedRun, NameInUse, suggesting_fixes
 from astraflow_kit.log import get_logger
+from astraflow_raas.node.folder import NodeFolder
 from astraflow_raas.settings import NodeSettings
 
 log = get_logger(__name__)
 
 _ROLE = "rollout"
+NAME_PATIENCE_S = 20.0
+"""A silent session counts as live for 15 s; that of a process whose folder is gone is over then."""
+_NAME_LOOK_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +69,13 @@ async def _first_answer(client: AsyncClient, run_id: str, *, patience_s: float) 
 
 
 def join_request(
-    found: FoundRun, settings: NodeSettings, *, node_id: str, incarnation: int, hardware: str
+    found: FoundRun, settings: NodeSettings, *, node_id: str, hardware: str
 ) -> run_service_pb2.JoinRunRequest:
-    """Who the node will be in the run; the same at each reconnect."""
+    """Who the node will be in the run; at each reconnect as now, with the number that `join_run` was given."""
     num_tasks = settings.max_concurrent_tasks or found.recipe.raas.max_concurrent_tasks
     return run_service_pb2.JoinRunRequest(
         run_id=found.run.run_id,
         node_id=node_id,
-        incarnation=incarnation,
         region=settings.region,
         pool=settings.pool,
         engines=[settings.engine if "://" not in settings.engine else "remote"],
@@ -83,14 +87,32 @@ def join_request(
 
 
 async def join_run(
-    client: AsyncClient, request: run_service_pb2.JoinRunRequest, *, patience_s: float
+    client: AsyncClient,
+    request: run_service_pb2.JoinRunRequest,
+    *,
+    folder: NodeFolder,
+    patience_s: float,
+    name_patience_s: float = NAME_PATIENCE_S,
 ) -> run_service_pb2.JoinRunResponse:
-    """Register the node. Raises FencedError when a newer process uses its name."""
-    retry = replace(RetryPolicy(), total_s=patience_s)
-    try:
-        with suggesting_fixes(client.address, role=_ROLE):
-            joined = await client.call(client.runs.JoinRun, request, retry=retry)
-    except FencedError as error:
-        raise FencedError(f"{client.address}: {error.message}; choose another --node-id") from error
+    """Register the node, as the one whose session the folder keeps, if any; `client` speaks as it from then on, and the
+    number of `request` is the process's. Waits `name_patience_s` for a name in use.
+
+    Raises InvalidArgumentError for a name that stays in use.
+    """
+    client.session = folder.kept_session(request.run_id)
+    retry, started_s = replace(RetryPolicy(), total_s=patience_s), time.monotonic()
+    while True:
+        try:
+            with suggesting_fixes(client.address, role=_ROLE):
+                joined = await client.call(client.runs.JoinRun, request, retry=retry)
+            break
+        except NameInUse as error:
+            waited_s = time.monotonic() - started_s
+            if waited_s >= name_patience_s:
+                raise InvalidArgumentError(f"{client.address}: {error.message}") from error
+            log.info("node.waits", waiting_for="node_id", since_s=round(waited_s, 1), why=error.message)
+        await asyncio.sleep(min(_NAME_LOOK_S, name_patience_s))
+    client.session, request.incarnation = joined.session, joined.incarnation
+    await asyncio.to_thread(folder.keep_session, request.run_id, joined.session)
     log.info("run.joined", run_id=request.run_id, node_id=request.node_id, versions=len(joined.versions))
     return joined

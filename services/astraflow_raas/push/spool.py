@@ -157,7 +157,8 @@ class Spool:
         return spooled
 
     def _retain(self, spooled: Spooled, result: trajectory_service_pb2.PushResult) -> None:
-        if result.durability >= durability_pb2.DURABILITY_FSYNCED:
+        is_refused = result.outcome == trajectory_service_pb2.OUTCOME_REFUSED
+        if is_refused or result.durability >= durability_pb2.DURABILITY_FSYNCED:
             self._release(spooled)
             return
         spooled.acked_s, spooled.position = self.clock.monotonic_s(), result.position

@@ -72,6 +72,7 @@ def build_episode(
         member=ids.member,
         attempt=lease.attempt,
         hedge=lease.hedge,
+        lease_id=lease.lease_id,
         node_id=ids.node_id,
         status=trajectory_pb2.EPISODE_STATUS_FINISHED,
     )

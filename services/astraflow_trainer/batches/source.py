@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -67,6 +67,8 @@ class Claim:
     """Another one means that Redis was restarted since, and may have lost its last second."""
     identity: str = ""
     """Of the run that the server has; empty where an older release created it."""
+    session: str = field(default="", repr=False)
+    """Credential of this claim, a secret of the trainer's ranks."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +229,7 @@ class BatchSource:
             accepted_loss=accepted_loss,
         )
         response = self._client.call(self._client.batches.ClaimPolicy, request, harmless=True)
-        self.epoch = response.trainer_epoch
-        return Claim(
+        claim = Claim(
             epoch=response.trainer_epoch,
             last_finished_step=response.last_finished_step,
             last_durable_step=response.last_durable_step,
@@ -236,7 +237,14 @@ class BatchSource:
             batch_lease_s=response.batch_lease_duration.ToNanoseconds() / 1e9,
             data_incarnation=response.data_incarnation,
             identity=response.identity,
+            session=response.session,
         )
+        self.adopt(claim)
+        return claim
+
+    def adopt(self, claim: Claim) -> None:
+        """Act under a claim, which the first rank made for all."""
+        self.epoch, self._client.session = claim.epoch, claim.session
 
     @property
     def _held(self) -> dict[str, Any]:

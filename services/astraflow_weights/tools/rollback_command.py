@@ -113,6 +113,7 @@ def _claim(found: StoredPolicy, *, take_over: bool) -> int:
             "the `astraflow dev` that started it",
             metadata=error.metadata,
         ) from error
+    server.client.session = claim.session
     _require_agreement(found, claim)
     return claim.trainer_epoch
 

@@ -6,8 +6,11 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include <grpcpp/grpcpp.h>
@@ -48,6 +51,8 @@ struct ConnectOptions {
   std::string client_cert_file, client_key_file;  // shown to a server that asks for a certificate
   bool insecure = false;  // send the token without TLS, to whoever listens on the way; for closed test networks only
   RetryPolicy retry;
+  // What JoinRun returned before a restart of the process, so that the node is still itself; a secret.
+  std::string session;
 };
 
 struct CallOptions {
@@ -87,7 +92,8 @@ class Stream {
   std::unique_ptr<grpc::ClientReader<Response>> reader_;
 };
 
-// One connection to one dataflow server, made by the first call. Safe to share between threads.
+// One connection to one dataflow server, made by the first call. Safe to share between threads. It speaks as the node
+// that it joined last, and as the trainer of its last claim: have a client for each of several.
 class Client {
  public:
   // Throws RequestError for a target or options that do not fit.
@@ -101,6 +107,10 @@ class Client {
     Response response;
     repeat(method_of(*Request::descriptor()), options,
            [&](grpc::ClientContext* context) { return (stub.*rpc)(context, request, &response); });
+    constexpr bool kJoins = std::is_same_v<Response, dataflow::v1::JoinRunResponse>;
+    if constexpr (kJoins || std::is_same_v<Response, dataflow::v1::ClaimPolicyResponse>) {
+      sessions_->add(response.session());
+    }
     return response;
   }
 
@@ -109,7 +119,7 @@ class Client {
   Stream<Response> stream(std::unique_ptr<grpc::ClientReader<Response>> (Stub::*rpc)(grpc::ClientContext*, const Request&),
                           const Request& request, const CallOptions& options = {}) const {
     Stub stub(channel_);
-    auto context = new_context(options);
+    auto context = new_context(options, Request::descriptor());
     auto reader = (stub.*rpc)(context.get(), request);
     return Stream<Response>(std::move(context), std::move(reader));
   }
@@ -140,8 +150,10 @@ class Client {
   // Asks the server who it is; needs no token. Throws StateError (INCOMPATIBLE) when this client cannot talk to it.
   server::v1::ServerInfo server_info(const CallOptions& options = {}) const;
 
-  // For what this class does not do: a context with the token, for a stub of one's own on the channel.
-  std::unique_ptr<grpc::ClientContext> new_context(const CallOptions& options = {}) const;
+  // For what this class does not do: a context with the token, for a stub of one's own on the channel. With the type of
+  // the request, also with the credential of the node or trainer that speaks in its rpc.
+  std::unique_ptr<grpc::ClientContext> new_context(const CallOptions& options = {},
+                                                   const google::protobuf::Descriptor* request = nullptr) const;
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
   // Whether a stream that failed so is opened anew: the server is away, or has a defect; it did not refuse.
@@ -150,6 +162,14 @@ class Client {
   static std::chrono::duration<double> reconnect_wait(int failures, std::optional<std::chrono::nanoseconds> hint);
 
  private:
+  // Credentials by who speaks, `node` or `trainer`: the newest that calls returned.
+  struct Sessions {
+    void add(const std::string& credential);
+
+    std::mutex mutex;
+    std::map<std::string, std::string> known;
+  };
+
   static const google::protobuf::MethodDescriptor& method_of(const google::protobuf::Descriptor& request);
   static void pause(int failures, std::optional<std::chrono::nanoseconds> hint);
   void repeat(const google::protobuf::MethodDescriptor& method, const CallOptions& options,
@@ -158,6 +178,7 @@ class Client {
   std::string address_;
   std::function<std::string()> token_;
   RetryPolicy retry_;
+  std::shared_ptr<Sessions> sessions_ = std::make_shared<Sessions>();
   std::shared_ptr<grpc::Channel> channel_;
 };
 

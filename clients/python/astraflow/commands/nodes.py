@@ -54,6 +54,10 @@ def nodes(
         if node.poisoned:
             drained = "; it is drained for them" if node.drain_reason == "poison" else ""
             say(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
+        if node.refused:
+            say(
+                f"{node.node_id}: {node.refused} episodes were not leased to it and were refused ({node.refused_for})"
+            )
         for fault in node.weight_faults:
             say(f"{node.node_id}: {_fault_text(fault)}")
         for load in node.engine_loads:

@@ -48,7 +48,14 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.BROKEN: (
         "callers_refused",
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
-        *("environment_unavailable", "node_poison", "weight_fault", "archive_failed", "archive_behind"),
+        *(
+            "environment_unavailable",
+            "node_poison",
+            "node_refused",
+            "weight_fault",
+            "archive_failed",
+            "archive_behind",
+        ),
     ),
     Rank.MISSING: (
         *("no_node", "no_capable_node", "no_trainer", "policy_not_served", "no_version"),

@@ -53,8 +53,8 @@ class ClaimedBatch:
 
 
 class ClaimedPolicy:
-    """Claims in its constructor, which fences every older trainer. Every call raises FencedError once another trainer
-    has claimed. Steps are counted from 1; what is acked `trained` and not yet `durable` is handed out again.
+    """Claims in its constructor, which fences every older trainer; from then on its client speaks under this claim. Every
+    call raises FencedError once another trainer has claimed. Steps are counted from 1; what is acked `trained` and not yet `durable` is handed out again.
 
         policy = ClaimedPolicy(client, trainer_id="mine")
         batch = policy.next_batch(step=1, base_version=0)
@@ -82,7 +82,8 @@ class ClaimedPolicy:
             trainer_id=trainer_id,
             last_step=self.settings.steps,
         )
-        self.epoch = client.call(client.batches.ClaimPolicy, request).trainer_epoch
+        claim = client.call(client.batches.ClaimPolicy, request)
+        client.session, self.epoch = claim.session, claim.trainer_epoch
         """Under which it publishes."""
 
     def next_batch(self, *, step: int, base_version: int) -> ClaimedBatch:

@@ -66,17 +66,41 @@ function F.advance(keys, a)
   return a.state
 end
 
--- join: node, incarnation (20 digits), region, pool, most tasks, engines, hardware, price of an hour or ''. Returns { restarts, leases taken back, '1' when there are more to
--- take back: call it again }. In between the node is known as the new process already, and `left_behind` says that what it holds is the old one's.
-SIGNATURE.join = { 'node', 'incarnation', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
+-- seal_key: a key. Keeps it as the run's unless the run has one. Returns the run's.
+SIGNATURE.seal_key = { 'key' }
+function F.seal_key(keys, a)
+  call('HSETNX', K.run(keys[1]), 'seal_key', a.key)
+  return call('HGET', K.run(keys[1]), 'seal_key')
+end
+
+-- Number and lineage of a node's session, which it keeps as `NUMBER LINEAGE`; nil for none. Earlier releases kept no lineage, and took any number.
+local function session_of(text)
+  local number, lineage = string.match(text or '', '^(%d+) ?(.*)$')
+  if not number then return nil, '' end
+  return tonumber(number) < 2^53 and tonumber(number) or 0, lineage
+end
+
+-- join: node, number that the process was given or 0 for a new one, number and lineage of the credential that it showed or 0 and '', a lineage for somebody
+-- new, region, pool, most tasks, engines, hardware, price of an hour or ''. Only who shows a credential of the same lineage takes a name over from a session
+-- that is live: that has spoken since it joined, and not been silent since. Returns { number, lineage, leases taken back, '1' when there are more to take back:
+-- call it again as that session }. In between the node is known as the new process already, and `left_behind` says that what it holds is the old one's.
+SIGNATURE.join = { 'node', 'given', 'shown', 'lineage', 'fresh', 'region', 'pool', 'max_tasks', 'engines', 'hardware', 'price' }
 function F.join(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
-  local now, taken = now_ms(), {}
-  local known = call('HGET', N, 'incarnation')
-  if known and known > a.incarnation then
-    return refuse('FENCED', 'node ' .. a.node .. ' already joined with a newer incarnation (' .. known .. '); another process uses its name')
+  local now, taken, given = now_ms(), {}, tonumber(a.given)
+  local f = call('HMGET', N, 'incarnation', 'connected_until')
+  local known, owner = session_of(f[1])
+  local is_own, live_ms = a.lineage ~= '' and owner == a.lineage, tonumber(f[2] or 0) - now
+  if given > 0 and known and (known > given or known == given and not is_own) then
+    return refuse('FENCED', 'node ' .. a.node .. ' has joined again since, as number ' .. known .. '; another process uses its name', 'reason=session_ended')
   end
-  if known and known < a.incarnation then
+  if known and not is_own and live_ms > 0 then
+    return refuse('PRECONDITION', 'node ' .. a.node .. ' is at work, and whoever joins now does not show the credential of its session; choose another --node-id, or wait until it has been silent for ' ..
+      math.ceil(live_ms / 1000) .. ' s more (a node that restarts shows what it kept in its work folder)', 'reason=name_in_use')
+  end
+  local number = given > 0 and given or math.max(known or 0, tonumber(a.shown)) + 1
+  local lineage = a.lineage ~= '' and a.lineage or a.fresh
+  if known and (given == 0 or not is_own) then
     call('HINCRBY', N, 'restarts', 1)
     call('HSET', N, 'left_behind', '1')
   end
@@ -88,30 +112,32 @@ function F.join(keys, a)
     end
     if #taken < MAX.given_back then call('HDEL', N, 'left_behind') end
   end
-  if known ~= a.incarnation then
+  if known ~= number or not is_own then
     -- A new process may well send the same poison.
     if call('HGET', N, 'drain') ~= 'poison' then call('HDEL', N, 'drain') end
     call('HSET', N, 'join_ms', now)
     history.event(P, 'node_joined', a.node, (known and 'came back' or 'new') .. (a.pool ~= '' and ', pool ' .. a.pool or '') .. (a.region ~= '' and ', region ' .. a.region or ''))
-    call('HDEL', N, 'task_ms', 'follow_ms')
+    call('HDEL', N, 'task_ms', 'follow_ms', 'connected_until')
   end
   call('SADD', K.nodes(P), a.node)
-  call('HSET', N, 'incarnation', a.incarnation, 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
+  call('HSET', N, 'incarnation', string.format('%.0f %s', number, lineage), 'region', a.region, 'pool', a.pool, 'max_tasks', a.max_tasks, 'engines', a.engines, 'seen_ms', now,
     'hardware', a.hardware, 'price', a.price)
   emit(P, 'work')
-  return { tonumber(call('HGET', N, 'restarts') or 0), #taken, #taken == MAX.given_back and '1' or '0' }
+  return { number, lineage, #taken, #taken == MAX.given_back and '1' or '0' }
 end
 
--- report: node, incarnation, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
--- Refuses an older incarnation. Returns { state of the run, why the node must leave or '' }.
-SIGNATURE.report = { 'node', 'incarnation', 'connected_ms', 'heard', each = { 'field', 'value' } }
+-- report: node, its session, connected until (ms from now, 0 when it left), '1' when the node itself was heard, then field, value.
+-- Refuses a session that another one ended. Returns { state of the run, why the node must leave or '' }.
+SIGNATURE.report = { 'node', 'session', 'connected_ms', 'heard', each = { 'field', 'value' } }
 function F.report(keys, a)
   local P, N = keys[1], K.node(keys[1], a.node)
   local f = call('HMGET', N, 'incarnation', 'drain')
-  local known = f[1]
-  if not known then return refuse('NOTFOUND', 'node ' .. a.node .. ' has not joined this run; join it first') end
-  if known ~= a.incarnation then
-    return refuse('FENCED', 'node ' .. a.node .. ' joined with incarnation ' .. known .. ', not ' .. a.incarnation .. '; another process uses its name')
+  if f[1] ~= a.session then
+    local known, number = session_of(f[1]), session_of(a.session)
+    if not known or known < number then
+      return refuse('LOST', 'Redis has lost that node ' .. a.node .. ' joined as number ' .. number .. '; join again')
+    end
+    return refuse('FENCED', 'node ' .. a.node .. ' has joined again since, as number ' .. known .. ', not ' .. number .. '; another process uses its name', 'reason=session_ended')
   end
   local now = now_ms()
   local told = { 'connected_until', now + tonumber(a.connected_ms) }
@@ -125,6 +151,17 @@ function F.report(keys, a)
   end
   call('HSET', N, unpack(told))
   return { run_of(P).state, f[2] or '' }
+end
+
+-- note_refused: node, then reason and number of episodes that it pushed and that were not its own to push.
+SIGNATURE.note_refused = { 'node', each = { 'reason', 'number' } }
+function F.note_refused(keys, a)
+  local N = K.node(keys[1], a.node)
+  if call('EXISTS', N) == 0 then return end
+  for _, item in ipairs(a.each) do
+    call('HINCRBY', N, 'refused', item.number)
+    call('HSET', N, 'refused_for', item.reason, 'refused_ms', now_ms())
+  end
 end
 
 -- nodes: nodes. Returns { leases held, fields } of each.

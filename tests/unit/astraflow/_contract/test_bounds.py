@@ -168,7 +168,7 @@ REFUSED: dict[str, Message] = {
         token=admin.RevokedToken(token_id="a", expire_time=Timestamp(nanos=-1))
     ),
     "ResetRequest.deadline_duration is 1e-09 s, which must be 1 to 600 s": environment_service_pb2.ResetRequest(
-        session_id="s", deadline_duration=Duration(nanos=1)
+        session_id="s" * 32, deadline_duration=Duration(nanos=1)
     ),
     "PurgeDeadLettersRequest.dead_letter_ids[1] is '18446744073709551616-0'": admin.PurgeDeadLettersRequest(
         dead_letter_ids=["1-0", f"{2**64}-0"]

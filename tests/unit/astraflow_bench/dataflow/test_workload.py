@@ -3,12 +3,17 @@
 from astraflow.columns import decode_columns
 from astraflow.recipe.file import parse_recipe
 from astraflow.rollout.v1 import trajectory_pb2
+from astraflow.rollout.v1.task_pb2 import Lease, Task
 from astraflow.trajectories import check_columns
 from astraflow_bench.dataflow.workload import POLICY, PROMPT_TOKENS, Episodes, recipe_text
 
 
 def test_every_member_has_a_trajectory_of_its_own_that_keeps_the_rules() -> None:
-    episodes = list(Episodes("run", num_response=6, num_prompt=4).of("task", attempt=1, group_size=3))
+    episodes = list(
+        Episodes("run", num_response=6, num_prompt=4).of(
+            Lease(task=Task(task_id="task"), attempt=1), group_size=3
+        )
+    )
     assert [episode.member for episode in episodes] == [0, 1, 2]
     items = [item for episode in episodes for item in episode.trajectories]
     assert [item.header.trajectory_id for item in items] == ["task.0", "task.1", "task.2"]

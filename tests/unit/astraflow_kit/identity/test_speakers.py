@@ -13,21 +13,19 @@ from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
+from astraflow.dataflow.v1 import version_service_pb2 as versions
+from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import AstraflowError, NotFoundError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity import speakers
 from astraflow_kit.identity.gate import ANYONE
 from astraflow_kit.identity.sealing import NODE, TRAINER, Session, issue, new_key
+from astraflow_kit.identity.tokens import own_nodes
 
 KEY, OTHER_KEY = new_key(), new_key()
 NODE_1 = Session(speaker=NODE, run_id="mine", name="n1", number=3, lineage="ab" * 16)
 TRAINER_1 = Session(speaker=TRAINER, run_id="mine", name="solver", number=2, lineage="cd" * 16)
 ONE_RUN = replace(ANYONE, runs=frozenset({"mine"}))
-
-
-@pytest.fixture(autouse=True)
-def all_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speakers, "NOT_YET_PROVEN", frozenset())
 
 
 class Keys:
@@ -52,7 +50,7 @@ def called(request: Message, credential: str | None, *, identity: Any = ANYONE) 
 
     async def call() -> Session | None:
         await speakers.prove(contract, metadata, keys=Keys(), identity=identity)
-        speakers.hold(contract, request)
+        speakers.hold(contract, request, identity=identity)
         return speakers.speaker()
 
     return asyncio.run(call())
@@ -76,13 +74,21 @@ NODE_CALLS: list[Message] = [
     pushes.PushRequest(episodes=[Episode()]),
     pushes.PushEpisodeRequest(episode=Episode()),
 ]
-TRAINER_CALLS: list[Message] = [batches.AckBatchRequest(), batches.RenewBatchRequest()]
+TRAINER_CALLS: list[Message] = [
+    batches.ReleasePolicyRequest(),
+    batches.AcquireBatchRequest(),
+    batches.FetchBatchRequest(),
+    batches.AckBatchRequest(),
+    batches.NackBatchRequest(),
+    batches.RenewBatchRequest(),
+    batches.MarkDurableRequest(),
+    versions.PublishRequest(),
+]
 CALLS = [(call, NODE_1) for call in NODE_CALLS] + [(call, TRAINER_1) for call in TRAINER_CALLS]
 FORGED = {
     "of another run's key": lambda own: issued(own, OTHER_KEY),
     "of another name": lambda own: issued(own).replace(own.name, "other"),
     "of another number": lambda own: issued(own).replace(f"/{own.number}/", "/4/"),
-    "of a run that is not there": lambda own: issued(own, run_id="gone"),
     "cut": lambda own: issued(own)[:-1],
     "no credential": lambda own: "hello",
 }
@@ -110,11 +116,38 @@ def test_a_trainer_is_no_node_and_a_node_no_trainer(request_: Message, own: Sess
     assert why_refused(request_, issued(other)) == ("PERMISSION_DENIED", "wrong_session")
 
 
-def test_a_session_of_a_run_that_the_token_is_not_for_tells_nothing() -> None:
+def test_a_session_of_a_run_that_the_token_is_not_for_is_refused() -> None:
     theirs = issued(NODE_1, OTHER_KEY, run_id="theirs")
     assert called(tasks.RenewLeasesRequest(), theirs) is not None
     refused = why_refused(tasks.RenewLeasesRequest(), theirs, identity=ONE_RUN)
-    assert refused == ("UNAUTHENTICATED", "wrong_session")
+    assert refused == ("PERMISSION_DENIED", "run")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name", "may"),
+    [
+        (["*"], "n1", True),
+        (["n1"], "n1", True),
+        (["n1"], "n11", False),
+        (["n*"], "n11", True),
+        (["spot-*"], "spot", False),
+        ([], "n1", False),
+        (own_nodes("spot"), "spot", True),
+        (own_nodes("spot"), "spot-eu-1", True),
+        (own_nodes("spot"), "spotless", False),
+    ],
+)
+def test_a_node_is_called_as_its_token_says(nodes: list[str], name: str, may: bool) -> None:
+    holder = replace(ANYONE, nodes=frozenset(nodes))
+    calls: list[tuple[Message, str | None]] = [
+        (runs.JoinRunRequest(node_id=name), None),
+        (tasks.RenewLeasesRequest(), issued(NODE_1, name=name)),
+    ]
+    for request, credential in calls:
+        if may:
+            called(request, credential, identity=holder)
+        else:
+            assert why_refused(request, credential, identity=holder) == ("PERMISSION_DENIED", "node")
 
 
 LIES: list[tuple[Message, Session]] = [
@@ -127,6 +160,7 @@ LIES: list[tuple[Message, Session]] = [
     (batches.AckBatchRequest(policy_id="critic"), TRAINER_1),
     (batches.AckBatchRequest(trainer_epoch=3), TRAINER_1),
     (batches.HoldPolicyRequest(trainer_epoch=1), TRAINER_1),
+    (versions.PublishRequest(version=Version(policy_id="critic")), TRAINER_1),
 ]
 
 
@@ -142,6 +176,12 @@ def test_what_a_request_leaves_out_is_the_sessions() -> None:
     acked = batches.AckBatchRequest()
     called(acked, issued(TRAINER_1))
     assert (acked.run_id, acked.policy_id, acked.trainer_epoch) == ("mine", "solver", 2)
+
+
+@pytest.mark.parametrize(("request_", "own"), CALLS)
+def test_whoever_speaks_learns_that_its_run_is_gone(request_: Message, own: Session) -> None:
+    with pytest.raises(NotFoundError):
+        called(request_, issued(own, run_id="gone"))
 
 
 def test_episodes_are_left_to_whoever_answers_for_each() -> None:
@@ -164,3 +204,16 @@ def test_a_trainer_holds_on_before_its_claim_without_credential_but_names_no_epo
     assert called(batches.HoldPolicyRequest(run_id="mine", policy_id="solver"), None) is None
     refused = why_refused(batches.HoldPolicyRequest(policy_id="solver", trainer_epoch=1), None)
     assert refused == ("UNAUTHENTICATED", "no_session")
+
+
+def test_a_trainer_that_released_its_policy_does_not_hold_it_again_by_a_word() -> None:
+    told = batches.HoldPolicyRequest(policy_id="solver")
+    called(told, issued(TRAINER_1))
+    assert told.trainer_epoch == 0
+
+
+def test_a_trainer_announces_what_an_earlier_one_wrote() -> None:
+    written = Version(policy_id="solver", trainer_epoch=1)
+    request = versions.PublishRequest(version=written)
+    called(request, issued(TRAINER_1))
+    assert (request.trainer_epoch, request.version.trainer_epoch) == (2, 1)

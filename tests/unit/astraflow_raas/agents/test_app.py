@@ -11,8 +11,9 @@ import pytest
 from astraflow.agents import AgentLimits
 from astraflow_bench.traces import Collector
 from astraflow_kit import traces
+from astraflow_kit.metrics import Metrics
 from astraflow_raas.engine.base import EngineRefused
-from support.agents import ScriptedPolicy, client_of, opened, serving_agents, user, whole_text
+from support.agents import ScriptedPolicy, client_of, opened, serving_agents, trained_text, user, whole_text
 from support.otlp import named, traced
 from support.scripted_dataflow import eventually
 
@@ -150,6 +151,41 @@ async def test_a_key_opens_its_own_episode_until_that_is_over() -> None:
             address, headers = f"{first.base_url}/chat/completions", {"authorization": wrong}
             answer = await asyncio.to_thread(httpx.post, address, content=b"not read", headers=headers)
             assert answer.status_code == 401
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read_and_counted() -> None:
+    metrics = Metrics()
+    async with serving_agents(metrics) as endpoint, endpoint.open({}) as calls:
+        assert len(set(calls.api_key.removeprefix("af-"))) > 16
+        assert len(calls.api_key.removeprefix("af-")) * 6 >= 256
+        host, _, port = calls.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+        for wrong in ("af-", calls.api_key[:-1], calls.api_key + "a", calls.api_key.swapcase(), "é"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {wrong}\r\nContent-Length: 999"
+            writer.write(f"{head}\r\n\r\n".encode())  # and no body follows
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+    assert b"astraflow_raas_agent_keys_refused_total 5.0" in metrics.render()
+
+
+async def test_what_was_said_in_one_episode_continues_in_no_other() -> None:
+    async with serving_agents() as endpoint, AsyncExitStack() as stack:
+        victim = await stack.enter_async_context(endpoint.open({"a": ScriptedPolicy(echo, name="a")}))
+        attacker = await stack.enter_async_context(endpoint.open({"b": ScriptedPolicy(echo, name="b")}))
+        own, other = [await stack.enter_async_context(client_of(each)) for each in (victim, attacker)]
+        first = await own.responses.create(model="a", input="secret")
+        with pytest.raises(openai.NotFoundError, match="no model 'a'; this episode has b"):
+            await other.responses.create(model="a", input="hello")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await other.responses.create(model="b", input="more", previous_response_id=first.id)
+        heard: Any = [user("secret"), {"role": "assistant", "content": first.output_text}, user("more")]
+        await other.chat.completions.create(model="b", messages=heard)
+        assert (victim.answer, attacker.answer) == ("SECRET", "MORE")
+        (victims,), (attackers,) = (
+            each.episode(reward=reward).trajectories for each, reward in ((victim, 1.0), (attacker, 0.0))
+        )
+    assert (victims.policy, trained_text(victims)) == ("a", ["SECRET¶"])
+    assert (attackers.policy, trained_text(attackers)) == ("b", ["MORE¶"])
 
 
 async def test_the_end_of_an_episode_ends_its_calls() -> None:

@@ -1,4 +1,4 @@
-"""A node's folder has one owner at a time, and every life of the node a higher incarnation."""
+"""A node's folder has one owner at a time, and keeps the credential by which the next one continues its session."""
 
 import os
 from pathlib import Path
@@ -9,21 +9,37 @@ from astraflow.errors import ConflictError
 from astraflow_raas.node.folder import claim_folder
 
 
-def one_life(folder: Path) -> int:
-    """The incarnation of a node that comes and goes."""
-    claimed = claim_folder(folder, node_id="node-1")
-    claimed.release()
-    return claimed.incarnation
+def test_the_next_process_finds_the_credential_of_each_run_and_nobody_else_may_read_it(
+    tmp_path: Path,
+) -> None:
+    first = claim_folder(tmp_path, node_id="node-1")
+    assert first.kept_session("r1") == ""
+    for run_id, credential in (("r1", "old"), ("r1", "new"), ("r2", "other")):
+        first.keep_session(run_id, credential)
+    first.release()
+    second = claim_folder(tmp_path, node_id="node-1")
+    assert [second.kept_session(run_id) for run_id in ("r1", "r2")] == ["new", "other"]
+    kept = list((second.path / "sessions").iterdir())
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    assert len(kept) == 2, "no draft is left"
+    second.release()
 
 
-def test_each_life_has_a_higher_incarnation(tmp_path: Path) -> None:
-    assert one_life(tmp_path) < one_life(tmp_path)
+def test_a_draft_that_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, node_id="node-1")
+    folder.keep_session("r1", "old")
+    (folder.path / "sessions" / "r1.draft").write_text("half")
+    folder.keep_session("r1", "new")
+    assert folder.kept_session("r1") == "new"
+    folder.release()
 
 
-def test_a_clock_that_went_back_does_not_lower_the_incarnation(tmp_path: Path) -> None:
-    one_life(tmp_path)
-    (tmp_path / "node-1" / "incarnation").write_text("99999999999999 99999999999999\n")
-    assert one_life(tmp_path) == 100_000_000_000_000
+def test_a_damaged_credential_is_none(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, node_id="node-1")
+    folder.keep_session("r1", "good")
+    (folder.path / "sessions" / "r1").write_bytes(b"\xff\xfe")
+    assert folder.kept_session("r1") == ""
+    folder.release()
 
 
 def test_a_name_in_use_is_refused(tmp_path: Path) -> None:
@@ -57,12 +73,3 @@ def test_what_a_killed_node_left_of_its_episodes_is_removed_by_its_next_start(tm
     second = claim_folder(tmp_path, node_id="node-1")
     assert not list(second.scratch.iterdir())
     second.release()
-
-
-@pytest.mark.parametrize(
-    "damaged", [b"", b"17\x80", b"17x5\n", b"99999999999999 99999999", b"99999999999999 19999999999999\n"]
-)
-def test_a_damaged_incarnation_gives_way_to_the_time(tmp_path: Path, damaged: bytes) -> None:
-    before = one_life(tmp_path)
-    (tmp_path / "node-1" / "incarnation").write_bytes(damaged)
-    assert before <= one_life(tmp_path) < 10_000_000_000_000

@@ -30,9 +30,10 @@ type RunServiceClient interface {
 	GetRun(ctx context.Context, in *GetRunRequest, opts ...grpc.CallOption) (*GetRunResponse, error)
 	// Lists runs by creation time. Read only.
 	ListRuns(ctx context.Context, in *ListRunsRequest, opts ...grpc.CallOption) (*ListRunsResponse, error)
-	// Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-	// needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-	// answers FENCED.
+	// Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+	// announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+	// keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+	// `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
 	JoinRun(ctx context.Context, in *JoinRunRequest, opts ...grpc.CallOption) (*JoinRunResponse, error)
 	// Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
 	// any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not
@@ -120,9 +121,10 @@ type RunServiceServer interface {
 	GetRun(context.Context, *GetRunRequest) (*GetRunResponse, error)
 	// Lists runs by creation time. Read only.
 	ListRuns(context.Context, *ListRunsRequest) (*ListRunsResponse, error)
-	// Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-	// needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-	// answers FENCED.
+	// Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+	// announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+	// keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+	// `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
 	JoinRun(context.Context, *JoinRunRequest) (*JoinRunResponse, error)
 	// Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
 	// any other answers FAILED_PRECONDITION naming who works on it, unless `force` is set. Trajectories that are not

@@ -105,9 +105,10 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def JoinRun(self, request, context):
-        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-        needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-        answers FENCED.
+        """Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+        announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+        keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+        `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

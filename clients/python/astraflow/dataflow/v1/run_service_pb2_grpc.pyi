@@ -49,9 +49,10 @@ class RunServiceStub:
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]
     """Lists runs by creation time. Read only."""
     JoinRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.JoinRunRequest, _run_service_pb2.JoinRunResponse]
-    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-    needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-    answers FENCED.
+    """Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+    announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+    keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+    `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
     """
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]
     """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
@@ -81,9 +82,10 @@ class RunServiceAsyncStub(RunServiceStub):
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_service_pb2.ListRunsRequest, _run_service_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Lists runs by creation time. Read only."""
     JoinRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.JoinRunRequest, _run_service_pb2.JoinRunResponse]  # type: ignore[assignment]
-    """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-    needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-    answers FENCED.
+    """Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+    announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+    keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+    `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
     """
     DeleteRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.DeleteRunRequest, _run_service_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """Deletes a run with everything stored for it. A run that is finished, or that nobody works on, is deleted at once;
@@ -135,9 +137,10 @@ class RunServiceServicer:
         request: _run_service_pb2.JoinRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.JoinRunResponse, _abc.Awaitable[_run_service_pb2.JoinRunResponse]]:
-        """Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-        needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-        answers FENCED.
+        """Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+        announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+        keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+        `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
         """
 
     def DeleteRun(

@@ -27,7 +27,7 @@ from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_ta
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/raas/v1/environment_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\x0c\"\xe3\x01\n\x0bObservation\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.astraflow.rollout.v1.Message\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12<\n\x07metrics\x18\x05 \x03(\x0b\x32+.astraflow.raas.v1.Observation.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa7\x02\n\x0cResetRequest\x12&\n\nsession_id\x18\x01 \x01(\tB\x12\xfa\xf3\x18\x0eJ\x0c[!-~]{1,128}\x12\x1c\n\x0b\x65nvironment\x18\x02 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\x12(\n\x04task\x18\x03 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x63\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\xc0\x82@z\x15leave it out for 30 s\x12\x17\n\x06holder\x18\x05 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\x12)\n\x12holder_incarnation\x18\x06 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\xf0\x43\"\xb4\x01\n\rResetResponse\x12\x33\n\x0bobservation\x18\x01 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x17.astraflow.raas.v1.Tool\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x33\n\x10session_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xda\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x04turn\x18\x02 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x35\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x1d.astraflow.rollout.v1.MessageB\x06\xfa\xf3\x18\x02X\x01\x12\x63\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\xc0\x82@z\x15leave it out for 30 s\"\x86\x01\n\x0cStepResponse\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12\x33\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12\x33\n\x10session_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"H\n\rCloseResponse\x12\r\n\x05turns\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x32\xf6\x02\n\x12\x45nvironmentService\x12h\n\x05Reset\x12\x1f.astraflow.raas.v1.ResetRequest\x1a .astraflow.raas.v1.ResetResponse\"\x1c\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x80\xf4\x18\x04\x12z\n\x04Step\x12\x1e.astraflow.raas.v1.StepRequest\x1a\x1f.astraflow.raas.v1.StepResponse\"1\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x08\x43ONFLICT\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x04\x12Z\n\x05\x43lose\x12\x1f.astraflow.raas.v1.CloseRequest\x1a .astraflow.raas.v1.CloseResponse\"\x0e\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\x80\xf4\x18\x04\x1a\x1e\xea\xf3\x18\x1a\n\tNOT_FOUND\n\rPLUGIN_FAILEDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+astraflow/raas/v1/environment_service.proto\x12\x11\x61straflow.raas.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\x0c\"\xe3\x01\n\x0bObservation\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.astraflow.rollout.v1.Message\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12<\n\x07metrics\x18\x05 \x03(\x0b\x32+.astraflow.raas.v1.Observation.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf4\x02\n\x0cResetRequest\x12=\n\nsession_id\x18\x01 \x01(\tB)\xfa\xf3\x18%J\r[!-~]{22,128}z\x14\x64raw 128 random bits\x12\x1c\n\x0b\x65nvironment\x18\x02 \x01(\tB\x07\xfa\xf3\x18\x03 \x80\x01\x12(\n\x04task\x18\x03 \x01(\x0b\x32\x1a.astraflow.rollout.v1.Task\x12\x63\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\xc0\x82@z\x15leave it out for 30 s\x12M\n\x06holder\x18\x05 \x01(\tB=\xfa\xf3\x18\x39J\x10([!-~]{22,128})?z%draw 128 random bits, or leave it out\x12)\n\x12holder_incarnation\x18\x06 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\x00\x00\xf0\x43\"\xb4\x01\n\rResetResponse\x12\x33\n\x0bobservation\x18\x01 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12&\n\x05tools\x18\x02 \x03(\x0b\x32\x17.astraflow.raas.v1.Tool\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x33\n\x10session_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xda\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1b\n\x04turn\x18\x02 \x01(\x04\x42\r\xfa\xf3\x18\t\t\x00\x00\x00\x00\x00\x00\xf0?\x12\x35\n\x06\x61\x63tion\x18\x03 \x01(\x0b\x32\x1d.astraflow.rollout.v1.MessageB\x06\xfa\xf3\x18\x02X\x01\x12\x63\n\x11\x64\x65\x61\x64line_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB-\xfa\xf3\x18)\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\xc0\x82@z\x15leave it out for 30 s\"\x86\x01\n\x0cStepResponse\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12\x33\n\x0bobservation\x18\x02 \x01(\x0b\x32\x1e.astraflow.raas.v1.Observation\x12\x33\n\x10session_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"H\n\rCloseResponse\x12\r\n\x05turns\x18\x01 \x01(\x04\x12\x14\n\x0ctotal_reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x32\xf6\x02\n\x12\x45nvironmentService\x12h\n\x05Reset\x12\x1f.astraflow.raas.v1.ResetRequest\x1a .astraflow.raas.v1.ResetResponse\"\x1c\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x80\xf4\x18\x04\x12z\n\x04Step\x12\x1e.astraflow.raas.v1.StepRequest\x1a\x1f.astraflow.raas.v1.StepResponse\"1\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\xda\xf3\x18\x1f\n\x08\x43ONFLICT\n\x13\x46\x41ILED_PRECONDITION\x80\xf4\x18\x04\x12Z\n\x05\x43lose\x12\x1f.astraflow.raas.v1.CloseRequest\x1a .astraflow.raas.v1.CloseResponse\"\x0e\xca\xf3\x18\x02\x01\x05\xd0\xf3\x18\x02\x80\xf4\x18\x04\x1a\x1e\xea\xf3\x18\x1a\n\tNOT_FOUND\n\rPLUGIN_FAILEDBp\n\x14io.astraflow.raas.v1P\x01ZBgithub.com/astraflow/astraflow/clients/go/astraflow/raas/v1;raasv1\xaa\x02\x11\x41straflow.Raas.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,13 +38,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OBSERVATION_METRICSENTRY']._loaded_options = None
   _globals['_OBSERVATION_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_RESETREQUEST'].fields_by_name['session_id']._loaded_options = None
-  _globals['_RESETREQUEST'].fields_by_name['session_id']._serialized_options = b'\372\363\030\016J\014[!-~]{1,128}'
+  _globals['_RESETREQUEST'].fields_by_name['session_id']._serialized_options = b'\372\363\030%J\r[!-~]{22,128}z\024draw 128 random bits'
   _globals['_RESETREQUEST'].fields_by_name['environment']._loaded_options = None
   _globals['_RESETREQUEST'].fields_by_name['environment']._serialized_options = b'\372\363\030\003 \200\001'
   _globals['_RESETREQUEST'].fields_by_name['deadline_duration']._loaded_options = None
   _globals['_RESETREQUEST'].fields_by_name['deadline_duration']._serialized_options = b'\372\363\030)\t\000\000\000\000\000\000\360?\021\000\000\000\000\000\300\202@z\025leave it out for 30 s'
   _globals['_RESETREQUEST'].fields_by_name['holder']._loaded_options = None
-  _globals['_RESETREQUEST'].fields_by_name['holder']._serialized_options = b'\372\363\030\003 \200\001'
+  _globals['_RESETREQUEST'].fields_by_name['holder']._serialized_options = b'\372\363\0309J\020([!-~]{22,128})?z%draw 128 random bits, or leave it out'
   _globals['_RESETREQUEST'].fields_by_name['holder_incarnation']._loaded_options = None
   _globals['_RESETREQUEST'].fields_by_name['holder_incarnation']._serialized_options = b'\372\363\030\t\021\000\000\000\000\000\000\360C'
   _globals['_STEPREQUEST'].fields_by_name['turn']._loaded_options = None
@@ -68,17 +68,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OBSERVATION_METRICSENTRY']._serialized_start=423
   _globals['_OBSERVATION_METRICSENTRY']._serialized_end=469
   _globals['_RESETREQUEST']._serialized_start=472
-  _globals['_RESETREQUEST']._serialized_end=767
-  _globals['_RESETRESPONSE']._serialized_start=770
-  _globals['_RESETRESPONSE']._serialized_end=950
-  _globals['_STEPREQUEST']._serialized_start=953
-  _globals['_STEPREQUEST']._serialized_end=1171
-  _globals['_STEPRESPONSE']._serialized_start=1174
-  _globals['_STEPRESPONSE']._serialized_end=1308
-  _globals['_CLOSEREQUEST']._serialized_start=1310
-  _globals['_CLOSEREQUEST']._serialized_end=1344
-  _globals['_CLOSERESPONSE']._serialized_start=1346
-  _globals['_CLOSERESPONSE']._serialized_end=1418
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=1421
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1795
+  _globals['_RESETREQUEST']._serialized_end=844
+  _globals['_RESETRESPONSE']._serialized_start=847
+  _globals['_RESETRESPONSE']._serialized_end=1027
+  _globals['_STEPREQUEST']._serialized_start=1030
+  _globals['_STEPREQUEST']._serialized_end=1248
+  _globals['_STEPRESPONSE']._serialized_start=1251
+  _globals['_STEPRESPONSE']._serialized_end=1385
+  _globals['_CLOSEREQUEST']._serialized_start=1387
+  _globals['_CLOSEREQUEST']._serialized_end=1421
+  _globals['_CLOSERESPONSE']._serialized_start=1423
+  _globals['_CLOSERESPONSE']._serialized_end=1495
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1498
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1872
 # @@protoc_insertion_point(module_scope)

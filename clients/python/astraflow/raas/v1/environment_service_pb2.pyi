@@ -125,15 +125,18 @@ class ResetRequest(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Names the session in every call; the caller draws it at random, for whoever knows it may act."""
+    """Names the session in every call. A secret of at least 128 random bits that the caller draws: whoever has it may act in
+    the session and close it, and nobody else.
+    """
     environment: _builtins.str
     """Environment, as the service names it."""
     holder: _builtins.str
-    """Who acts, by a name that outlives its process; empty for a caller that has none. A Reset of a higher incarnation ends
-    the open sessions of lower ones: the process that held them is gone.
+    """Who acts: a secret of at least 128 random bits that outlives its process, another one for each service; empty for a
+    caller that has none. A Reset of a higher incarnation ends the open sessions of lower ones of the same holder: the
+    process that held them is gone.
     """
     holder_incarnation: _builtins.int
-    """Counts the starts of the holder."""
+    """Counts the starts of the holder, whose own sessions alone it ends."""
     @_builtins.property
     def task(self) -> _task_pb2.Task:
         """What to start from: everything that varies, seeds included, is in the task, so equal tasks start equally."""
@@ -178,7 +181,7 @@ class ResetResponse(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools it may call; empty when actions are text."""
+        """Tools it may call, at most 128; empty when actions are text."""
 
     @_builtins.property
     def session_duration(self) -> _duration_pb2.Duration:

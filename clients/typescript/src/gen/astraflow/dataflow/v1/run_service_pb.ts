@@ -480,9 +480,10 @@ export const RunService: GenService<{
     output: typeof ListRunsResponseSchema;
   },
   /**
-   * Registers a node, or renews its registration after a restart (same node_id, higher incarnation), and returns all it
-   * needs: recipe, code, store, announced versions. Atomic, idempotent per (node_id, incarnation). An older incarnation
-   * answers FENCED.
+   * Registers a node, or renews its registration, and returns all it needs: its credential, recipe, code, store,
+   * announced versions. Atomic, idempotent. A node that restarts, or lost its connection, presents its last credential and
+   * keeps what was leased to it. Without it, a name whose session is live answers FAILED_PRECONDITION (metadata `reason`
+   * `name_in_use`) until that has been silent for 15 s. A process that a newer one of its name followed answers FENCED.
    *
    * @generated from rpc astraflow.dataflow.v1.RunService.JoinRun
    */
