@@ -13,6 +13,7 @@ from typing import Protocol
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
+from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
 from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_kit.identity.scopes import holders, paths_to
@@ -26,7 +27,7 @@ _NAMED_BY = {
     TRAINER: {"run_id": "run_id", "policy_id": "name", "trainer_epoch": "number"},
 }
 """Fields of requests, and what of the session each is compared with."""
-_OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
+_OPENS = ("opens_node", "opens_trainer")
 _SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
 NOT_YET_PROVEN = frozenset({"trainer", "trainer_once_claimed"})
 """Empty once trainers send their credentials."""
@@ -124,7 +125,7 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
     that its token is not for; UnauthenticatedError `no_session` for a trainer that names an epoch without credential.
     """
     wanted, session = _wanted(contract), speaker()
-    if _OPENS.get(contract.speaker) == NODE:
+    if isinstance(request, JoinRunRequest):
         _require_node(request.node_id, identity)
     if wanted is None:
         return
