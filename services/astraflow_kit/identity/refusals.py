@@ -1,6 +1,7 @@
 """Who was refused lately, and whose token ends soon: what operators see of callers that nobody would hear of otherwise.
 
-Invariant: bounded, whatever strangers send: at most `MAX_KEPT` callers and tokens, the latest. Filled by the server's guard; a process shows what it refused itself.
+Invariant: bounded, whatever strangers send: at most `MAX_KEPT` callers and tokens, the latest. Filled by the server's
+guard; a process shows what it refused itself.
 """
 
 from collections.abc import Iterable

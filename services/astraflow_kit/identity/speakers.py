@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
+from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
 from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
@@ -28,7 +29,7 @@ _NAMED_BY = {
     TRAINER: {"run_id": "run_id", "policy_id": "name", "trainer_epoch": "number"},
 }
 """Fields of requests, and what of the session each is compared with."""
-_OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
+_OPENS = ("opens_node", "opens_trainer")
 _SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
 _session: ContextVar[Session | None] = ContextVar("astraflow_session", default=None)
 
@@ -120,7 +121,7 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
     that its token is not for; UnauthenticatedError `no_session` for a trainer that names an epoch without credential.
     """
     wanted, session = _SPEAKERS.get(contract.speaker), speaker()
-    if _OPENS.get(contract.speaker) == NODE:
+    if isinstance(request, JoinRunRequest):
         _require_node(request.node_id, identity)
     if wanted is None:
         return
@@ -129,19 +130,27 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
         if field.is_repeated or _is_anothers(path):
             continue
         for holder in holders(request, path[:-1]):
-            named = getattr(holder, field.name)
-            if session is None:
-                if named and field.name == "trainer_epoch":
-                    raise _no_session(contract, wanted)
-            elif not named and contract.speaker == "trainer_once_claimed" and field.name == "trainer_epoch":
-                continue  # it is listened to, and holds nothing
-            elif not named:
-                setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
-            elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
-                raise wrong_session(
-                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave "
-                    f"the field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
-                )
+            _hold_field(contract, holder, field.name, wanted=wanted, session=session)
+
+
+def _hold_field(
+    contract: RpcContract, holder: Message, name: str, *, wanted: str, session: Session | None
+) -> None:
+    named = getattr(holder, name)
+    if session is None:
+        if named and name == "trainer_epoch":
+            raise _no_session(contract, wanted)
+        return
+    own = getattr(session, _NAMED_BY[wanted][name])
+    if not named:
+        # A trainer that has not claimed yet is listened to, and holds nothing.
+        if name != "trainer_epoch" or contract.speaker != "trainer_once_claimed":
+            setattr(holder, name, own)
+    elif named != own:
+        raise wrong_session(
+            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, or "
+            f"send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+        )
 
 
 def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:

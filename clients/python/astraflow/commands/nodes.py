@@ -51,18 +51,20 @@ def nodes(
         "per Mtok: price of a million sampled tokens"
     )
     for node in found:
-        if node.poisoned:
-            drained = "; it is drained for them" if node.drain_reason == "poison" else ""
-            say(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
-        if node.refused:
-            say(
-                f"{node.node_id}: {node.refused} episodes were not leased to it and were refused ({node.refused_for})"
-            )
-        for fault in node.weight_faults:
-            say(f"{node.node_id}: {_fault_text(fault)}")
-        for load in node.engine_loads:
-            if load.fault:
-                say(f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}")
+        for problem in _problems(node):
+            say(f"{node.node_id}: {problem}")
+
+
+def _problems(node: pb.NodeStatus) -> Iterator[str]:
+    if node.poisoned:
+        drained = "; it is drained for them" if node.drain_reason == "poison" else ""
+        yield f"{node.poisoned} episodes were refused as poison{drained}"
+    if node.refused:
+        yield f"{node.refused} episodes were not leased to it and were refused ({node.refused_for})"
+    yield from map(_fault_text, node.weight_faults)
+    for load in node.engine_loads:
+        if load.fault:
+            yield f"counts its own calls for {load.policy_id}: {load.fault}"
 
 
 def _cells(node: pb.NodeStatus) -> tuple[str, ...]:
