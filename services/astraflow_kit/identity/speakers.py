@@ -148,8 +148,8 @@ def _hold_field(
             setattr(holder, name, own)
     elif named != own:
         raise wrong_session(
-            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, or "
-            f"send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, "
+            f"or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
         )
 
 
