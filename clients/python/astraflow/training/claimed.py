@@ -55,8 +55,11 @@ class ClaimedBatch:
 class ClaimedPolicy:
     """Claims in its constructor, which fences every older trainer; from then on its client speaks under this claim.
 
-    Every call raises FencedError once another trainer has claimed. Steps are counted from 1; what is acked `trained` and
-    not yet `durable` is handed out again.
+    Every call raises FencedError once another trainer has claimed. Steps are counted from 1; what is acked `trained`
+    and not yet `durable` is handed out again.
+
+        policy = ClaimedPolicy(client, trainer_id="mine")
+        batch = policy.next_batch(step=1, base_version=0)
     """
 
     def __init__(self, client: Client, *, trainer_id: str, run_id: str = "", policy_id: str = "") -> None:
