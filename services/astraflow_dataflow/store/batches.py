@@ -4,7 +4,6 @@ Every call carries the trainer epoch and the function refuses an older one, so a
 nothing. Called by the batch and version services and by the run loop.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -27,6 +26,8 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 from astraflow_dataflow.store.writing import Argument
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 STALE_GROUPS_PER_CALL = 64
 OFFERED_GROUPS = 1024
@@ -317,10 +318,9 @@ def _step_of(
 
 
 def _figures(metrics: Mapping[str, float]) -> tuple[str, bytes]:
-    """Names, a line each, and values of the finite ones, as `ack` keeps them."""
-    kept = sorted((name, value) for name, value in metrics.items() if math.isfinite(value))
-    with np.errstate(over="ignore"):
-        values = np.array([value for _, value in kept], dtype="<f4")
+    """Names, a line each, and values of those that a binary32 holds, as `ack` keeps them."""
+    kept = sorted((name, value) for name, value in metrics.items() if abs(value) <= _MAX_FLOAT32)
+    values = np.array([value for _, value in kept], dtype="<f4")
     return "\n".join(name for name, _ in kept), values.tobytes()
 
 

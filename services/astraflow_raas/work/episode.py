@@ -5,7 +5,6 @@ holds trajectories of trained roles only, and for an evaluation one exact versio
 called by `session`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
 from astraflow.recipe import ResolvedRole, RowLimits
+from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import (
     MAX_METRICS,
@@ -53,6 +53,7 @@ def build_episode(
     ids: EpisodeIds,
     roles: Mapping[str, ResolvedRole],
     row_limits: Mapping[str, RowLimits],
+    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD,
     experts: Sequence[blob_pb2.BlobRef | None] = (),
 ) -> trajectory_pb2.Episode:
     """Return the message for a finished episode; `roles` are by the names that its workflow uses, `experts` what each
@@ -81,10 +82,16 @@ def build_episode(
             name, limits = f"{ids.episode_id}-{index}", row_limits[role.policy_id]
             routing = experts[index] if experts else None
             item = _item(
-                trajectory, role=role, lease=lease, trajectory_id=name, limits=limits, routing=routing
+                trajectory,
+                role=role,
+                lease=lease,
+                trajectory_id=name,
+                limits=limits,
+                max_abs_reward=max_abs_reward,
+                routing=routing,
             )
             message.trajectories.append(item)
-    message.metrics.update(_metrics(episode, played))
+    message.metrics.update(_metrics(episode, played, most=max_abs_reward))
     if message.ByteSize() > MAX_EPISODE_BYTES:
         raise BadTrajectory(
             "too_large",
@@ -119,11 +126,12 @@ def _item(
     lease: task_pb2.Lease,
     trajectory_id: str,
     limits: RowLimits,
+    max_abs_reward: float,
     routing: blob_pb2.BlobRef | None,
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of role {role.name!r}"
     sampling = lease.sampling[role.policy_id]
-    check_reward(where, trajectory.reward)
+    check_reward(where, trajectory.reward, max_abs_reward=max_abs_reward)
     columns, trained = _columns(trajectory, where=where)
     _check_required(trained, lease.required_versions.get(trajectory.policy), where=where)
     if not is_evaluation(lease):
@@ -136,7 +144,9 @@ def _item(
     body.sampling.CopyFrom(sampling)
     if routing is not None:
         body.expert_routing.CopyFrom(routing)
-    check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids))
+    check_turns(
+        where, trajectory.turn_spans, num_tokens=len(columns.token_ids), max_abs_reward=max_abs_reward
+    )
     for span in trajectory.turn_spans:
         body.turn_spans.add(start=span.start, end=span.end, role=span.role, reward=span.reward)
     header = trajectory_pb2.TrajectoryHeader(
@@ -149,7 +159,7 @@ def _item(
         max_version=trained.max_version,
         reward=trajectory.reward,
         finish_reason=trajectory.finish_reason,
-        metrics=_finite(trajectory.metrics),
+        metrics=_bounded(trajectory.metrics, most=max_abs_reward),
     )
     return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
 
@@ -179,16 +189,16 @@ def _check_required(trained: Trained, required: int | None, *, where: str) -> No
 
 
 def _metrics(
-    episode: plugins.Episode, played: Sequence[tuple[ResolvedRole, plugins.Trajectory]]
+    episode: plugins.Episode, played: Sequence[tuple[ResolvedRole, plugins.Trajectory]], *, most: float
 ) -> Mapping[str, float]:
     """The episode's metrics, and each trajectory's under `<role>.<name>`; a metric is for people, so a bad
     one is left out."""
     named = dict(episode.metrics)
     for role, trajectory in played:
         named.update({f"{role.name}.{name}": value for name, value in trajectory.metrics.items()})
-    return _finite(named)
+    return _bounded(named, most=most)
 
 
-def _finite(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    finite = {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
-    return dict(list(finite.items())[:MAX_METRICS])
+def _bounded(metrics: Mapping[str, float], *, most: float) -> Mapping[str, float]:
+    bounded = {str(name): float(value) for name, value in metrics.items() if abs(value) <= most}
+    return dict(list(bounded.items())[:MAX_METRICS])

@@ -18,6 +18,8 @@ from astraflow.recipe.section import Section
 
 MAX_EVALUATION_SAMPLES = 1_000_000
 """Of one evaluation: tasks · samples of each."""
+DEFAULT_MAX_ABS_REWARD, _MOST_ABS_REWARD = 1e6, 1e9
+"""Squares of the latter, a million summed, are far from the end of a float32."""
 
 Kept = Literal[
     "all",
@@ -212,6 +214,10 @@ class DataflowSettings(BatchSettings):
     """Quota: leases of the run at a time, of evaluations too, whatever nodes ask for. Unset: any number."""
     hedge: HedgeSettings | None = None
     """Second copies of training tasks that take long, for nodes that find nothing else to do; unset: none."""
+    max_abs_reward: float = Field(default=DEFAULT_MAX_ABS_REWARD, gt=0, le=_MOST_ABS_REWARD)
+    """Largest absolute value of a reward, of a turn or a trajectory, and of a metric; an episode with a larger one is
+    refused as poison (`reward_range`).
+    """
     min_members: int | None = Field(default=None, ge=1)
     """Smallest k with which a group whose members failed for good is closed and used; unset drops such
     groups."""
