@@ -324,9 +324,7 @@ def check_turns(
     listed = list(turns)
     check_spans(name, listed, num_tokens=num_tokens, what="turn")
     for turn in listed:
-        check_reward(
-            f"{name}, turn [{turn.start}, {turn.end})", turn.reward, max_abs_reward=max_abs_reward
-        )
+        check_reward(f"{name}, turn [{turn.start}, {turn.end})", turn.reward, max_abs_reward=max_abs_reward)
 
 
 def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajectory:

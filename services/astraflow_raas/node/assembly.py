@@ -155,7 +155,6 @@ def _session(
         sampling=inputs.found.sampling,
         roles=inputs.workflow.roles,
         row_limits=inputs.found.recipe.row_limits,
-        max_abs_reward=inputs.found.recipe.dataflow.max_abs_reward,
         snapshots=inputs.found.recipe.snapshots,
         swap_seats=inputs.found.recipe.raas.swap_seats,
         run_identity=inputs.found.run.identity,

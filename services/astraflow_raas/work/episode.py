@@ -14,7 +14,6 @@ from astraflow import plugins
 from astraflow.client import MAX_MESSAGE_BYTES
 from astraflow.columns import Columns, encode_columns
 from astraflow.recipe import ResolvedRole, RowLimits
-from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import (
     MAX_METRICS,
@@ -53,7 +52,6 @@ def build_episode(
     ids: EpisodeIds,
     roles: Mapping[str, ResolvedRole],
     row_limits: Mapping[str, RowLimits],
-    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD,
     experts: Sequence[blob_pb2.BlobRef | None] = (),
 ) -> trajectory_pb2.Episode:
     """Return the message for a finished episode; `roles` are by the names that its workflow uses, `experts` what each
@@ -82,16 +80,11 @@ def build_episode(
             name, limits = f"{ids.episode_id}-{index}", row_limits[role.policy_id]
             routing = experts[index] if experts else None
             item = _item(
-                trajectory,
-                role=role,
-                lease=lease,
-                trajectory_id=name,
-                limits=limits,
-                max_abs_reward=max_abs_reward,
-                routing=routing,
+                trajectory, role=role, lease=lease, trajectory_id=name, limits=limits, routing=routing
             )
             message.trajectories.append(item)
-    message.metrics.update(_metrics(episode, played, most=max_abs_reward))
+    most = min(limits.max_abs_reward for limits in row_limits.values())
+    message.metrics.update(_metrics(episode, played, most=most))
     if message.ByteSize() > MAX_EPISODE_BYTES:
         raise BadTrajectory(
             "too_large",
@@ -126,12 +119,12 @@ def _item(
     lease: task_pb2.Lease,
     trajectory_id: str,
     limits: RowLimits,
-    max_abs_reward: float,
     routing: blob_pb2.BlobRef | None,
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of role {role.name!r}"
     sampling = lease.sampling[role.policy_id]
-    check_reward(where, trajectory.reward, max_abs_reward=max_abs_reward)
+    most = limits.max_abs_reward
+    check_reward(where, trajectory.reward, max_abs_reward=most)
     columns, trained = _columns(trajectory, where=where)
     _check_required(trained, lease.required_versions.get(trajectory.policy), where=where)
     if not is_evaluation(lease):
@@ -144,9 +137,7 @@ def _item(
     body.sampling.CopyFrom(sampling)
     if routing is not None:
         body.expert_routing.CopyFrom(routing)
-    check_turns(
-        where, trajectory.turn_spans, num_tokens=len(columns.token_ids), max_abs_reward=max_abs_reward
-    )
+    check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids), max_abs_reward=most)
     for span in trajectory.turn_spans:
         body.turn_spans.add(start=span.start, end=span.end, role=span.role, reward=span.reward)
     header = trajectory_pb2.TrajectoryHeader(
@@ -159,7 +150,7 @@ def _item(
         max_version=trained.max_version,
         reward=trajectory.reward,
         finish_reason=trajectory.finish_reason,
-        metrics=_bounded(trajectory.metrics, most=max_abs_reward),
+        metrics=_bounded(trajectory.metrics, most=most),
     )
     return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
 

@@ -16,7 +16,6 @@ from astraflow.dataflow.v1 import trajectory_service_pb2
 from astraflow.environments import EnvironmentFailed
 from astraflow.errors import AstraflowError, InvalidArgumentError
 from astraflow.recipe import ResolvedRole, RowLimits
-from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD
 from astraflow.rollout.v1 import blob_pb2, task_pb2, trajectory_pb2
 from astraflow.trajectories import BadTrajectory
 from astraflow_kit import traces
@@ -79,8 +78,6 @@ class SessionSettings:
     """The run's roles by the names that the workflow uses."""
     row_limits: Mapping[str, RowLimits]
     """What the trainer of each policy can train on."""
-    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD
-    """Largest reward or metric."""
     snapshots: Collection[str] = ()
     """The policies that are past versions of others."""
     swap_seats: tuple[str, str] | None = None
@@ -239,7 +236,6 @@ class Session:
                 ids=ids,
                 roles=self._settings.roles,
                 row_limits=self._settings.row_limits,
-                max_abs_reward=self._settings.max_abs_reward,
                 experts=await self._expert_refs(episode, handles.values()),
             )
             message.draws.update(self._draws(handles.values()))

@@ -8,7 +8,7 @@ keeps follows from its id alone, so its groups are kept whole.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,17 @@ Kept = Literal[
     "fenced",
     "late_closed",
 ]
+
+
+class RowLimits(NamedTuple):
+    """What a trainer can train on."""
+
+    max_tokens: int
+    """Of one row: `trainer.tokens_per_microbatch`, for a row is never cut."""
+    vocab_size: int | None
+    """Token ids from 0 to this, exclusive; None where only who has the model knows."""
+    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD
+    """Largest reward or metric."""
 
 
 class HedgeSettings(Section):
@@ -163,6 +174,10 @@ class BatchSettings(Section):
     """Replay; unset: every group is trained on once."""
     batch_needs: BatchNeedsSettings | None = None
     """What a batch waits for; unset: for `groups_per_step` groups, whatever they are."""
+    max_failed_batches: int = Field(default=2, ge=0, le=1_000_000)
+    """Batches in a row whose steps may fail twice alike, for which they are quarantined, before the run is stopped as
+    failed. 0 stops it with the first.
+    """
 
     @property
     def fresh_groups(self) -> int:

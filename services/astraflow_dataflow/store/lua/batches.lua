@@ -458,7 +458,8 @@ local function end_step(P, policy, step, id, stage, n, priorities)
   end
   count(P, 'in_batch', -n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
-  call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
+  call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms(), 'failed_batches', 0)
+  note_completed(P, steps_of(policy))
   call('ZREM', K.batch_leases(P), id)
   switch_plugins(P)
   if not trained then
@@ -514,14 +515,15 @@ function F.ack(keys, a)
 end
 
 -- nack: policy, epoch, step, batch or '' for whichever is bound, why its groups are quarantined or '' where they return to the ready set with their
--- old scores. Returns { groups returned, trajectories dropped }.
-SIGNATURE.nack = { 'policy', 'epoch', 'step', 'batch', 'quarantine' }
+-- old scores, then of a quarantine what is said, and what that has in common with others. Returns { groups returned, trajectories dropped, batches in
+-- a row whose steps failed }.
+SIGNATURE.nack = { 'policy', 'epoch', 'step', 'batch', 'quarantine', 'detail', 'kind' }
 function F.nack(keys, a)
   local P, policy = keys[1], a.policy
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local id = call('HGET', K.steps(P, policy), a.step)
-  if not id or (a.batch ~= '' and a.batch ~= id) then return { 0, 0 } end
+  local id, failed = call('HGET', K.steps(P, policy), a.step), tonumber(call('HGET', K.policy(P, policy), 'failed_batches') or 0)
+  if not id or (a.batch ~= '' and a.batch ~= id) then return { 0, 0, failed } end
   local f = call('HMGET', K.batch(P, id), 'stage', 'groups', 'n')
   if STAGE_ORDER[f[1]] == 2 then
     return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
@@ -531,10 +533,14 @@ function F.nack(keys, a)
     returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
   else
     dropped = discard(P, id, 'quarantined', a.quarantine)
+    local detail = 'policy ' .. policy .. ', batch ' .. id .. ': ' .. a.detail
+    note_failure(P, steps_of(policy), '', '', a.kind, a.quarantine, detail, now_ms())
+    history.event(P, 'batch_quarantined', policy, a.quarantine .. ': ' .. detail)
+    if a.quarantine == 'step_failed' then failed = call('HINCRBY', K.policy(P, policy), 'failed_batches', 1) end
   end
   take_back(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
-  return { returned, dropped }
+  return { returned, dropped, failed }
 end
 
 -- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.

@@ -58,7 +58,10 @@ function F.advance(keys, a)
       call('HDEL', K.run(P), 'stopped_for')
       for _, purpose in ipairs({ 'training', 'evaluation' }) do note_completed(P, purpose) end
       -- Each policy's trainer says anew how far it goes, so that the first to get there does not end the others.
-      for _, policy in ipairs(policies(P)) do call('HDEL', K.policy(P, policy), 'last_step') end
+      for _, policy in ipairs(policies(P)) do
+        note_completed(P, steps_of(policy))
+        call('HDEL', K.policy(P, policy), 'last_step', 'failed_batches')
+      end
     end
     emit(P, 'run')
     emit(P, 'work')

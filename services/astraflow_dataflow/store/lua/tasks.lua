@@ -760,25 +760,31 @@ local function purpose_of(P, task)
   return call('HGET', K.task(P, task), 'evaluation') ~= '' and 'evaluation' or 'training'
 end
 
--- A task came to its end with all that it needs: failures after this one begin a new row.
+-- The same of the steps of a policy.
+local function steps_of(policy)
+  return 'steps:' .. policy
+end
+
+-- A task, or a step, came to its end with all that it needs: failures after this one begin a new row.
 local function note_completed(P, purpose)
   add(K.failures(P), 'completed ' .. purpose, 1)
 end
 
 -- Counts a failure under what it has in common with others (`kind`), and keeps the first of each kind. In a row are those
--- without a completed task of the same purpose between them.
-local function note_failure(P, task, node, kind, reason, detail, now)
-  local F, purpose = K.failures(P), purpose_of(P, task)
+-- without a completed task of the same purpose between them. Returns whether it is the first.
+local function note_failure(P, purpose, task, node, kind, reason, detail, now)
+  local F, is_first = K.failures(P), false
   if call('HEXISTS', F, 'first ' .. kind) == 0 then
+    is_first = true
     if call('HINCRBY', F, 'kinds', 1) > MAX.failure_kinds then kind = 'other' end
     call('HSETNX', F, 'first ' .. kind, table.concat({ now, node, task, reason, detail }, '\n'))
-    history.event(P, 'task_failed', node, reason .. ': ' .. detail)
   end
   local row, completed = ' ' .. purpose .. ' ' .. kind, call('HGET', F, 'completed ' .. purpose) or '0'
   if call('HGET', F, 'after' .. row) ~= completed then call('HSET', F, 'after' .. row, completed, 'row' .. row, 0) end
   if kind ~= 'other' then call('HINCRBY', F, 'row' .. row, 1) end
   call('HINCRBY', F, 'count ' .. kind, 1)
   call('HSET', F, 'last ' .. kind, now)
+  return is_first
 end
 
 -- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms, kind. Returns 1 when it will be leased again.
@@ -790,7 +796,9 @@ function F.fail(keys, a)
   if copy then drop_copy(P, copy, node, a.reason) end
   if not task then return 0 end
   local T = K.task(P, task)
-  if a.free ~= '1' then note_failure(P, task, node, a.kind, a.reason, a.detail, now) end
+  if a.free ~= '1' and note_failure(P, purpose_of(P, task), task, node, a.kind, a.reason, a.detail, now) then
+    history.event(P, 'task_failed', node, a.reason .. ': ' .. a.detail)
+  end
   if a.free == '1' then
     call('HINCRBY', T, 'tries', -1)
     if a.reason == 'missing_capability' then

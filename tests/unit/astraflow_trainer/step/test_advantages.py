@@ -274,9 +274,7 @@ def test_up_to_the_bound_of_rewards_every_estimator_is_finite_and_loses_no_group
     rewards, lengths = [share * most for share in shares], [1, 1_048_576, 7, 7, 9, 1, 3, 1_048_576]
     before = dict.fromkeys(("role=solver/source=sums", "role=critic/source=sums"), -most)
     for settings in EVERY:
-        found = compute_advantages(
-            rewards, origins=AT, settings=settings, lengths=lengths, baselines=before
-        )
+        found = compute_advantages(rewards, origins=AT, settings=settings, lengths=lengths, baselines=before)
         assert np.isfinite(found.values.astype(np.float32)).all()
         assert np.isfinite([*found.baselines.values()]).all()
         for task in {at.task_id for at in AT} if settings.baseline is not Baseline.OWN else ():

@@ -638,6 +638,7 @@ class NackBatchRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     BATCH_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -654,6 +655,8 @@ class NackBatchRequest(_message.Message):
     """
     batch_id: _builtins.str
     """When set, another batch that is bound to the step stays as it is."""
+    detail: _builtins.str
+    """With `quarantine`, what that is, for people, such as an exception with its line: `why` shows it."""
     def __init__(
         self,
         *,
@@ -664,10 +667,11 @@ class NackBatchRequest(_message.Message):
         reason: _builtins.str = ...,
         quarantine: _builtins.bool = ...,
         batch_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "policy_id", b"policy_id", "quarantine", b"quarantine", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "detail", b"detail", "policy_id", b"policy_id", "quarantine", b"quarantine", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
