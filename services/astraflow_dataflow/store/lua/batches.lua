@@ -192,6 +192,9 @@ function F.release_policy(keys, a)
   return 1
 end
 
+-- A block of its own: Lua has room for 200 local names outside.
+do
+
 -- Drops groups that would be too old for a step starting from `base`; at most `limit`. Returns true when there may be more.
 local function drop_stale(P, policy, base, limit)
   local bound = base - tonumber(call('HGET', K.policy(P, policy), 'max_staleness'))
@@ -416,6 +419,8 @@ function F.acquire(keys, a)
   return bind_ready(P, a, base, '-inf', wanted)
 end
 
+end
+
 -- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then when there is no manifest yet the items of its groups, and
 -- { use, items } of those that it replays.
 SIGNATURE.batch = { 'policy', 'epoch', 'step' }
@@ -459,7 +464,7 @@ local function end_step(P, policy, step, id, stage, n, priorities)
   count(P, 'in_batch', -n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
   call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms(), 'failed_batches', 0)
-  note_completed(P, steps_of(policy))
+  note_completed(P, 'steps:' .. policy)
   call('ZREM', K.batch_leases(P), id)
   switch_plugins(P)
   if not trained then
@@ -534,7 +539,7 @@ function F.nack(keys, a)
   else
     dropped = discard(P, id, 'quarantined', a.quarantine)
     local detail = 'policy ' .. policy .. ', batch ' .. id .. ': ' .. a.detail
-    note_failure(P, steps_of(policy), '', '', a.kind, a.quarantine, detail, now_ms())
+    note_failure(P, 'steps:' .. policy, '', '', a.kind, a.quarantine, detail, now_ms())
     history.event(P, 'batch_quarantined', policy, a.quarantine .. ': ' .. detail)
     if a.quarantine == 'step_failed' then failed = call('HINCRBY', K.policy(P, policy), 'failed_batches', 1) end
   end

@@ -3376,7 +3376,8 @@ type RunEvent struct {
 	// When, by the server's clock.
 	Time *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
 	// Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-	// `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`, `run_state`.
+	// `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+	// `task_conflict`, `run_state`.
 	Kind string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Node, policy or run that it happened to.
 	Subject string `protobuf:"bytes,4,opt,name=subject,proto3" json:"subject,omitempty"`

@@ -1757,7 +1757,8 @@ class RunEvent(_message.Message):
     """Id; ascending in time."""
     kind: _builtins.str
     """Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-    `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`, `run_state`.
+    `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+    `task_conflict`, `run_state`.
     """
     subject: _builtins.str
     """Node, policy or run that it happened to."""

@@ -2003,7 +2003,8 @@ export type RunEvent = Message<"astraflow.dataflow.v1.RunEvent"> & {
 
   /**
    * Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-   * `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`, `run_state`.
+   * `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+   * `task_conflict`, `run_state`.
    *
    * @generated from field: string kind = 3;
    */
