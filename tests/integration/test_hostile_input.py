@@ -1,6 +1,7 @@
 """What a hostile or mistaken caller sends: refused at once, and no run, nor the server, is the worse for it."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,10 @@ EPISODE = trajectory_pb2.Episode(
 )
 REQUESTS: dict[str, Message] = {
     "known_epoch": request_of(batches.ClaimPolicyRequest, known_epoch=2**64 - 1),
-    "last_step": request_of(batches.ClaimPolicyRequest, last_step=BEYOND),
     "trainer_epoch": request_of(batches.HoldPolicyRequest, trainer_epoch=BEYOND),
-    "version.step": request_of(
+    "version.sequence": request_of(
         version_service_pb2.PublishRequest,
-        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, step=BEYOND),
+        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, sequence=BEYOND),
     ),
     "serving_versions[solver]": request_of(
         tasks.LeaseTasksRequest, max_tasks=1, serving_versions={"solver": BEYOND}
@@ -61,8 +61,9 @@ async def test_an_integer_that_lua_cannot_hold_is_refused_by_name(
 
 async def test_a_clock_of_nanoseconds_is_an_incarnation(world: World) -> None:
     await world.create_run()
-    await world.join("n1", incarnation=2**64 - 1, max_concurrent_tasks=1)
-    assert (await world.status()).nodes[0].incarnation == 2**64 - 1
+    now_ns = time.time_ns()
+    await world.join("n1", incarnation=now_ns, max_concurrent_tasks=1)
+    assert (await world.status()).nodes[0].incarnation == now_ns
 
 
 @pytest.mark.parametrize("node_id", ["n\n1", "n\t1"])

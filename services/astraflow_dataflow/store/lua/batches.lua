@@ -1,6 +1,7 @@
 -- Batches: bound to (policy, step) until acked or given back. Every call carries the trainer epoch.
 
-local LOST_CLAIMS = 64
+-- Claims that a Redis may have lost with its last moments; those that one may lack which was emptied, or restored from a backup.
+local LOST_CLAIMS, LACKING_CLAIMS = 64, 1048576
 
 -- A trainer holds its policy from its claim on, until it releases it or has not called for a lease time.
 local function note_heard(P, policy)
@@ -143,12 +144,18 @@ function F.claim(keys, a)
   local current, held = tonumber(f[1]), tonumber(a.held_epoch)
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
   if held > 0 and current > held and f[2] ~= a.trainer then return fenced(P, a.policy, held) end
+  -- What was given out, here or by the store to who took over without a server, and what this Redis may lack of it: nobody raises it beyond.
+  local seen, most = math.max(tonumber(a.known_epoch), held), current + (f[3] == a.incarnation and LOST_CLAIMS or LACKING_CLAIMS)
+  if seen > most then
+    return refuse('INVALID', 'epoch ' .. precise(seen) .. ' of ' .. a.policy .. ' was never given out: the newest is ' .. current ..
+      ', and at most ' .. most - current .. ' more may be missing here; give the newest epoch of the manifests in the store')
+  end
   local only_if_unheld = a.only_if_unheld == '1'
   local refusal = only_if_unheld and held_by_another(P, a.policy, a.trainer, tonumber(a.lease_ms))
   if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
   local skipped = f[3] and f[3] ~= a.incarnation and LOST_CLAIMS or 0
-  local epoch = math.max(current + skipped, tonumber(a.known_epoch), held) + 1
+  local epoch = math.max(current + skipped, seen) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
   if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
   if only_if_unheld then

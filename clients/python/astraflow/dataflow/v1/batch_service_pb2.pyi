@@ -95,7 +95,7 @@ class ClaimPolicyRequest(_message.Message):
     """Name of the trainer, of this process alone."""
     known_epoch: _builtins.int
     """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it,
-    whatever Redis lost. 0 when none.
+    whatever Redis lost. 0 when none. INVALID_ARGUMENT above what may have been given out.
     """
     held_epoch: _builtins.int
     """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers
