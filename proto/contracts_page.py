@@ -74,6 +74,58 @@ In other languages package `astraflow.NAME.v1` is called
 * C#: `Astraflow.Name.V1`.
 """
 
+_EPOCH = "the policy's current epoch, else FENCED"
+COUNTERS: dict[str, str] = {
+    "trainer_epoch": _EPOCH,
+    "ClaimPolicyRequest.known_epoch": "the newest epoch given out + 64 (a rollback took over without a server, or "
+    "Redis lost its last moments); + 1,048,576 where this Redis was emptied, restored or restarted since",
+    "ClaimPolicyRequest.held_epoch": "as `known_epoch`",
+    "ClaimPolicyRequest.last_step": "10,000,000, the most steps of a recipe; the next claim replaces it",
+    "AcceptedLoss.step": "10,000,000; a person accepted it",
+    "Version.trainer_epoch": "the caller's epoch",
+    "step": "the step that is bound, else NOT_FOUND; INVALID_ARGUMENT above the last finished one + 1, + 2 read ahead",
+    "MarkDurableRequest.step": "the last finished step",
+    "Version.step": "the last finished step; of an older writer's version, 10,000,000",
+    "AcquireBatchRequest.base_version": "the newest version + `max_behind` (+ 1 read ahead): it waits for those before",
+    "Version.version": "the newest version + 1 + `num_unreadable_before`, else VERSION_GAP; 2,097,151",
+    "PublishRequest.num_unreadable_before": "the finished steps + 64",
+    "Version.rollback_of": "a version below its own",
+    "Version.sequence": "kept, compared with nothing",
+    "Version.snapshot_version": "kept, compared with nothing",
+    "PinVersionRequest.version": "an announced version, else NOT_FOUND",
+    "UnpinVersionRequest.version": "one that is not pinned changes nothing",
+    "RequestEvaluationRequest.versions": "the newest version, else FAILED_PRECONDITION",
+    "VersionSpan.version": "the newest version, else poison",
+    "TrajectoryHeader.min_version": "the version of its spans, else poison",
+    "TrajectoryHeader.max_version": "the newest version: 16 above it UNKNOWN_VERSION, further poison",
+    "Episode.attempt": "the attempt of the task's lease",
+    "Episode.draws": "an announced version; of another nobody is rated",
+    "Credits.leases_received": "the leases sent on the stream",
+    "Credits.serving_versions": "for status, and to offer evaluations of exactly that version",
+    "LeaseTasksRequest.serving_versions": "as of Credits",
+    "WeightFault.version": "for status",
+    "JoinRunRequest.incarnation": "the server's clock in nanoseconds + a day",
+    "ResetRequest.holder_incarnation": "the service's clock in nanoseconds + a day",
+    "incarnation": "the one that the node joined with, else FENCED",
+    "PushRequest.sequence": "of the stream alone: it is acknowledged as it was sent",
+    "StepRequest.turn": "the session's last turn + 1, else FAILED_PRECONDITION",
+    "PluginSwitch.number": "ignored: the server counts",
+    "PluginSwitch.steps": "ignored: the server counts",
+    "min_step": "reads",
+    "max_step": "reads",
+    "after_step": "reads",
+    "ListSamplesRequest.version": "reads",
+}
+"""Every field by which a caller names an epoch, incarnation, step, version, attempt, turn or sequence number, of one
+message or of all, and the largest value that has an effect. A contract test compares it with the contracts.
+"""
+_COUNTERS_HEAD = """## Counters
+
+No caller sets a counter of the server: a value above what was given out is refused, as INVALID_ARGUMENT where nothing
+else is said, whatever its type holds. A name without a message is the field of every other one.
+
+| field | at most |
+|---|---|"""
 _BOUNDS_HEAD = """## Bounds of fields
 
 Every field of every request, and of the serialized `Trajectory` in it. A value outside is refused by our Python client
@@ -108,6 +160,8 @@ def page(described: descriptor_pb2.FileDescriptorSet) -> str:
     reader = _OptionsReader(described)
     files = sorted(described.file, key=lambda file: (file.package, file.name))
     sections = [section for file in files for section in _sections(file, reader)]
+    counters = [f"| `{name}` | {most} |" for name, most in sorted(COUNTERS.items())]
+    sections.append("\n".join([_COUNTERS_HEAD, *counters]) + "\n")
     sections.append(_bounds_section(files, reader))
     version = max(reader.read(file.options).get("contract_version", 0) for file in files)
     return "\n".join([_HEAD.format(every_rpc=_quoted(EVERY_RPC), version=version), *sections])

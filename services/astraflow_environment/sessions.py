@@ -32,6 +32,7 @@ from astraflow_environment.workers import (
     WorkerPool,
     WorkerProcess,
 )
+from astraflow_kit.clock import require_incarnation
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 
@@ -150,6 +151,7 @@ class Sessions:
             raise NotFoundError(
                 f"environment {request.environment!r} is not served here, but {served}; call the service that has it"
             )
+        require_incarnation(request.holder_incarnation)
         self._end_those_before(request.holder, request.holder_incarnation)
         worker = self._pool.take()
         if worker is None:

@@ -261,7 +261,7 @@ class TrainingLoop:
             )
 
     def _trained(self, step: int, batch: StepBatch, *, started: float, batch_from: float) -> StepRecord:
-        with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s):
+        with self._source.kept_alive(batch, lease_s=self._claim.batch_lease_s), self._source.trying(batch):
             self._source.record_intent(batch)
             with traces.span("fetch"):
                 rows = self._source.fetch(batch)

@@ -28,6 +28,7 @@ from astraflow.recipe.model import ReferenceModel
 from astraflow_kit import failpoints
 from astraflow_kit.log import bind, get_logger
 from astraflow_trainer.agreement import Comparison
+from astraflow_trainer.batches.failed_steps import FailedSteps
 from astraflow_trainer.batches.rank_batches import RankBatches
 from astraflow_trainer.batches.read_ahead import ReadAhead
 from astraflow_trainer.batches.routing import delete_routing
@@ -103,6 +104,7 @@ class TrainingSession:
             ledger=Ledger(own_folder(settings, group.index) / "ledger.jsonl"),
             settings=joined.policy.batches,
             read_blob=partial(stored_blob, store, joined),
+            failed=_failed_steps(settings, group),
         )
 
     def run(self) -> None:
@@ -467,6 +469,10 @@ def _must_publish(newest: int, start: int, *, lost: bool) -> bool:
     again, they are equal to the newest version, or get the next number.
     """
     return newest < start or (lost and newest == start)
+
+
+def _failed_steps(settings: TrainerSettings, group: RankGroup) -> FailedSteps:
+    return FailedSteps(settings.work_dir, own=own_folder(settings, group.index), explain=group.explain)
 
 
 def own_folder(settings: TrainerSettings, rank: int) -> Path:

@@ -95,7 +95,14 @@ ROWS: dict[str, tuple[Call, str]] = {
     "update to an unknown state": (update(run_pb2.RUN_STATE_FINISHED), INVALID),
     "update of an unknown run": (update(run_pb2.RUN_STATE_FINISHING, run_id="nowhere"), MISSING),
     "the only run when there are two": (the_only_run_of_two, STATE),
-    "submit a task of the server's own": (submit(task_pb2.Task(task_id="eval:x")), INVALID),
+    **{
+        f"submit a task as {task_id}": (submit(task_pb2.Task(task_id=task_id)), INVALID)
+        for task_id in ("eval:x", "train-0", "train-", "heldout-7")
+    },
+    "submit one id with two contents": (
+        submit(task_pb2.Task(task_id="t"), task_pb2.Task(task_id="t", source="s")),
+        "CONFLICT",
+    ),
     "submit an evaluation": (submit(task_pb2.Task(task_id="t", purpose=2)), INVALID),
     "submit data that is not JSON": (submit(task_pb2.Task(task_id="t", data_json=b"{")), INVALID),
     "submit while finishing": (submit_while_finishing, STATE),

@@ -3,6 +3,7 @@
 import pytest
 
 from astraflow.columns import decode_columns
+from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_INTENT as INTENT
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow.errors import NotFoundError, PreconditionError
@@ -30,6 +31,44 @@ async def test_a_quarantined_batch_is_dropped_by_name_and_the_step_takes_other_g
     assert (await (await world.trainer()).acquire(1)).batch == again, (
         "who resumes replays what was trained on"
     )
+
+
+async def test_a_run_is_stopped_when_more_batches_in_a_row_fail_in_training_than_the_recipe_allows(
+    world: World,
+) -> None:
+    trainer, node, _ = await world.bound(overrides=["dataflow.max_failed_batches=1"])
+
+    async def fails(step: int, place: str) -> None:
+        bound = (await trainer.acquire(step)).batch
+        await trainer.ack(bound, INTENT)
+        detail = f"step {step} failed 2 times alike: ValueError: no (recipe.py:{place} in __call__)"
+        assert await trainer.quarantine(step, bound.batch_id, reason="step_failed", detail=detail) == 4
+        assert await trainer.quarantine(step, bound.batch_id, reason="step_failed", detail=detail) == 0
+
+    await fails(1, "17")
+    await node.make_ready(2)
+    await trainer.ack((await trainer.acquire(1)).batch, INTENT)
+    await trainer.ack((await trainer.acquire(1)).batch, TRAINED)
+    assert not (await world.why()).stopped_for, "a step was finished between them"
+    await node.make_ready(2)
+    await fails(2, "18")
+    failures = (await world.why()).failures
+    assert [(item.in_a_row, item.count, item.task_id) for item in failures] == [(1, 2, "")]
+    await node.make_ready(2)
+    await fails(2, "17")
+    stopped = (await world.why()).stopped_for
+    assert stopped.startswith(
+        "2 batches of solver in a row failed in training (dataflow.max_failed_batches is 1)"
+    )
+    assert "ValueError: no (recipe.py:17 in __call__)" in stopped
+    assert (await trainer.acquire(2)).waiting_for == "run_finished"
+    events = await world.ask(admin.ListEventsResponse)
+    assert [event.kind for event in events.events].count("batch_quarantined") == 3
+    await world.resume()
+    assert (await world.why()).stopped_for == ""
+    await node.make_ready(2)
+    await fails(2, "19")
+    assert (await world.why()).stopped_for == "", "a run that is continued counts anew"
 
 
 async def test_a_batch_that_was_trained_on_cannot_be_quarantined(world: World) -> None:

@@ -31,11 +31,10 @@ EPISODE = trajectory_pb2.Episode(
 )
 REQUESTS: dict[str, Message] = {
     "known_epoch": request_of(batches.ClaimPolicyRequest, known_epoch=2**64 - 1),
-    "last_step": request_of(batches.ClaimPolicyRequest, last_step=BEYOND),
     "trainer_epoch": request_of(batches.HoldPolicyRequest, trainer_epoch=BEYOND),
-    "version.step": request_of(
+    "version.sequence": request_of(
         version_service_pb2.PublishRequest,
-        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, step=BEYOND),
+        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, sequence=BEYOND),
     ),
     "serving_versions[solver]": request_of(
         tasks.LeaseTasksRequest, max_tasks=1, serving_versions={"solver": BEYOND}

@@ -8,7 +8,7 @@ import pytest
 from astraflow_kit.lifecycle import ExitCode
 from support import trainer_process as trainers
 from support.dataflow_world import World
-from support.trainer_process import GROUPS_PER_STEP, forking, valkey
+from support.trainer_process import forking, valkey
 
 __all__ = ["forking", "valkey"]
 
@@ -27,13 +27,6 @@ async def _end(world: World, folder: Path, loss: str, *, groups: int) -> trainer
         pushing.cancel()
         trainer.kill()
     return trainer
-
-
-async def test_a_loss_that_raises_ends_the_trainer_and_keeps_the_batch(world: World, tmp_path: Path) -> None:
-    trainer = await _end(world, tmp_path, "support.broken_plugins:Loss", groups=GROUPS_PER_STEP)
-    named = "loss plug-in 'support.broken_plugins:Loss' raised IndexError: no such token (broken_plugins.py:"
-    assert named in trainer.log
-    await world.has_account(in_batch=GROUPS_PER_STEP * 2, trained=0)
 
 
 async def test_a_loss_with_wrong_settings_ends_the_trainer_before_it_claims(

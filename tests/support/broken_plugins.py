@@ -110,6 +110,16 @@ class Loss:
         raise IndexError("no such token")
 
 
+class ParticularLoss:
+    """A loss that raises for what an engine found very unlikely, and else does its work."""
+
+    def __call__(self, tokens: TrainedTokens) -> object:
+        """REINFORCE, or the fault."""
+        if float(tokens.behavior_logprob.min()) < -6.5:
+            raise ValueError("too unlikely")
+        return -tokens.advantage * tokens.logprob
+
+
 class Measuring:
     """A filter that keeps every group and cannot learn."""
 

@@ -1,6 +1,7 @@
 """Curators, filters and selectors named in the recipes of `tests/integration/test_data_plugins.py`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from astraflow.plugins import Group, PluginState, ReadyGroup, StepRequest, TaskSpec
 from support.dataflow_world import Counting
@@ -63,6 +64,15 @@ class LastFirst:
             return []
         newest = sorted(candidates, key=lambda group: -group.arrival)
         return [group.group_id for group in newest[: request.num_groups]]
+
+
+class Plain(Counting):
+    """A data set whose ids begin like nobody's."""
+
+    def train(self, index: int) -> TaskSpec | None:
+        """The same tasks, by other names."""
+        spec = super().train(index)
+        return spec and replace(spec, task_id=f"plain-{index}")
 
 
 class FourTasks(Counting):

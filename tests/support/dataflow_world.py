@@ -500,9 +500,11 @@ class Trainer:
         """Give a batch back."""
         return (await self._ask(batches.NackBatchResponse, step=step, reason="test")).returned_groups
 
-    async def quarantine(self, step: int, batch_id: str = "") -> int:
+    async def quarantine(
+        self, step: int, batch_id: str = "", *, reason: str = "digest_mismatch", detail: str = ""
+    ) -> int:
         """Give a batch back that nobody can train on; return the dropped trajectories."""
-        named = {"step": step, "reason": "digest_mismatch", "quarantine": True, "batch_id": batch_id}
+        named = {"step": step, "reason": reason, "detail": detail, "quarantine": True, "batch_id": batch_id}
         return (await self._ask(batches.NackBatchResponse, **named)).quarantined_trajectories
 
     async def publish(

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -210,9 +210,11 @@ async def create_run(
 
 
 @asynccontextmanager
-async def recorded(world: World, *trainers: TrainerProcess, steps: int) -> AsyncIterator[None]:
+async def recorded(
+    world: World, *trainers: TrainerProcess, steps: int, unlikely: Container[int] = ()
+) -> AsyncIterator[None]:
     """Inside, groups for so many steps are pushed; leaving well waits for the last. Afterwards no trainer lives."""
-    recording = asyncio.create_task(push_groups(world, count=steps * GROUPS_PER_STEP))
+    recording = asyncio.create_task(push_groups(world, count=steps * GROUPS_PER_STEP, unlikely=unlikely))
     try:
         yield
         await recording
@@ -234,10 +236,11 @@ def census_of(run: run_pb2.Run) -> store_census.Census:
     return store_census.take(open_store(run.store_uri), run_id=run.run_id, policy_id=POLICY)
 
 
-async def push_groups(world: World, *, count: int, seed: int = 0) -> None:
+async def push_groups(world: World, *, count: int, seed: int = 0, unlikely: Container[int] = ()) -> None:
     """Once the first version is announced, submit `count` tasks and complete them, one after the other.
 
-    The groups, and so the batches, are the same for every run with this seed, however its trainers fare.
+    The groups, and so the batches, are the same for every run with this seed, however its trainers fare. Those at the
+    places `unlikely` have log-probs below any other.
     """
 
     async def has_a_version() -> bool:
@@ -253,17 +256,17 @@ async def push_groups(world: World, *, count: int, seed: int = 0) -> None:
         (lease,) = await node.lease(1, wait_s=20)
         for member in lease.members:
             episode = node.episode(lease, member, reward=float(member))
-            _resample(episode, draw)
+            _resample(episode, draw, mean=-7.0 if index in unlikely else -3.5)
             result = await node.push(episode)
             assert not result.reason, result
 
 
-def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator) -> None:
+def _resample(episode: trajectory_pb2.Episode, draw: np.random.Generator, *, mean: float) -> None:
     """Give a trajectory tokens and log-probs of its own, in the space that its header leaves."""
     (item,) = episode.trajectories
     num_tokens, num_trained = item.header.num_tokens, item.header.num_trainable_tokens
     mask = np.arange(num_tokens) >= num_tokens - num_trained
-    logprobs = np.where(mask, -3.5 + 0.3 * draw.standard_normal(num_tokens), 0.0).astype(np.float32)
+    logprobs = np.where(mask, mean + 0.3 * draw.standard_normal(num_tokens), 0.0).astype(np.float32)
     columns = Columns(
         token_ids=draw.integers(0, VOCAB, num_tokens).astype(np.int32),
         loss_mask=mask,

@@ -17,7 +17,9 @@ const HAPPENED: Record<string, string> = {
   trainer_left: "trainer ended",
   plugins_switched: "plug-ins switched",
   batch_voided: "batch taken back",
+  batch_quarantined: "batch quarantined",
   task_failed: "task failed",
+  task_conflict: "task left out",
   run_state: "run is",
 };
 
@@ -25,7 +27,7 @@ export const happened = (kind: string): string => HAPPENED[kind] ?? words(kind);
 
 /** How serious an event is: what is lost, what changes, what is only told. */
 export const weight = (kind: string): "fault" | "change" | "info" =>
-  ["leases_lost", "engine_restarted", "task_failed", "batch_voided"].includes(kind)
+  ["leases_lost", "engine_restarted", "task_failed", "task_conflict", "batch_voided", "batch_quarantined"].includes(kind)
     ? "fault"
     : ["plugins_switched", "node_drained", "node_left", "trainer_left", "run_state"].includes(kind) ? "change" : "info";
 

@@ -568,8 +568,8 @@ class Loss(Protocol):
     def __call__(self, tokens: TrainedTokens) -> Any:  # noqa: ANN401 - torch is no dependency of this package
         """Return float32[N]: the loss of each token, before aggregation.
 
-        An exception, another shape or a loss without gradient ends the trainer with status 2 and the plug-in's name;
-        values that are not finite skip the step.
+        An exception, another shape or a loss without gradient fails the step, with the plug-in's name; a batch whose
+        step fails twice alike is quarantined. Values that are not finite skip the step.
         """
 
 
@@ -593,4 +593,4 @@ class Advantage(Protocol):
 
     def __call__(self, rows: RewardedRows) -> Sequence[float]:
         """Return one finite number per row. Rows of exactly 0 are left out of the step unless the recipe says
-        otherwise (`drop_zero_advantage`). Anything else ends the trainer with status 2 and the plug-in's name."""
+        otherwise (`drop_zero_advantage`). Anything else fails the step, with the plug-in's name."""

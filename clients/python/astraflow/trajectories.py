@@ -38,6 +38,7 @@ __all__ = [
     "batch_digest",
     "check_body",
     "check_columns",
+    "check_metrics",
     "check_reward",
     "check_row",
     "check_spans",
@@ -80,6 +81,7 @@ REASONS: Mapping[str, str] = {
     "no_trainable_tokens": "no token is in the loss mask",
     "out_of_bounds": "another field of the body is outside its bounds",
     "positive_logprob": "a log-prob is above 0",
+    "reward_range": "a reward or a metric is beyond ±`dataflow.max_abs_reward`",
     "spans_not_covering": "a trainable token has no version",
     "token_out_of_range": "a token id is not in [0, 2^31)",
     "token_unknown": "a token id is outside the vocabulary of the policy's model",
@@ -166,7 +168,9 @@ class Trained:
     max_version: int
 
 
-def check_body(body: bytes, described: Described) -> tuple[trajectory_pb2.Trajectory, int]:
+def check_body(
+    body: bytes, described: Described, *, max_abs_reward: float = math.inf
+) -> tuple[trajectory_pb2.Trajectory, int]:
     """Return a serialized Trajectory that is as it is described, and the digest of its response: CRC-32 of its
     trainable token ids, 1 where that is 0. O(T) through views. Raises BadTrajectory.
     """
@@ -200,7 +204,7 @@ def check_body(body: bytes, described: Described) -> tuple[trajectory_pb2.Trajec
             f"{name}: trainable spans hold versions {trained.min_version}–{trained.max_version}, the header says "
             f"{described.min_version}–{described.max_version}",
         )
-    check_turns(name, trajectory.turn_spans, num_tokens=num_tokens)
+    check_turns(name, trajectory.turn_spans, num_tokens=num_tokens, max_abs_reward=max_abs_reward)
     return trajectory, zlib.crc32(token_ids[loss_mask].data) or 1
 
 
@@ -247,13 +251,30 @@ def check_columns(
     return _check_versions(name, version_spans, loss_mask, trainable=trainable)
 
 
-def check_reward(name: str, reward: float) -> None:
-    """Raise BadTrajectory unless the reward is a finite number."""
+def check_reward(name: str, reward: float, *, max_abs_reward: float = math.inf) -> None:
+    """Raise BadTrajectory unless the reward is a finite number within the recipe's `dataflow.max_abs_reward`."""
     if not math.isfinite(reward):
         raise BadTrajectory(
             "nan_reward",
             f"{name}: reward {reward} is not finite; let the reward plug-in fail the episode instead",
         )
+    if abs(reward) > max_abs_reward:
+        raise _beyond(name, f"reward {reward:g}", max_abs_reward)
+
+
+def check_metrics(name: str, metrics: Mapping[str, float], *, max_abs_reward: float) -> None:
+    """Raise BadTrajectory for a metric beyond the recipe's `dataflow.max_abs_reward`; all are finite."""
+    for metric, value in metrics.items():
+        if abs(value) > max_abs_reward:
+            raise _beyond(name, f"metric {metric!r} is {value:g}", max_abs_reward)
+
+
+def _beyond(name: str, what: str, most: float) -> BadTrajectory:
+    return BadTrajectory(
+        "reward_range",
+        f"{name}: {what}, dataflow.max_abs_reward allows -{most:g} to {most:g}, for sums of what is far larger are "
+        "worth nothing; scale it down, or raise that setting in the recipe",
+    )
 
 
 def check_trainable(name: str, *, first_token_trained: bool, temperature: float) -> None:
@@ -296,12 +317,14 @@ def check_spans(name: str, spans: Iterable[Span], *, num_tokens: int, what: str)
         end = span.end
 
 
-def check_turns(name: str, turns: Iterable[Turn], *, num_tokens: int) -> None:
-    """Raise BadTrajectory unless turns are ascending and disjoint, and their rewards finite."""
+def check_turns(
+    name: str, turns: Iterable[Turn], *, num_tokens: int, max_abs_reward: float = math.inf
+) -> None:
+    """Raise BadTrajectory unless turns are ascending and disjoint, and their rewards as `check_reward` wants them."""
     listed = list(turns)
     check_spans(name, listed, num_tokens=num_tokens, what="turn")
     for turn in listed:
-        check_reward(f"{name}, turn [{turn.start}, {turn.end})", turn.reward)
+        check_reward(f"{name}, turn [{turn.start}, {turn.end})", turn.reward, max_abs_reward=max_abs_reward)
 
 
 def _bad_span(name: str, span: Span, *, num_tokens: int, what: str) -> BadTrajectory:

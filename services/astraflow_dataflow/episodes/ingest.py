@@ -311,6 +311,7 @@ def _expectation(context: RunContext, task_id: str) -> Expectation:
         newest_versions=context.newest_versions,
         roles=context.trained_roles,
         row_limits=context.recipe.row_limits,
+        max_abs_reward=context.recipe.dataflow.max_abs_reward,
         demand=evaluation.demand_of(task_id, context.trained_policies),
         blob_prefix=context.blob_prefix,
     )

@@ -1,4 +1,4 @@
-"""Failures of tasks that are alike, and when a run is stopped because every task fails in the same way.
+"""Failures that are alike, and when a run is stopped because every task fails in the same way, or steps do.
 
 Pure. Alike are failures with the same reason, exception and place; without a place, with the same text but for its
 numbers. Used by leasing, which counts them, by the run loop, which stops the run, and by reporting.
@@ -32,11 +32,15 @@ class TaskFailures:
     last_ms: int
 
 
-def kind_of(reason: str, detail: str, *, task_id: str) -> str:
+def kind_of(reason: str, detail: str, *, task_id: str = "") -> str:
     """Return what a failure has in common with those that are alike: one line of at most 200 characters."""
     text = _MORE.sub("", _MEMBER.sub("", detail))
     raised = _RAISED.match(text)
-    text = " ".join(raised.groups()) if raised else _NUMBER.sub("#", text.replace(task_id, "*"))
+    text = (
+        " ".join(raised.groups())
+        if raised
+        else _NUMBER.sub("#", text.replace(task_id, "*") if task_id else text)
+    )
     return " ".join(f"{reason} {text}".split())[:_MAX_KIND]
 
 
@@ -50,3 +54,15 @@ def why_stopped(failures: Sequence[TaskFailures], *, most_in_a_row: int) -> str:
                 f"(first: task {failure.task_id} on {failure.node_id}); correct it and start a new run"
             )
     return ""
+
+
+def why_stopped_by_steps(policy_id: str, failed: int, detail: str, *, max_failed: int) -> str:
+    """Return why the run must stop once so many batches of a policy in a row are quarantined because their steps fail;
+    empty while it may go on.
+    """
+    if failed <= max_failed:
+        return ""
+    return (
+        f"{failed} batches of {policy_id} in a row failed in training (dataflow.max_failed_batches is {max_failed}) "
+        f"and are quarantined; the last one: {detail}; correct it and continue the run, or start a new one"
+    )

@@ -4,7 +4,7 @@ Pure; called by curation and by the task service.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 from pydantic_core import from_json
@@ -15,8 +15,10 @@ from astraflow.chat import message_from_proto
 from astraflow.errors import InvalidArgumentError
 from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.rules.evaluation import is_evaluation_task
+from astraflow_dataflow.rules.evaluation import TASK_PREFIX, is_evaluation_task
 
+RESERVED_PREFIXES = ("train-", "heldout-", TASK_PREFIX)
+"""Ids of the data set and of evaluations begin like this; nobody else may submit such a task."""
 _SHOWN = 128
 MAX_PROMPT_BYTES = bounds_of(task_pb2.Message, "content").max_bytes
 
@@ -32,6 +34,17 @@ def task_problem(task: task_pb2.Task, *, allow_evaluation: bool = False) -> str 
     ):
         return f"task {task.task_id}: evaluation tasks are planned by the server from the recipe; submit training tasks"
     return _content_problem(task)
+
+
+def reserved_problem(task_id: str, sources: Iterable[str]) -> str | None:
+    """Return why nobody may submit a task of this id, or None; `sources` are the run's, whose names begin their ids."""
+    reserved = (*RESERVED_PREFIXES, *(f"{name}:" for name in sources))
+    if not task_id.startswith(reserved):
+        return None
+    return (
+        f"task {task_id[:_SHOWN]}: ids that begin with {', '.join(reserved)} are reserved for the run's data set and "
+        "evaluations; submit it under another, such as `mine-17`"
+    )
 
 
 def task_spec(stored: bytes) -> TaskSpec:

@@ -13,10 +13,13 @@ import numpy as np
 from astraflow._contract.bounds import judge
 from astraflow.blobs import blob_problem
 from astraflow.recipe import RowLimits
+from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import (
     BadTrajectory,
     check_body,
+    check_metrics,
+    check_reward,
     check_row,
     check_spans,
     check_trainable,
@@ -41,6 +44,8 @@ class Expectation:
     """What the trainer of each policy can train on."""
     demand: Mapping[str, int] = field(default_factory=dict)
     """The version of each policy that an evaluation demands; empty for training."""
+    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD
+    """Largest reward or metric."""
     blob_prefix: str = ""
     """Where the run's blobs lie; nothing else may be referred to."""
 
@@ -64,6 +69,7 @@ def unknown_version(episode: trajectory_pb2.Episode, *, newest_versions: Mapping
 def check_episode(episode: trajectory_pb2.Episode, expectation: Expectation) -> None:
     """Raise BadTrajectory for the first problem of an episode; its headers get the digests of their responses."""
     _check_frame(episode)
+    check_metrics("the episode", episode.metrics, max_abs_reward=expectation.max_abs_reward)
     for item in episode.trajectories:
         _check_item(item, expectation=expectation)
 
@@ -86,7 +92,8 @@ def _check_item(item: trajectory_pb2.TrajectoryItem, *, expectation: Expectation
     header, body = item.header, item.body
     _check_header(header, expectation=expectation)
     # The digest is the only use of the body that filters have; what the client wrote there is replaced.
-    trajectory, header.response_digest = check_body(body, header)
+    most = expectation.max_abs_reward
+    trajectory, header.response_digest = check_body(body, header, max_abs_reward=most)
     if problem := judge(trajectory, otherwise="out_of_bounds"):
         raise BadTrajectory(problem[0], f"{header.trajectory_id}: {problem[1]}")
     if not expectation.demand:
@@ -119,6 +126,8 @@ def _check_header(header: trajectory_pb2.TrajectoryHeader, *, expectation: Expec
             "future_version",
             f"{name}: version {header.max_version} of {header.policy_id}, the newest announced is {newest}",
         )
+    check_reward(name, header.reward, max_abs_reward=expectation.max_abs_reward)
+    check_metrics(name, header.metrics, max_abs_reward=expectation.max_abs_reward)
     _check_demand(header, demand=expectation.demand)
 
 

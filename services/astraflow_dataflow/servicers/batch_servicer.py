@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1 import batch_service_pb2_grpc
 from astraflow_dataflow.batches.binding import Batching
+from astraflow_dataflow.records import Life
+from astraflow_dataflow.rules.failures import why_stopped_by_steps
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.durability import Durability
@@ -115,7 +117,9 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def NackBatch(self, request: pb.NackBatchRequest, context: Context) -> pb.NackBatchResponse:
         run = await self._run(request.run_id, request.policy_id)
-        reply = await self.store.batches.nack(run.run_id, request)
+        reply, failed = await self.store.batches.nack(run.run_id, request)
+        if request.quarantine:
+            await self._stop_failing(run, request, failed=failed)
         await self.durability.barrier(run.run_id)
         said = {"policy_id": request.policy_id, "step": request.step, "reason": request.reason}
         if request.quarantine:
@@ -124,6 +128,14 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         else:
             log.info("batch.given_back", groups=reply.returned_groups, **said)
         return reply
+
+    async def _stop_failing(self, run: RunContext, request: pb.NackBatchRequest, *, failed: int) -> None:
+        """End the run when too many steps fail, whatever is trained on."""
+        most = run.recipe.resolved_policies[request.policy_id].batches.max_failed_batches
+        reason = why_stopped_by_steps(request.policy_id, failed, request.detail, max_failed=most)
+        if reason:
+            log.error("run.stopped", run_id=run.run_id, reason=reason)
+            await self.store.runs.advance(run.run_id, Life.FINISHING, stopped_for=reason)
 
     async def VoidBatch(self, request: pb.VoidBatchRequest, context: Context) -> pb.VoidBatchResponse:
         run = await self._run(request.run_id, request.policy_id)

@@ -23,6 +23,7 @@ from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_kit import failpoints
+from astraflow_kit.clock import require_incarnation
 from astraflow_kit.identity.gate import caller
 from astraflow_kit.identity.sealing import Session, issue
 from astraflow_kit.identity.speakers import speaker, wrong_session
@@ -126,6 +127,7 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return pb.DeleteRunResponse(trajectories=last_count(counters), deleted_keys=deleted)
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
+        require_incarnation(request.incarnation)
         run = await self.registry.get(request.run_id)
         session = await self.store.nodes.join(run.run_id, request, shown=_shown(request, run.run_id))
         joined = pb.JoinRunResponse(

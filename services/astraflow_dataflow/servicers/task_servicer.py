@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1 import task_service_pb2 as pb
 from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import DeadlineError, InvalidArgumentError
+from astraflow.recipe import Recipe
 from astraflow.rollout.v1 import task_pb2
-from astraflow_dataflow.rules.tasks import task_problem
+from astraflow_dataflow.rules.tasks import reserved_problem, task_problem
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -39,7 +40,7 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         run = await self.registry.get(request.run_id)
         # Beside the event loop, which a thousand tasks with all the data they may have would hold up.
-        tasks = await asyncio.to_thread(new_tasks, request, default_group_size=run.recipe.dataflow.group_size)
+        tasks = await asyncio.to_thread(new_tasks, request, run.recipe)
         submitted = await self.store.tasks.submit(run.run_id, tasks)
         await self.durability.barrier(run.run_id)
         return pb.SubmitTasksResponse(submitted=submitted, duplicates=len(tasks) - submitted)
@@ -112,11 +113,11 @@ class TaskServicer(task_service_pb2_grpc.TaskServiceServicer):
         return pb.FailTaskResponse(requeued=requeued)
 
 
-def new_tasks(request: pb.SubmitTasksRequest, *, default_group_size: int) -> Sequence[task_pb2.Task]:
+def new_tasks(request: pb.SubmitTasksRequest, recipe: Recipe) -> Sequence[task_pb2.Task]:
     """Return submitted tasks with their group size. Raises InvalidArgumentError for the first that breaks a bound."""
     for task in request.tasks:
-        problem = task_problem(task)
+        problem = task_problem(task) or reserved_problem(task.task_id, recipe.run.sources)
         if problem:
             raise InvalidArgumentError(problem)
-        task.group_size = task.group_size or default_group_size
+        task.group_size = task.group_size or recipe.dataflow.group_size
     return request.tasks

@@ -128,7 +128,7 @@ def _failures(kind: str, fields: Mapping[str, bytes]) -> TaskFailures:
     first_ms, node_id, task_id, reason, detail = as_text(fields[f"first {kind}"]).split("\n", 4)
     rows = [
         as_int(fields.get(f"row {purpose} {kind}"))
-        for purpose in ("training", "evaluation")
+        for purpose in {name.split(" ")[1] for name in fields if name.startswith("after ")}
         if as_int(fields.get(f"after {purpose} {kind}")) == as_int(fields.get(f"completed {purpose}"))
     ]
     return TaskFailures(

@@ -4,7 +4,6 @@ Every call carries the trainer epoch and the function refuses an older one, so a
 nothing. Called by the batch and version services and by the run loop.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -14,6 +13,7 @@ from astraflow.dataflow.v1 import batch_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as pb
 from astraflow.dataflow.v1.version_pb2 import Pin, Version
 from astraflow_dataflow.records import Candidates, Life, Pending, Selection, timestamp
+from astraflow_dataflow.rules.failures import kind_of
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import (
@@ -27,6 +27,8 @@ from astraflow_dataflow.store.replies import (
     flag,
 )
 from astraflow_dataflow.store.writing import Argument
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 STALE_GROUPS_PER_CALL = 64
 OFFERED_GROUPS = 1024
@@ -164,17 +166,18 @@ class BatchStore:
         ]
         return _stage(await self._connection.call(Keys(run_id), "ack", *arguments, *pairs))
 
-    async def nack(self, run_id: str, request: pb.NackBatchRequest) -> pb.NackBatchResponse:
-        """Return the step's groups to the ready set, or quarantine them.
+    async def nack(self, run_id: str, request: pb.NackBatchRequest) -> tuple[pb.NackBatchResponse, int]:
+        """Return the step's groups to the ready set, or quarantine them; and say how many batches in a row failed in
+        training.
 
         Raises FencedError, PreconditionError once it was trained on.
         """
         why = (request.reason or "unnamed") if request.quarantine else ""
-        arguments = (*_step_of(request), request.batch_id, why)
-        returned, dropped = as_list(await self._connection.call(Keys(run_id), "nack", *arguments))
-        return pb.NackBatchResponse(
-            returned_groups=as_int(returned), quarantined_trajectories=as_int(dropped)
-        )
+        kind = kind_of(why, request.detail)
+        arguments = (*_step_of(request), request.batch_id, why, request.detail, kind)
+        reply = await self._connection.call(Keys(run_id), "nack", *arguments)
+        returned, dropped, failed = map(as_int, as_list(reply))
+        return pb.NackBatchResponse(returned_groups=returned, quarantined_trajectories=dropped), failed
 
     async def void(
         self, run_id: str, policy_id: str, *, step: int, batch_id: str, discard: bool, reason: str
@@ -317,10 +320,9 @@ def _step_of(
 
 
 def _figures(metrics: Mapping[str, float]) -> tuple[str, bytes]:
-    """Names, a line each, and values of the finite ones, as `ack` keeps them."""
-    kept = sorted((name, value) for name, value in metrics.items() if math.isfinite(value))
-    with np.errstate(over="ignore"):
-        values = np.array([value for _, value in kept], dtype="<f4")
+    """Names, a line each, and values of those that a binary32 holds, as `ack` keeps them."""
+    kept = sorted((name, value) for name, value in metrics.items() if abs(value) <= _MAX_FLOAT32)
+    values = np.array([value for _, value in kept], dtype="<f4")
     return "\n".join(name for name, _ in kept), values.tobytes()
 
 

@@ -1,14 +1,18 @@
 """Task lanes and leases in Redis. Called by leasing, curation and the run loop."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 from astraflow.dataflow.v1.task_service_pb2 import LeaseFailure
+from astraflow.errors import ConflictError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import NO_HEDGES, Hedging, Offer, Pace, Supply
 from astraflow_dataflow.store.homes.redis import Redis
 from astraflow_dataflow.store.keys import Keys
 from astraflow_dataflow.store.replies import Reply, as_bytes, as_int, as_list, as_ms, as_text, as_texts, flag
 from astraflow_dataflow.store.writing import Argument
+
+_DIGEST_BYTES = 8
 
 
 class TaskStore:
@@ -18,8 +22,14 @@ class TaskStore:
         self._connection = connection
 
     async def submit(self, run_id: str, tasks: Sequence[task_pb2.Task]) -> int:
-        """Add tasks to the training lane. Returns how many were new. Raises PreconditionError when the run finishes."""
-        return as_int(await self._connection.call(Keys(run_id), "submit", *flat(tasks)))
+        """Add tasks to the training lane. Returns how many were new.
+
+        Raises PreconditionError when the run finishes, ConflictError, and adds none, when others have their ids.
+        """
+        added, *differing = as_list(await self._connection.call(Keys(run_id), "submit", *flat(tasks)))
+        if differing:
+            raise _conflict(tasks, task_id=as_text(differing[0]), spec=as_bytes(differing[1]))
+        return as_int(added)
 
     async def feed(
         self,
@@ -29,14 +39,15 @@ class TaskStore:
         next_cursor: int,
         exhausted: bool,
         tasks: Sequence[task_pb2.Task],
-    ) -> int:
-        """Add the data set's next tasks and move its cursor. Returns how many the run did not have; -1 when another
-        server was first.
+    ) -> tuple[int, list[str]]:
+        """Add the data set's next tasks and move its cursor. Returns how many the run did not have, -1 when another
+        server was first, and those that are left out because other tasks have their ids.
         """
         reply = await self._connection.call(
             Keys(run_id), "feed", expected_cursor, next_cursor, flag(exhausted), *flat(tasks)
         )
-        return as_int(reply)
+        added, *left_out = as_list(reply)
+        return as_int(added), [as_text(task_id) for task_id in left_out]
 
     async def supply(self, run_id: str) -> Supply:
         """Return the curator's figures."""
@@ -125,12 +136,29 @@ class TaskStore:
 
 
 def flat(tasks: Sequence[task_pb2.Task]) -> list[Argument]:
-    """Return id, group size, specification and priority of each task, as the functions that add tasks take them."""
-    return [
-        part
-        for task in tasks
-        for part in (task.task_id, task.group_size, task.SerializeToString(), task.priority)
-    ]
+    """Return what the functions that add tasks take of each."""
+    parts = list[Argument]()
+    for task in tasks:
+        spec = task.SerializeToString()
+        parts += (task.task_id, task.group_size, spec, task.priority, sha256(spec).digest()[:_DIGEST_BYTES])
+    return parts
+
+
+def _conflict(tasks: Sequence[task_pb2.Task], *, task_id: str, spec: bytes) -> ConflictError:
+    """`spec` is of the task that has the id, empty once it is done; the last one submitted that differs is refused."""
+    there = task_pb2.Task.FromString(spec)
+    given = next(task for task in reversed(tasks) if task.task_id == task_id and (task != there or not spec))
+    names = [field.name for field in there.DESCRIPTOR.fields]
+    differing = ", ".join(name for name in names if getattr(there, name) != getattr(given, name))
+    what = (
+        f"it differs in {differing}"
+        if spec
+        else "that one is done, and only a digest is left to compare with"
+    )
+    return ConflictError(
+        f"task {task_id} exists with other content: {what}; submit other content under an id of its own",
+        metadata={"task_id": task_id, "field": differing if spec else ""},
+    )
 
 
 def _lease(reply: Reply) -> task_pb2.Lease:

@@ -64,13 +64,18 @@ class Curation:
                 new_task(spec, purpose=task_pb2.PURPOSE_TRAINING, group_size=flow.group_size)
                 for spec in specs
             ]
-            added = await self.store.tasks.feed(
+            added, left_out = await self.store.tasks.feed(
                 context.run_id,
                 expected_cursor=supply.cursor,
                 next_cursor=supply.cursor + len(drawn),
                 exhausted=ended,
                 tasks=tasks,
             )
+            if left_out:
+                raise PluginError(
+                    f"the data set's {_name_of(train)} gave task id {left_out[0]!r}, which another task of the run "
+                    f"has: {len(left_out)} tasks are left out; give each an id of its own"
+                )
             if tasks and not added:
                 raise PluginError(
                     f"the data set's {_name_of(train)} gave task id {tasks[0].task_id!r} again; every index needs an "

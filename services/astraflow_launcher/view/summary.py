@@ -239,9 +239,8 @@ def _troubles(summary: Summary) -> list[tuple[str, str]]:
     rows = [("stopped", summary.stopped_for)] if summary.stopped_for else []
     rows += [("learned", summary.learned_nothing)] if summary.learned_nothing else []
     for item in summary.failures[:_MAX_FAILURES]:
-        rows.append(
-            ("failed", f"{item['count']} times, first {item['task_id']}: {item['reason']}: {item['detail']}")
-        )
+        first = f", first {item['task_id']}" if item["task_id"] else ""
+        rows.append(("failed", f"{item['count']} times{first}: {item['reason']}: {item['detail']}"))
     for fault in summary.tracker_faults:
         rows.append((fault["tracker"], f"lacks {fault['steps_missed']} steps: {fault['error']}"))
     if summary.dead_letters:

@@ -5,7 +5,6 @@ holds trajectories of trained roles only, and for an evaluation one exact versio
 called by `session`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,7 +84,8 @@ def build_episode(
                 trajectory, role=role, lease=lease, trajectory_id=name, limits=limits, routing=routing
             )
             message.trajectories.append(item)
-    message.metrics.update(_metrics(episode, played))
+    most = min(limits.max_abs_reward for limits in row_limits.values())
+    message.metrics.update(_metrics(episode, played, most=most))
     if message.ByteSize() > MAX_EPISODE_BYTES:
         raise BadTrajectory(
             "too_large",
@@ -124,7 +124,8 @@ def _item(
 ) -> trajectory_pb2.TrajectoryItem:
     where = f"trajectory of role {role.name!r}"
     sampling = lease.sampling[role.policy_id]
-    check_reward(where, trajectory.reward)
+    most = limits.max_abs_reward
+    check_reward(where, trajectory.reward, max_abs_reward=most)
     columns, trained = _columns(trajectory, where=where)
     _check_required(trained, lease.required_versions.get(trajectory.policy), where=where)
     if not is_evaluation(lease):
@@ -137,7 +138,7 @@ def _item(
     body.sampling.CopyFrom(sampling)
     if routing is not None:
         body.expert_routing.CopyFrom(routing)
-    check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids))
+    check_turns(where, trajectory.turn_spans, num_tokens=len(columns.token_ids), max_abs_reward=most)
     for span in trajectory.turn_spans:
         body.turn_spans.add(start=span.start, end=span.end, role=span.role, reward=span.reward)
     header = trajectory_pb2.TrajectoryHeader(
@@ -150,7 +151,7 @@ def _item(
         max_version=trained.max_version,
         reward=trajectory.reward,
         finish_reason=trajectory.finish_reason,
-        metrics=_finite(trajectory.metrics),
+        metrics=_bounded(trajectory.metrics, most=most),
     )
     return trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
 
@@ -180,16 +181,16 @@ def _check_required(trained: Trained, required: int | None, *, where: str) -> No
 
 
 def _metrics(
-    episode: plugins.Episode, played: Sequence[tuple[ResolvedRole, plugins.Trajectory]]
+    episode: plugins.Episode, played: Sequence[tuple[ResolvedRole, plugins.Trajectory]], *, most: float
 ) -> Mapping[str, float]:
     """The episode's metrics, and each trajectory's under `<role>.<name>`; a metric is for people, so a bad
     one is left out."""
     named = dict(episode.metrics)
     for role, trajectory in played:
         named.update({f"{role.name}.{name}": value for name, value in trajectory.metrics.items()})
-    return _finite(named)
+    return _bounded(named, most=most)
 
 
-def _finite(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    finite = {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
-    return dict(list(finite.items())[:MAX_METRICS])
+def _bounded(metrics: Mapping[str, float], *, most: float) -> Mapping[str, float]:
+    bounded = {str(name): float(value) for name, value in metrics.items() if abs(value) <= most}
+    return dict(list(bounded.items())[:MAX_METRICS])

@@ -121,6 +121,10 @@ class RankBatches:
                 self._send(_Decision(_Kind.STEP, batch=answer.SerializeToString()))
                 return batch
 
+    def trying(self, batch: StepBatch) -> AbstractContextManager[None]:
+        """Note how the block, the step of a batch, ends, on each rank."""
+        return nullcontext() if self._source.failed is None else self._source.failed.trying(batch.bound)
+
     def record_intent(self, batch: StepBatch) -> None:
         """The first rank records the intent; no rank trains before, because training is a collective."""
         if self._is_first:

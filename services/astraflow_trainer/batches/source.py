@@ -34,6 +34,7 @@ from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import drop_cut_line, older
 from astraflow_kit.unit_of_work import step_correlation, unit_of_work
+from astraflow_trainer.batches.failed_steps import FailedSteps
 from astraflow_trainer.batches.routing import ReadBlob
 from astraflow_trainer.batches.rows import Group, TrainingRow, accepted_row
 from astraflow_trainer.batches.stale import corrected
@@ -191,8 +192,10 @@ class BatchSource:
         ledger: Ledger,
         settings: BatchSettings | None = None,
         read_blob: ReadBlob | None = None,
+        failed: FailedSteps | None = None,
     ) -> None:
         """`read_blob` reads what trajectories refer to, recorded experts; None leaves them out."""
+        self.failed = failed
         self._client = client
         self._read_blob = read_blob
         self._settings = settings or BatchSettings()
@@ -269,7 +272,8 @@ class BatchSource:
 
         `waiting` is called with the server's reason after each empty poll. A batch that is not what it says is
         quarantined, and another one waited for. Raises FencedError when a newer epoch exists, InternalError when
-        several batches are of no use in turn, or one that was trained on is not what it says any more.
+        several batches are of no use in turn, or one that was trained on is not what it says any more,
+        InvalidArgumentError when the step of one that was trained on fails now.
         """
         request = batch_service_pb2.AcquireBatchRequest(
             **self._held,
@@ -287,6 +291,8 @@ class BatchSource:
                 continue
             batch = StepBatch.of(response)
             problem = bad_batch(batch.bound, policy_id=self._policy_id, step=step)
+            if problem is None and self.failed is not None:
+                problem = self.failed.problem(batch.bound, was_trained=batch.finished_before)
             if problem is None:
                 return batch
             self._quarantine(batch, problem, step=step)

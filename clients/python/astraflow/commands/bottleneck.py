@@ -86,10 +86,11 @@ def find_failure(failures: Sequence[pb.TaskFailures], *, stopped_for: str = "") 
         return Verdict(
             bound=Bound.FAILING, share=1.0, looks=1, because=f"the server stopped the run: {stopped_for}"
         )
-    worst = next((item for item in failures if item.in_a_row >= _TELLING_ROW), None)
+    worst = next((item for item in failures if item.in_a_row >= (_TELLING_ROW if item.task_id else 1)), None)
     if worst is None:
         return None
-    because = f"{worst.in_a_row} leases in a row failed alike: {worst.reason}: {worst.detail}"
+    what = "leases" if worst.task_id else "batches"
+    because = f"{worst.in_a_row} {what} in a row failed alike: {worst.reason}: {worst.detail}"
     return Verdict(bound=Bound.FAILING, share=1.0, looks=1, because=because)
 
 

@@ -357,5 +357,5 @@ def failure_parts(failures: Sequence[pb.TaskFailures], *, dead_letters: int) -> 
 def failure_text(item: pb.TaskFailures) -> str:
     """Return one line: what the first one said, where, and how many are like it."""
     row = f", {count_text(item.in_a_row)} in a row" if item.in_a_row else ""
-    first = f"first: task {item.task_id} on {item.node_id}"
-    return f"{item.reason}: {item.detail} · {count_text(item.count)} times{row}; {first}"
+    first = f"; first: task {item.task_id} on {item.node_id}" if item.task_id else ""
+    return f"{item.reason}: {item.detail} · {count_text(item.count)} times{row}{first}"

@@ -8,7 +8,7 @@ keeps follows from its id alone, so its groups are kept whole.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from astraflow.recipe.section import Section
 
 MAX_EVALUATION_SAMPLES = 1_000_000
 """Of one evaluation: tasks · samples of each."""
+DEFAULT_MAX_ABS_REWARD, _MOST_ABS_REWARD = 1e6, 1e9
+"""Squares of the latter, a million summed, are far from the end of a float32."""
 
 Kept = Literal[
     "all",
@@ -37,6 +39,17 @@ Kept = Literal[
     "fenced",
     "late_closed",
 ]
+
+
+class RowLimits(NamedTuple):
+    """What a trainer can train on."""
+
+    max_tokens: int
+    """Of one row: `trainer.tokens_per_microbatch`, for a row is never cut."""
+    vocab_size: int | None
+    """Token ids from 0 to this, exclusive; None where only who has the model knows."""
+    max_abs_reward: float = DEFAULT_MAX_ABS_REWARD
+    """Largest reward or metric."""
 
 
 class HedgeSettings(Section):
@@ -161,6 +174,10 @@ class BatchSettings(Section):
     """Replay; unset: every group is trained on once."""
     batch_needs: BatchNeedsSettings | None = None
     """What a batch waits for; unset: for `groups_per_step` groups, whatever they are."""
+    max_failed_batches: int = Field(default=2, ge=0, le=1_000_000)
+    """Batches in a row whose steps may fail twice alike, for which they are quarantined, before the run is stopped as
+    failed. 0 stops it with the first.
+    """
 
     @property
     def fresh_groups(self) -> int:
@@ -212,6 +229,10 @@ class DataflowSettings(BatchSettings):
     """Quota: leases of the run at a time, of evaluations too, whatever nodes ask for. Unset: any number."""
     hedge: HedgeSettings | None = None
     """Second copies of training tasks that take long, for nodes that find nothing else to do; unset: none."""
+    max_abs_reward: float = Field(default=DEFAULT_MAX_ABS_REWARD, gt=0, le=_MOST_ABS_REWARD)
+    """Largest absolute value of a reward, of a turn or a trajectory, and of a metric; an episode with a larger one is
+    refused as poison (`reward_range`).
+    """
     min_members: int | None = Field(default=None, ge=1)
     """Smallest k with which a group whose members failed for good is closed and used; unset drops such
     groups."""

@@ -17,7 +17,7 @@ from pydantic import Field, field_serializer, model_validator
 
 from astraflow.recipe.advantage import AnyAdvantage
 from astraflow.recipe.algorithm import AlgorithmSettings
-from astraflow.recipe.dataflow import AutoscalingSettings, BatchSettings, DataflowSettings
+from astraflow.recipe.dataflow import AutoscalingSettings, BatchSettings, DataflowSettings, RowLimits
 from astraflow.recipe.groups import require_routes
 from astraflow.recipe.model import (
     LoraSettings,
@@ -289,15 +289,6 @@ class Grading(NamedTuple):
     reward: PluginSettings | None
 
 
-class RowLimits(NamedTuple):
-    """What a trainer can train on."""
-
-    max_tokens: int
-    """Of one row: `trainer.tokens_per_microbatch`, for a row is never cut."""
-    vocab_size: int | None
-    """Token ids from 0 to this, exclusive; None where only who has the model knows."""
-
-
 @dataclass(frozen=True)
 class ResolvedPolicy:
     """All settings of one policy; `Recipe.policy` makes it, and nothing else reads them."""
@@ -416,8 +407,9 @@ class Recipe(Section):
     @cached_property
     def row_limits(self) -> Mapping[str, RowLimits]:
         """What the trainer of each policy can train on, as far as the recipe says."""
+        most = self.dataflow.max_abs_reward
         return {
-            policy_id: RowLimits(policy.trainer.tokens_per_microbatch, policy.vocab_size)
+            policy_id: RowLimits(policy.trainer.tokens_per_microbatch, policy.vocab_size, most)
             for policy_id, policy in self.resolved_policies.items()
         }
 

@@ -79,7 +79,12 @@ def quarantine(
             "see that they are of one release, then start the trainer again"
         )
     request = batch_service_pb2.NackBatchRequest(
-        **held, step=step, reason=problem.slug, quarantine=True, batch_id=batch.batch_id
+        **held,
+        step=step,
+        reason=problem.slug,
+        quarantine=True,
+        batch_id=batch.batch_id,
+        detail=problem.detail,
     )
     client.call(client.batches.NackBatch, request)
 

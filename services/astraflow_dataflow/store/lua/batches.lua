@@ -1,6 +1,7 @@
 -- Batches: bound to (policy, step) until acked or given back. Every call carries the trainer epoch.
 
-local LOST_CLAIMS = 64
+-- Claims that a Redis may have lost with its last moments; those that one may lack which was emptied, or restored from a backup.
+local LOST_CLAIMS, LACKING_CLAIMS = 64, 1048576
 
 -- A trainer holds its policy from its claim on, until it releases it or has not called for a lease time.
 local function note_heard(P, policy)
@@ -143,12 +144,18 @@ function F.claim(keys, a)
   local current, held = tonumber(f[1]), tonumber(a.held_epoch)
   -- A claim of the same trainer that is newer than what it holds is one whose answer it did not get.
   if held > 0 and current > held and f[2] ~= a.trainer then return fenced(P, a.policy, held) end
+  -- What was given out, here or by the store to who took over without a server, and what this Redis may lack of it: nobody raises it beyond.
+  local seen, most = math.max(tonumber(a.known_epoch), held), current + (f[3] == a.incarnation and LOST_CLAIMS or LACKING_CLAIMS)
+  if seen > most then
+    return refuse('INVALID', 'epoch ' .. precise(seen) .. ' of ' .. a.policy .. ' was never given out: the newest is ' .. current ..
+      ', and at most ' .. most - current .. ' more may be missing here; give the newest epoch of the manifests in the store')
+  end
   local only_if_unheld = a.only_if_unheld == '1'
   local refusal = only_if_unheld and held_by_another(P, a.policy, a.trainer, tonumber(a.lease_ms))
   if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
   local skipped = f[3] and f[3] ~= a.incarnation and LOST_CLAIMS or 0
-  local epoch = math.max(current + skipped, tonumber(a.known_epoch), held) + 1
+  local epoch = math.max(current + skipped, seen) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
   if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
   if only_if_unheld then
@@ -191,6 +198,9 @@ function F.release_policy(keys, a)
   emit(keys[1], 'due')
   return 1
 end
+
+-- A block of its own: Lua has room for 200 local names outside.
+do
 
 -- Drops groups that would be too old for a step starting from `base`; at most `limit`. Returns true when there may be more.
 local function drop_stale(P, policy, base, limit)
@@ -416,6 +426,8 @@ function F.acquire(keys, a)
   return bind_ready(P, a, base, '-inf', wanted)
 end
 
+end
+
 -- batch: policy, epoch, step. Read only. Returns { id, base, manifest or '' }, then when there is no manifest yet the items of its groups, and
 -- { use, items } of those that it replays.
 SIGNATURE.batch = { 'policy', 'epoch', 'step' }
@@ -458,7 +470,8 @@ local function end_step(P, policy, step, id, stage, n, priorities)
   end
   count(P, 'in_batch', -n)
   count(P, trained and 'trained' or 'dropped:skipped', n)
-  call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms())
+  call('HSET', K.policy(P, policy), 'finished', step, 'finish_ms', now_ms(), 'failed_batches', 0)
+  note_completed(P, 'steps:' .. policy)
   call('ZREM', K.batch_leases(P), id)
   switch_plugins(P)
   if not trained then
@@ -514,14 +527,15 @@ function F.ack(keys, a)
 end
 
 -- nack: policy, epoch, step, batch or '' for whichever is bound, why its groups are quarantined or '' where they return to the ready set with their
--- old scores. Returns { groups returned, trajectories dropped }.
-SIGNATURE.nack = { 'policy', 'epoch', 'step', 'batch', 'quarantine' }
+-- old scores, then of a quarantine what is said, and what that has in common with others. Returns { groups returned, trajectories dropped, batches in
+-- a row whose steps failed }.
+SIGNATURE.nack = { 'policy', 'epoch', 'step', 'batch', 'quarantine', 'detail', 'kind' }
 function F.nack(keys, a)
   local P, policy = keys[1], a.policy
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local id = call('HGET', K.steps(P, policy), a.step)
-  if not id or (a.batch ~= '' and a.batch ~= id) then return { 0, 0 } end
+  local id, failed = call('HGET', K.steps(P, policy), a.step), tonumber(call('HGET', K.policy(P, policy), 'failed_batches') or 0)
+  if not id or (a.batch ~= '' and a.batch ~= id) then return { 0, 0, failed } end
   local f = call('HMGET', K.batch(P, id), 'stage', 'groups', 'n')
   if STAGE_ORDER[f[1]] == 2 then
     return refuse('PRECONDITION', 'step ' .. a.step .. ' is ' .. f[1] .. '; only a batch that was not trained on can be given back')
@@ -531,10 +545,14 @@ function F.nack(keys, a)
     returned = return_groups(P, policy, split(f[2]), tonumber(f[3]), 'nacked')
   else
     dropped = discard(P, id, 'quarantined', a.quarantine)
+    local detail = 'policy ' .. policy .. ', batch ' .. id .. ': ' .. a.detail
+    note_failure(P, 'steps:' .. policy, '', '', a.kind, a.quarantine, detail, now_ms())
+    history.event(P, 'batch_quarantined', policy, a.quarantine .. ': ' .. detail)
+    if a.quarantine == 'step_failed' then failed = call('HINCRBY', K.policy(P, policy), 'failed_batches', 1) end
   end
   take_back(P, policy, a.step, id)
   call('UNLINK', K.batch(P, id))
-  return { returned, dropped }
+  return { returned, dropped, failed }
 end
 
 -- void: policy, step, batch, 'return' or 'discard', reason. Whatever the epoch. Returns { groups returned, trajectories dropped }.

@@ -58,7 +58,10 @@ function F.advance(keys, a)
       call('HDEL', K.run(P), 'stopped_for')
       for _, purpose in ipairs({ 'training', 'evaluation' }) do note_completed(P, purpose) end
       -- Each policy's trainer says anew how far it goes, so that the first to get there does not end the others.
-      for _, policy in ipairs(policies(P)) do call('HDEL', K.policy(P, policy), 'last_step') end
+      for _, policy in ipairs(policies(P)) do
+        note_completed(P, 'steps:' .. policy)
+        call('HDEL', K.policy(P, policy), 'last_step', 'failed_batches')
+      end
     end
     emit(P, 'run')
     emit(P, 'work')
@@ -282,8 +285,8 @@ function F.open_requested(keys, a)
   return 1
 end
 
--- feed_evaluation: id, expected fed, planned (smaller when the data set ended), lines for the journal, then task id, size, spec, priority. Returns -1 when another server was first.
-SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', 'journal', each = { 'id', 'size', 'spec', 'priority' } }
+-- feed_evaluation: id, expected fed, planned (smaller when the data set ended), lines for the journal, then tasks as of `submit`. Returns -1 when another server was first.
+SIGNATURE.feed_evaluation = { 'evaluation', 'expected', 'planned', 'journal', each = SIGNATURE.submit.each }
 function F.feed_evaluation(keys, a)
   local P, E = keys[1], K.evaluation(keys[1], a.evaluation)
   local f = call('HMGET', E, 'fed', 'state')

@@ -22,7 +22,7 @@ local function add_task(P, evaluation, item)
   local lane = evaluation ~= '' and evaluation or lane_of(P, item.priority)
   local entry = call('XADD', K.lane(P, lane), '*', 'task', id)
   call('HSET', K.task(P, id), 'priority', item.priority, 'spec', item.spec, 'state', 'queued', 'attempt', 0, 'tries', 0, 'size', size, 'left', size,
-    'lane', lane, 'entry', entry, 'evaluation', evaluation)
+    'lane', lane, 'entry', entry, 'evaluation', evaluation, 'digest', item.digest)
   return true
 end
 
@@ -203,34 +203,68 @@ local function note_poison(P, node)
   call_many({ 'ZADD', K.leases(P), 'XX' }, rest)
 end
 
--- submit: then id, size, spec, priority per task. Returns the number of new tasks.
-SIGNATURE.submit = { each = { 'id', 'size', 'spec', 'priority' } }
+-- A block of its own: Lua has room for 200 local names outside.
+do
+
+-- Whether the task that has the id of a task is another one, and its specification, '' once it is done. Of one that was forgotten since nothing is
+-- known but its id.
+local function is_another(P, item)
+  local f = call('HMGET', K.task(P, item.id), 'digest', 'spec')
+  return f[1] and f[1] ~= item.digest, f[2] or ''
+end
+
+-- The first of some tasks whose id another one has, in the run or before it among them: its id, and the specification of the other; or nothing.
+local function first_conflict(P, items)
+  local ids, before = {}, {}
+  for i, item in ipairs(items) do ids[i] = item.id end
+  for i, known in ipairs(call_many({ 'SMISMEMBER', K.known(P) }, ids)) do
+    local item, other = items[i], before[ids[i]]
+    before[item.id] = other or item
+    if other and other.digest ~= item.digest then return { item.id, other.spec } end
+    local differs, spec
+    if known == 1 then differs, spec = is_another(P, item) end
+    if differs then return { item.id, spec } end
+  end
+  return {}
+end
+
+-- submit: then per task what every function that adds some takes; the digest is the first bytes of that of the specification. Returns { number of
+-- new tasks }, or { 0, id, specification } of one whose id another task has, and adds none.
+SIGNATURE.submit = { each = { 'id', 'size', 'spec', 'priority', 'digest' } }
 function F.submit(keys, a)
   local P, fresh = keys[1], 0
   if run_of(P).state ~= 'active' then
     return refuse('PRECONDITION', 'the run takes no tasks any more; create a new run')
   end
-  for _, item in ipairs(a.each) do
+  local differing = first_conflict(P, a.each)
+  for _, item in ipairs(differing[1] and {} or a.each) do
     if add_task(P, '', item) then fresh = fresh + 1 end
   end
   if fresh > 0 then emit(P, 'work') end
-  return fresh
+  return { fresh, unpack(differing) }
 end
 
--- feed: expected cursor, next cursor, '1' when the data set ended, then id, size, spec, priority per task.
--- Compare-and-set on the cursor: of two servers feeding at once one does nothing. Returns -1 for that one.
-SIGNATURE.feed = { 'expected', 'next', 'exhausted', each = { 'id', 'size', 'spec', 'priority' } }
+-- feed: expected cursor, next cursor, '1' when the data set ended, then tasks as of `submit`. Compare-and-set on the cursor: of two servers
+-- feeding at once one does nothing. Returns { number of new tasks, or -1 for that one, ids... } of tasks that are left out, for others have them.
+SIGNATURE.feed = { 'expected', 'next', 'exhausted', each = SIGNATURE.submit.each }
 function F.feed(keys, a)
   local P = keys[1]
   local f = call('HMGET', K.run(P), 'cursor', 'state')
-  if f[1] ~= a.expected or f[2] ~= 'active' then return -1 end
+  if f[1] ~= a.expected or f[2] ~= 'active' then return { -1 } end
   call('HSET', K.run(P), 'cursor', a.next, 'exhausted', a.exhausted)
-  local fresh = 0
+  local fresh, left_out = 0, {}
   for _, item in ipairs(a.each) do
-    if add_task(P, '', item) then fresh = fresh + 1 end
+    if add_task(P, '', item) then
+      fresh = fresh + 1
+    elseif is_another(P, item) then
+      left_out[#left_out + 1] = item.id
+      history.event(P, 'task_conflict', item.id, 'a task of the data set is left out: another has its id')
+    end
   end
   if fresh > 0 then emit(P, 'work') end
-  return fresh
+  return { fresh, unpack(left_out) }
+end
+
 end
 
 -- Whether the trainer of a policy has released it: it trains no more, and is not waited for.
@@ -760,25 +794,26 @@ local function purpose_of(P, task)
   return call('HGET', K.task(P, task), 'evaluation') ~= '' and 'evaluation' or 'training'
 end
 
--- A task came to its end with all that it needs: failures after this one begin a new row.
+-- A task, or a step (`steps:` and its policy), came to its end with all that it needs: failures after this one begin a new row.
 local function note_completed(P, purpose)
   add(K.failures(P), 'completed ' .. purpose, 1)
 end
 
 -- Counts a failure under what it has in common with others (`kind`), and keeps the first of each kind. In a row are those
--- without a completed task of the same purpose between them.
-local function note_failure(P, task, node, kind, reason, detail, now)
-  local F, purpose = K.failures(P), purpose_of(P, task)
+-- without a completed task of the same purpose between them. Returns whether it is the first.
+local function note_failure(P, purpose, task, node, kind, reason, detail, now)
+  local F, is_first = K.failures(P), false
   if call('HEXISTS', F, 'first ' .. kind) == 0 then
+    is_first = true
     if call('HINCRBY', F, 'kinds', 1) > MAX.failure_kinds then kind = 'other' end
     call('HSETNX', F, 'first ' .. kind, table.concat({ now, node, task, reason, detail }, '\n'))
-    history.event(P, 'task_failed', node, reason .. ': ' .. detail)
   end
   local row, completed = ' ' .. purpose .. ' ' .. kind, call('HGET', F, 'completed ' .. purpose) or '0'
   if call('HGET', F, 'after' .. row) ~= completed then call('HSET', F, 'after' .. row, completed, 'row' .. row, 0) end
   if kind ~= 'other' then call('HINCRBY', F, 'row' .. row, 1) end
   call('HINCRBY', F, 'count ' .. kind, 1)
   call('HSET', F, 'last ' .. kind, now)
+  return is_first
 end
 
 -- fail: node, lease id, reason, detail, '1' retryable, '1' costs no attempt, backoff ms, kind. Returns 1 when it will be leased again.
@@ -790,7 +825,9 @@ function F.fail(keys, a)
   if copy then drop_copy(P, copy, node, a.reason) end
   if not task then return 0 end
   local T = K.task(P, task)
-  if a.free ~= '1' then note_failure(P, task, node, a.kind, a.reason, a.detail, now) end
+  if a.free ~= '1' and note_failure(P, purpose_of(P, task), task, node, a.kind, a.reason, a.detail, now) then
+    history.event(P, 'task_failed', node, a.reason .. ': ' .. a.detail)
+  end
   if a.free == '1' then
     call('HINCRBY', T, 'tries', -1)
     if a.reason == 'missing_capability' then

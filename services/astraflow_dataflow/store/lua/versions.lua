@@ -51,6 +51,10 @@ function F.publish(keys, a)
       '; announce the versions before it first', 'newest_version=' .. next_number - 1)
   end
   local finished = tonumber(call('HGET', Q, 'finished'))
+  if tonumber(a.unreadable) > finished + LOST_CLAIMS then
+    return refuse('INVALID', a.unreadable .. ' versions before ' .. a.version .. ' of ' .. policy .. ' are said to be unreadable, but it has finished ' ..
+      finished .. ' steps; count those that the log of the store has')
+  end
   local back = a.rollback == '1'
   local wrong = from_the_future(step, writer, epoch) or not back and wrong_step(P, policy, step, writer, epoch, finished)
   if wrong then return wrong end

@@ -33,7 +33,7 @@ class Failing:
         self.trained_policies = ("solver",)
         self.blob_prefix = "file:///nowhere/run/blobs/"
         self.episodes = self.recipe = self.dataflow = self
-        self.group_deadline_s = 60.0
+        self.group_deadline_s, self.max_abs_reward = 60.0, 1e6
         self.tasks: list[asyncio.Task[None]] = []
         self.leased = LeasedTasks()
         us: Any = self

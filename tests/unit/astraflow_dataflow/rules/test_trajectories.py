@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from astraflow.blobs import blob_prefix, blob_ref
 from astraflow.columns import Columns, encode_columns
 from astraflow.recipe import RowLimits
+from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD as MAX_ABS_REWARD
 from astraflow.rollout.v1 import blob_pb2, trajectory_pb2
 from astraflow.trajectories import REASONS, BadTrajectory
 from astraflow_dataflow.rules.trajectories import Expectation, check_episode, unknown_version
@@ -176,6 +177,25 @@ def metrics(*values: float) -> Spoil:
 NAN, INF = float("nan"), float("inf")
 
 
+def metric_of_a_trajectory(value: float) -> Spoil:
+    """Add a metric of the trajectory."""
+    return header(metrics={"length": value})
+
+
+def reward_of_a_turn(value: float) -> Spoil:
+    """Add a turn that earned something."""
+    return listed("turn_spans", trajectory_pb2.TurnSpan, [(0, 5, value)], "start", "end", "reward")
+
+
+OF_A_NUMBER: dict[str, Callable[[float], Spoil]] = {
+    "a reward": lambda value: header(reward=value),
+    "a reward of a turn": reward_of_a_turn,
+    "a metric": metrics,
+    "a metric of a trajectory": metric_of_a_trajectory,
+}
+"""Each number that others sum."""
+
+
 def temperature(value: float) -> Spoil:
     """Overwrite the temperature."""
     return lambda parts: setattr(parts.body.sampling, "temperature", value)
@@ -204,6 +224,11 @@ POISON: list[tuple[str, Spoil, str]] = [
     ("a first token that is trained", first_token_trained, "first_token_trained"),
     ("nan reward", header(reward=NAN), "nan_reward"),
     ("infinite reward", header(reward=-INF), "nan_reward"),
+    *(
+        (f"{what} of {value}", spoil(value), "reward_range")
+        for what, spoil in OF_A_NUMBER.items()
+        for value in (MAX_ABS_REWARD * (1 + 1e-15), -1e160, 1.7e308)
+    ),
     ("header counts more tokens", header(num_tokens=14), "length_mismatch"),
     ("header counts more trainable tokens", header(num_trainable_tokens=6), "mask_mismatch"),
     ("header claims a newer version", header(max_version=3), "version_mismatch"),
@@ -270,6 +295,17 @@ def test_an_episode_may_refer_to_blobs_of_its_run() -> None:
 def test_each_kind_of_poison_is_named(spoil: Spoil, reason: str) -> None:
     assert refusal(spoiled(spoil), KNOWN) == reason
     assert reason in REASONS
+
+
+@pytest.mark.parametrize("spoil", OF_A_NUMBER.values(), ids=OF_A_NUMBER)
+@pytest.mark.parametrize("most", [1.0, MAX_ABS_REWARD, 1e9])
+def test_a_number_up_to_the_recipe_s_bound_passes_and_the_refusal_names_value_and_setting(
+    spoil: Callable[[float], Spoil], most: float
+) -> None:
+    known = replace(KNOWN, max_abs_reward=most)
+    assert refusal(spoiled(spoil(most)), known) == refusal(spoiled(spoil(-most)), known) == ""
+    with pytest.raises(BadTrajectory, match=r"-\d.*dataflow\.max_abs_reward allows.*raise that setting"):
+        check_episode(spoiled(spoil(-2 * most)), known)
 
 
 def test_a_body_that_is_no_message_is_named() -> None:

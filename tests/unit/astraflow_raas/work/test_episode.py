@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from astraflow import plugins
 from astraflow.columns import decode_columns
-from astraflow.plugins import VersionSpan
+from astraflow.plugins import TurnSpan, VersionSpan
 from astraflow.recipe import ResolvedRole, RowLimits
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trajectories import BadTrajectory
@@ -120,7 +120,7 @@ def test_a_span_says_that_its_prefix_was_computed_anew() -> None:
 
 
 def test_metrics_of_a_trajectory_are_named_after_its_policy_and_unusable_ones_are_left_out() -> None:
-    broken = replace(GOOD, metrics={"length": 2.0, "speed": math.nan})
+    broken = replace(GOOD, metrics={"length": 2.0, "speed": math.nan, "far": -1e160})
     assert dict(build(broken).metrics) == {"turns": 1.0, "solver.length": 2.0}
     assert dict(build().metrics) == {"turns": 1.0}, "an episode without trajectories is one"
 
@@ -129,6 +129,8 @@ def test_metrics_of_a_trajectory_are_named_after_its_policy_and_unusable_ones_ar
     ("change", "slug"),
     [
         ({"reward": math.nan}, "nan_reward"),
+        ({"reward": -1.7e308}, "reward_range"),
+        ({"turn_spans": (TurnSpan(0, 2, "user", 1e160),)}, "reward_range"),
         ({"policy": "critic"}, "unknown_policy"),
         ({"logprobs": (0.0, 0.0, -0.5)}, "length_mismatch"),
         ({"token_ids": (), "loss_mask": (), "logprobs": ()}, "empty"),

@@ -31,6 +31,7 @@ from astraflow.recipe.advantage import (
     Scale,
     Singleton,
 )
+from astraflow.recipe.dataflow import DEFAULT_MAX_ABS_REWARD
 from astraflow.recipe.section import kind_of
 from astraflow_trainer.batches.rows import RowOrigin
 from astraflow_trainer.step.advantages import Advantages, compute_advantages
@@ -254,3 +255,28 @@ def test_what_settings_call_zero_for_equal_rewards_is_zero_whatever_else_the_bat
     values = compute_advantages(rewards, origins=[*origins, *others], settings=settings).values
     if settings.is_zero(reward, num_rows=len(places)):
         assert not values[: len(places)].any()
+
+
+MIXTURES = {
+    "all at the bound": [1.0] * 8,
+    "both ends": [1.0, -1.0] * 4,
+    "one at the bound among small ones": [1.0, 0.0, 1e-6, 0.0, -1e-6, 0.0, 0.0, 1e-9],
+    "one below": [-1.0, *[1.0] * 7],
+    "sums of about 0": [1.0, -1.0, 1e-9, 0.0, -1.0, 1.0, 0.0, -1e-9],
+}
+
+
+@pytest.mark.parametrize("most", [DEFAULT_MAX_ABS_REWARD, 1e9])
+@pytest.mark.parametrize("shares", MIXTURES.values(), ids=MIXTURES)
+def test_up_to_the_bound_of_rewards_every_estimator_is_finite_and_loses_no_group(
+    shares: list[float], most: float
+) -> None:
+    rewards, lengths = [share * most for share in shares], [1, 1_048_576, 7, 7, 9, 1, 3, 1_048_576]
+    before = dict.fromkeys(("role=solver/source=sums", "role=critic/source=sums"), -most)
+    for settings in EVERY:
+        found = compute_advantages(rewards, origins=AT, settings=settings, lengths=lengths, baselines=before)
+        assert np.isfinite(found.values.astype(np.float32)).all()
+        assert np.isfinite([*found.baselines.values()]).all()
+        for task in {at.task_id for at in AT} if settings.baseline is not Baseline.OWN else ():
+            rows = [row for row, at in enumerate(AT) if at.task_id == task]
+            assert found.zero_variance[rows].all() or found.values[rows].any()

@@ -134,3 +134,17 @@ def test_estimators_are_whitened_apart() -> None:
     )
     for members in ([0, 3], [1, 2]):
         assert sum(found[place].sum() for place in members) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", [Grpo(), ReinforcePp(), Gae(), AdvantageSettings(discount=0.5)])
+@pytest.mark.parametrize("most", [1e6, 1e9])
+def test_tokens_of_rewards_at_the_bound_are_finite_as_the_loss_computes(
+    estimator: AdvantageSettings, most: float
+) -> None:
+    values, expected = [most, -most, most, 1e-9], np.full(4096, -most)
+    rows = [Penalised(estimator=estimator, lost=np.zeros(4096), expected=expected) for _ in values]
+    whitened = [estimator] if estimator.whiten else []
+    found = token_advantages(values, rows, kl=None, whitened=whitened, ranks=OneRank())
+    squares = np.concatenate(found).astype(np.float32) ** 2
+    assert np.isfinite(squares.sum())
+    assert squares.any()

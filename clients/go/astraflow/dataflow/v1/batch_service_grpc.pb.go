@@ -41,7 +41,8 @@ type BatchServiceClient interface {
 	AckBatch(ctx context.Context, in *AckBatchRequest, opts ...grpc.CallOption) (*AckBatchResponse, error)
 	// Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
 	// `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+	// `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
 	NackBatch(ctx context.Context, in *NackBatchRequest, opts ...grpc.CallOption) (*NackBatchResponse, error)
 	// Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent.
 	RenewBatch(ctx context.Context, in *RenewBatchRequest, opts ...grpc.CallOption) (*RenewBatchResponse, error)
@@ -204,7 +205,8 @@ type BatchServiceServer interface {
 	AckBatch(context.Context, *AckBatchRequest) (*AckBatchResponse, error)
 	// Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
 	// `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+	// SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+	// `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
 	NackBatch(context.Context, *NackBatchRequest) (*NackBatchResponse, error)
 	// Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent.
 	RenewBatch(context.Context, *RenewBatchRequest) (*RenewBatchResponse, error)

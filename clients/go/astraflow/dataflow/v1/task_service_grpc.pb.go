@@ -17,8 +17,11 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type TaskServiceClient interface {
-	// Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-	// not touched.
+	// Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+	// touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+	// differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+	// what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+	// the name of one of the run's sources and `:` are the run's own.
 	SubmitTasks(ctx context.Context, in *SubmitTasksRequest, opts ...grpc.CallOption) (*SubmitTasksResponse, error)
 	// A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
 	// leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream
@@ -118,8 +121,11 @@ func (c *taskServiceClient) FailTask(ctx context.Context, in *FailTaskRequest, o
 // All implementations must embed UnimplementedTaskServiceServer
 // for forward compatibility
 type TaskServiceServer interface {
-	// Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-	// not touched.
+	// Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+	// touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+	// differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+	// what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+	// the name of one of the run's sources and `:` are the run's own.
 	SubmitTasks(context.Context, *SubmitTasksRequest) (*SubmitTasksResponse, error)
 	// A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
 	// leases (never more than the credits given), cancels, version notices and the durable watermark. Closing the stream

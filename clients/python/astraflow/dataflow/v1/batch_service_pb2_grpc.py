@@ -148,7 +148,8 @@ class BatchServiceServicer:
     def NackBatch(self, request, context):
         """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
         `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+        `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

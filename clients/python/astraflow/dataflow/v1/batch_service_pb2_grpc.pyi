@@ -66,7 +66,8 @@ class BatchServiceStub:
     NackBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]
     """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
     `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+    `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
@@ -119,7 +120,8 @@ class BatchServiceAsyncStub(BatchServiceStub):
     NackBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.NackBatchRequest, _batch_service_pb2.NackBatchResponse]  # type: ignore[assignment]
     """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
     `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+    SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+    `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.RenewBatchRequest, _batch_service_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Extends the batch's lease. Expiry only raises an alarm: it never unbinds. Idempotent."""
@@ -204,7 +206,8 @@ class BatchServiceServicer:
     ) -> _typing.Union[_batch_service_pb2.NackBatchResponse, _abc.Awaitable[_batch_service_pb2.NackBatchResponse]]:
         """Unbinds a batch that was not trained on: its groups return to the ready set in their old order, or, with
         `quarantine`, their trajectories end as dropped{quarantined} and are never bound again. A step that is TRAINED or
-        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Atomic, idempotent.
+        SKIPPED answers FAILED_PRECONDITION. Acquiring the step again binds another batch. Where more than the recipe's
+        `dataflow.max_failed_batches` in a row are quarantined as `step_failed`, the run is stopped. Atomic, idempotent.
         """
 
     def RenewBatch(

@@ -62,7 +62,7 @@ class SubmitTasksResponse(_message.Message):
     submitted: _builtins.int
     """Tasks that were new."""
     duplicates: _builtins.int
-    """Tasks whose id was known."""
+    """Tasks that were known."""
     def __init__(
         self,
         *,

@@ -69,8 +69,11 @@ class TaskServiceServicer:
     """
 
     def SubmitTasks(self, request, context):
-        """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-        not touched.
+        """Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+        touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+        differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+        what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+        the name of one of the run's sources and `:` are the run's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,11 @@ class TaskServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TaskServiceAsyncStub: ...
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]
-    """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-    not touched.
+    """Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+    touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+    differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+    what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+    the name of one of the run's sources and `:` are the run's own.
     """
     Work: _grpc.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]
     """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
@@ -69,8 +72,11 @@ class TaskServiceAsyncStub(TaskServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_task_service_pb2.SubmitTasksRequest, _task_service_pb2.SubmitTasksResponse]  # type: ignore[assignment]
-    """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-    not touched.
+    """Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+    touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+    differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+    what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+    the name of one of the run's sources and `:` are the run's own.
     """
     Work: _aio.StreamStreamMultiCallable[_task_service_pb2.WorkRequest, _task_service_pb2.WorkResponse]  # type: ignore[assignment]
     """A node's working session. The node opens with `hello`, then sends credits, renewals and failures; the server sends
@@ -104,8 +110,11 @@ class TaskServiceServicer:
         request: _task_service_pb2.SubmitTasksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_task_service_pb2.SubmitTasksResponse, _abc.Awaitable[_task_service_pb2.SubmitTasksResponse]]:
-        """Adds tasks to the run's queue. Atomic per task, idempotent by task_id: a known id is counted as `duplicates` and
-        not touched.
+        """Adds tasks to the run's queue. Atomic, idempotent by task_id: the same task again is counted as `duplicates` and not
+        touched; another one under a known id answers ALREADY_EXISTS (CONFLICT), which names the task and the fields that
+        differ, also in its metadata (`task_id`, `field`), and adds none. Of a task that is done a digest is kept as long as
+        what answers repeated pushes; later its id counts as a duplicate. Ids that begin with `train-`, `heldout-`, `eval:` or
+        the name of one of the run's sources and `:` are the run's own.
         """
 
     def Work(

@@ -26,7 +26,7 @@ from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#astraflow/dataflow/v1/version.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc3\x03\n\x07Version\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x42\n\x07version\x18\x02 \x01(\x04\x42\x31\xfa\xf3\x18-\x11\x00\x00\x00\x00\xff\xff?Az\"start a new run from these weights\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12I\n\x0fmanifest_sha256\x18\x04 \x01(\x0c\x42\x30\xfa\xf3\x18,( 0 z&give the sha256 of the stored manifest\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x15\n\rtrainer_epoch\x18\x06 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x07 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x08 \x01(\x04\x12\'\n\x07\x64\x65nsity\x18\t \x01(\x01\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?\x12\x30\n\x0cpublish_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x0brollback_of\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bsnapshot_of\x18\x0c \x01(\t\x12\x18\n\x10snapshot_version\x18\r \x01(\x04\x42\x0e\n\x0c_rollback_of\"T\n\x03Pin\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12,\n\x08pin_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb0\x01\n\x0bWeightFault\x12\x1c\n\tpolicy_id\x18\x01 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x01P\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x06tensor\x18\x03 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x04P\x01\x12\x11\n\x04tile\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x1c\n\x07problem\x18\x05 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x04P\x01h\x01\x12\x1d\n\x0bwaiting_for\x18\x06 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x42\x07\n\x05_tileB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#astraflow/dataflow/v1/version.proto\x12\x15\x61straflow.dataflow.v1\x1a\"astraflow/options/v1/options.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd2\x03\n\x07Version\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x42\n\x07version\x18\x02 \x01(\x04\x42\x31\xfa\xf3\x18-\x11\x00\x00\x00\x00\xff\xff?Az\"start a new run from these weights\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12I\n\x0fmanifest_sha256\x18\x04 \x01(\x0c\x42\x30\xfa\xf3\x18,( 0 z&give the sha256 of the stored manifest\x12\x1b\n\x04step\x18\x05 \x01(\x04\x42\r\xfa\xf3\x18\t\x11\x00\x00\x00\x00\xd0\x12\x63\x41\x12\x15\n\rtrainer_epoch\x18\x06 \x01(\x04\x12\x13\n\x0b\x64\x65lta_bytes\x18\x07 \x01(\x04\x12\x16\n\x0esnapshot_bytes\x18\x08 \x01(\x04\x12\'\n\x07\x64\x65nsity\x18\t \x01(\x01\x42\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?\x12\x30\n\x0cpublish_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x0brollback_of\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bsnapshot_of\x18\x0c \x01(\t\x12\x18\n\x10snapshot_version\x18\r \x01(\x04\x42\x0e\n\x0c_rollback_of\"T\n\x03Pin\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12,\n\x08pin_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb0\x01\n\x0bWeightFault\x12\x1c\n\tpolicy_id\x18\x01 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x01P\x01\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x19\n\x06tensor\x18\x03 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x04P\x01\x12\x11\n\x04tile\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x1c\n\x07problem\x18\x05 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x04P\x01h\x01\x12\x1d\n\x0bwaiting_for\x18\x06 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x42\x07\n\x05_tileB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSION'].fields_by_name['version']._serialized_options = b'\372\363\030-\021\000\000\000\000\377\377?Az\"start a new run from these weights'
   _globals['_VERSION'].fields_by_name['manifest_sha256']._loaded_options = None
   _globals['_VERSION'].fields_by_name['manifest_sha256']._serialized_options = b'\372\363\030,( 0 z&give the sha256 of the stored manifest'
+  _globals['_VERSION'].fields_by_name['step']._loaded_options = None
+  _globals['_VERSION'].fields_by_name['step']._serialized_options = b'\372\363\030\t\021\000\000\000\000\320\022cA'
   _globals['_VERSION'].fields_by_name['density']._loaded_options = None
   _globals['_VERSION'].fields_by_name['density']._serialized_options = b'\372\363\030\022\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000\360?'
   _globals['_WEIGHTFAULT'].fields_by_name['policy_id']._loaded_options = None
@@ -49,9 +51,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTFAULT'].fields_by_name['waiting_for']._loaded_options = None
   _globals['_WEIGHTFAULT'].fields_by_name['waiting_for']._serialized_options = b'\372\363\030\004 @P\001'
   _globals['_VERSION']._serialized_start=132
-  _globals['_VERSION']._serialized_end=583
-  _globals['_PIN']._serialized_start=585
-  _globals['_PIN']._serialized_end=669
-  _globals['_WEIGHTFAULT']._serialized_start=672
-  _globals['_WEIGHTFAULT']._serialized_end=848
+  _globals['_VERSION']._serialized_end=598
+  _globals['_PIN']._serialized_start=600
+  _globals['_PIN']._serialized_end=684
+  _globals['_WEIGHTFAULT']._serialized_start=687
+  _globals['_WEIGHTFAULT']._serialized_end=863
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from astraflow.options.v1 import options_pb2 as astraflow_dot_options_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/rollout/v1/engine_load.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\"\xf1\x01\n\nEngineLoad\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12 \n\x07running\x18\x02 \x01(\x01\x42\x0f\xfa\xf3\x18\x0b\t\x00\x00\x00\x00\x00\x00\x00\x00P\x01\x12 \n\x07waiting\x18\x03 \x01(\x01\x42\x0f\xfa\xf3\x18\x0b\t\x00\x00\x00\x00\x00\x00\x00\x00P\x01\x12\r\n\x05slots\x18\x04 \x01(\r\x12/\n\x08kv_usage\x18\x05 \x01(\x01\x42\x18\xfa\xf3\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?P\x01H\x00\x88\x01\x01\x12%\n\x0ctokens_per_s\x18\x06 \x01(\x01\x42\x0f\xfa\xf3\x18\x0b\t\x00\x00\x00\x00\x00\x00\x00\x00P\x01\x12\x18\n\x05\x66\x61ult\x18\x07 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x02P\x01\x42\x0b\n\t_kv_usage\"g\n\x0b\x45ngineFault\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\r\x12\x18\n\x06reason\x18\x03 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1b\n\x06\x64\x65tail\x18\x04 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x04P\x01h\x01\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&astraflow/rollout/v1/engine_load.proto\x12\x14\x61straflow.rollout.v1\x1a\"astraflow/options/v1/options.proto\"\x8c\x02\n\nEngineLoad\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12)\n\x07running\x18\x02 \x01(\x01\x42\x18\xfa\xf3\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x65\xcd\xcd\x41P\x01\x12)\n\x07waiting\x18\x03 \x01(\x01\x42\x18\xfa\xf3\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x65\xcd\xcd\x41P\x01\x12\r\n\x05slots\x18\x04 \x01(\r\x12/\n\x08kv_usage\x18\x05 \x01(\x01\x42\x18\xfa\xf3\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00\xf0?P\x01H\x00\x88\x01\x01\x12.\n\x0ctokens_per_s\x18\x06 \x01(\x01\x42\x18\xfa\xf3\x18\x14\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x65\xcd\xcd\x41P\x01\x12\x18\n\x05\x66\x61ult\x18\x07 \x01(\tB\t\xfa\xf3\x18\x05 \x80\x02P\x01\x42\x0b\n\t_kv_usage\"g\n\x0b\x45ngineFault\x12\x11\n\tpolicy_id\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\r\x12\x18\n\x06reason\x18\x03 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1b\n\x06\x64\x65tail\x18\x04 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x04P\x01h\x01\x42|\n\x17io.astraflow.rollout.v1P\x01ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\xaa\x02\x14\x41straflow.Rollout.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\027io.astraflow.rollout.v1P\001ZHgithub.com/astraflow/astraflow/clients/go/astraflow/rollout/v1;rolloutv1\252\002\024Astraflow.Rollout.V1'
   _globals['_ENGINELOAD'].fields_by_name['running']._loaded_options = None
-  _globals['_ENGINELOAD'].fields_by_name['running']._serialized_options = b'\372\363\030\013\t\000\000\000\000\000\000\000\000P\001'
+  _globals['_ENGINELOAD'].fields_by_name['running']._serialized_options = b'\372\363\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000e\315\315AP\001'
   _globals['_ENGINELOAD'].fields_by_name['waiting']._loaded_options = None
-  _globals['_ENGINELOAD'].fields_by_name['waiting']._serialized_options = b'\372\363\030\013\t\000\000\000\000\000\000\000\000P\001'
+  _globals['_ENGINELOAD'].fields_by_name['waiting']._serialized_options = b'\372\363\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000e\315\315AP\001'
   _globals['_ENGINELOAD'].fields_by_name['kv_usage']._loaded_options = None
   _globals['_ENGINELOAD'].fields_by_name['kv_usage']._serialized_options = b'\372\363\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000\000\000\360?P\001'
   _globals['_ENGINELOAD'].fields_by_name['tokens_per_s']._loaded_options = None
-  _globals['_ENGINELOAD'].fields_by_name['tokens_per_s']._serialized_options = b'\372\363\030\013\t\000\000\000\000\000\000\000\000P\001'
+  _globals['_ENGINELOAD'].fields_by_name['tokens_per_s']._serialized_options = b'\372\363\030\024\t\000\000\000\000\000\000\000\000\021\000\000\000\000e\315\315AP\001'
   _globals['_ENGINELOAD'].fields_by_name['fault']._loaded_options = None
   _globals['_ENGINELOAD'].fields_by_name['fault']._serialized_options = b'\372\363\030\005 \200\002P\001'
   _globals['_ENGINEFAULT'].fields_by_name['reason']._loaded_options = None
@@ -48,7 +48,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEFAULT'].fields_by_name['detail']._loaded_options = None
   _globals['_ENGINEFAULT'].fields_by_name['detail']._serialized_options = b'\372\363\030\007 \200\004P\001h\001'
   _globals['_ENGINELOAD']._serialized_start=101
-  _globals['_ENGINELOAD']._serialized_end=342
-  _globals['_ENGINEFAULT']._serialized_start=344
-  _globals['_ENGINEFAULT']._serialized_end=447
+  _globals['_ENGINELOAD']._serialized_end=369
+  _globals['_ENGINEFAULT']._serialized_start=371
+  _globals['_ENGINEFAULT']._serialized_end=474
 # @@protoc_insertion_point(module_scope)
