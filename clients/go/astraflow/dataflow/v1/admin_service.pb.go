@@ -1731,8 +1731,8 @@ func (x *ArchiveStatus) GetProblem() string {
 	return ""
 }
 
-// Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
-// for its numbers. Failures that cost no attempt are not among them.
+// Failures of leased tasks, or of batches that were quarantined, that are alike: the same reason, exception and place, or,
+// without a place, the same text but for its numbers. Failures that cost no attempt are not among them.
 type TaskFailures struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -1744,11 +1744,12 @@ type TaskFailures struct {
 	Detail string `protobuf:"bytes,2,opt,name=detail,proto3" json:"detail,omitempty"`
 	// How many there were.
 	Count uint64 `protobuf:"varint,3,opt,name=count,proto3" json:"count,omitempty"`
-	// How many since a task of the same purpose (training, evaluation) was completed; the larger of both.
+	// How many since a task of the same purpose (training, evaluation) was completed, the larger of both; of batches, since
+	// a step of the policy was finished.
 	InARow uint64 `protobuf:"varint,4,opt,name=in_a_row,json=inARow,proto3" json:"in_a_row,omitempty"`
-	// Task of the first one.
+	// Task of the first one; empty for a batch, which `detail` names.
 	TaskId string `protobuf:"bytes,5,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
-	// Node of the first one.
+	// Node of the first one; empty for a batch.
 	NodeId string `protobuf:"bytes,6,opt,name=node_id,json=nodeId,proto3" json:"node_id,omitempty"`
 	// When the first one happened, by the server's clock.
 	FirstTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=first_time,json=firstTime,proto3" json:"first_time,omitempty"`
@@ -3403,7 +3404,8 @@ type RunEvent struct {
 	// When, by the server's clock.
 	Time *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
 	// Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-	// `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `task_failed`, `run_state`.
+	// `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+	// `task_conflict`, `run_state`.
 	Kind string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Node, policy or run that it happened to.
 	Subject string `protobuf:"bytes,4,opt,name=subject,proto3" json:"subject,omitempty"`

@@ -235,7 +235,7 @@ type Task struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Unique in its run. Submitting the same id twice is harmless.
+	// Unique in its run. Submitting the same task twice is harmless.
 	TaskId string `protobuf:"bytes,1,opt,name=task_id,json=taskId,proto3" json:"task_id,omitempty"`
 	// The prompt; may be empty for tasks that start an environment.
 	Messages []*Message `protobuf:"bytes,2,rep,name=messages,proto3" json:"messages,omitempty"`

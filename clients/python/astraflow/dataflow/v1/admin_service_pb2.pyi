@@ -957,8 +957,8 @@ Global___ArchiveStatus: _TypeAlias = ArchiveStatus  # noqa: Y015
 
 @_typing.final
 class TaskFailures(_message.Message):
-    """Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
-    for its numbers. Failures that cost no attempt are not among them.
+    """Failures of leased tasks, or of batches that were quarantined, that are alike: the same reason, exception and place, or,
+    without a place, the same text but for its numbers. Failures that cost no attempt are not among them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -978,11 +978,13 @@ class TaskFailures(_message.Message):
     count: _builtins.int
     """How many there were."""
     in_a_row: _builtins.int
-    """How many since a task of the same purpose (training, evaluation) was completed; the larger of both."""
+    """How many since a task of the same purpose (training, evaluation) was completed, the larger of both; of batches, since
+    a step of the policy was finished.
+    """
     task_id: _builtins.str
-    """Task of the first one."""
+    """Task of the first one; empty for a batch, which `detail` names."""
     node_id: _builtins.str
-    """Node of the first one."""
+    """Node of the first one; empty for a batch."""
     @_builtins.property
     def first_time(self) -> _timestamp_pb2.Timestamp:
         """When the first one happened, by the server's clock."""
@@ -1770,7 +1772,8 @@ class RunEvent(_message.Message):
     """Id; ascending in time."""
     kind: _builtins.str
     """Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-    `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `task_failed`, `run_state`.
+    `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+    `task_conflict`, `run_state`.
     """
     subject: _builtins.str
     """Node, policy or run that it happened to."""

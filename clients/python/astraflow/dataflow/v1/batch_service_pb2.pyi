@@ -95,7 +95,7 @@ class ClaimPolicyRequest(_message.Message):
     """Name of the trainer, of this process alone."""
     known_epoch: _builtins.int
     """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it,
-    whatever Redis lost. 0 when none.
+    whatever Redis lost. 0 when none. INVALID_ARGUMENT above what may have been given out.
     """
     held_epoch: _builtins.int
     """Set by a trainer that claims again after Redis lost data: the epoch it holds. Another trainer's newer epoch answers
@@ -642,6 +642,7 @@ class NackBatchRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     BATCH_ID_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     policy_id: _builtins.str
@@ -658,6 +659,8 @@ class NackBatchRequest(_message.Message):
     """
     batch_id: _builtins.str
     """When set, another batch that is bound to the step stays as it is."""
+    detail: _builtins.str
+    """With `quarantine`, what that is, for people, such as an exception with its line: `why` shows it."""
     def __init__(
         self,
         *,
@@ -668,10 +671,11 @@ class NackBatchRequest(_message.Message):
         reason: _builtins.str = ...,
         quarantine: _builtins.bool = ...,
         batch_id: _builtins.str = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "policy_id", b"policy_id", "quarantine", b"quarantine", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "detail", b"detail", "policy_id", b"policy_id", "quarantine", b"quarantine", "reason", b"reason", "run_id", b"run_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

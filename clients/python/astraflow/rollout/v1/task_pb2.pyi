@@ -128,7 +128,7 @@ class Task(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
-    """Unique in its run. Submitting the same id twice is harmless."""
+    """Unique in its run. Submitting the same task twice is harmless."""
     data_json: _builtins.bytes
     """JSON object for the workflow and the reward (the gold answer, say): finite numbers, nested at most 200 deep."""
     purpose: Global___Purpose.ValueType

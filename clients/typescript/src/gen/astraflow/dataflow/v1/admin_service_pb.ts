@@ -1104,8 +1104,8 @@ export const ArchiveStatusSchema: GenMessage<ArchiveStatus> = /*@__PURE__*/
   messageDesc(file_astraflow_dataflow_v1_admin_service, 14);
 
 /**
- * Failures of leased tasks that are alike: the same reason, exception and place, or, without a place, the same text but
- * for its numbers. Failures that cost no attempt are not among them.
+ * Failures of leased tasks, or of batches that were quarantined, that are alike: the same reason, exception and place, or,
+ * without a place, the same text but for its numbers. Failures that cost no attempt are not among them.
  *
  * @generated from message astraflow.dataflow.v1.TaskFailures
  */
@@ -1132,21 +1132,22 @@ export type TaskFailures = Message<"astraflow.dataflow.v1.TaskFailures"> & {
   count: bigint;
 
   /**
-   * How many since a task of the same purpose (training, evaluation) was completed; the larger of both.
+   * How many since a task of the same purpose (training, evaluation) was completed, the larger of both; of batches, since
+   * a step of the policy was finished.
    *
    * @generated from field: uint64 in_a_row = 4;
    */
   inARow: bigint;
 
   /**
-   * Task of the first one.
+   * Task of the first one; empty for a batch, which `detail` names.
    *
    * @generated from field: string task_id = 5;
    */
   taskId: string;
 
   /**
-   * Node of the first one.
+   * Node of the first one; empty for a batch.
    *
    * @generated from field: string node_id = 6;
    */
@@ -2024,7 +2025,8 @@ export type RunEvent = Message<"astraflow.dataflow.v1.RunEvent"> & {
 
   /**
    * Slug: `node_joined`, `node_left`, `node_drained`, `node_undrained`, `leases_lost`, `engine_restarted`,
-   * `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `task_failed`, `run_state`.
+   * `trainer_claimed`, `trainer_left`, `plugins_switched`, `batch_voided`, `batch_quarantined`, `task_failed`,
+   * `task_conflict`, `run_state`.
    *
    * @generated from field: string kind = 3;
    */

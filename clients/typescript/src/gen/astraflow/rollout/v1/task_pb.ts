@@ -108,7 +108,7 @@ export const MessageSchema: GenMessage<Message> = /*@__PURE__*/
  */
 export type Task = Message$1<"astraflow.rollout.v1.Task"> & {
   /**
-   * Unique in its run. Submitting the same id twice is harmless.
+   * Unique in its run. Submitting the same task twice is harmless.
    *
    * @generated from field: string task_id = 1;
    */
