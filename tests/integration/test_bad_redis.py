@@ -107,7 +107,12 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
     ),
     "written by a later release": (
         after(("SET", "af:schema", 999)),
-        ("schema version 999", "use the release that wrote it, or another Redis database"),
+        ("schema version 999", "a later release", "give another Redis database"),
+        ExitCode.SUPERSEDED,
+    ),
+    "written by an earlier release": (
+        after(("SET", "af:schema", 5)),
+        ("schema version 5", "astraflow 0.1.0 (commit da6278bf3107): go on with that one"),
         ExitCode.SUPERSEDED,
     ),
     "wants a password": (

@@ -25,6 +25,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.runs.leased import LeasedTasks
 from astraflow_dataflow.runs.lengths import Lengths
+from astraflow_dataflow.runs.sameness import require_same
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.store import Store
@@ -129,6 +130,8 @@ class RunRegistry:
             admission=admission_of(recipe),
             archive=archived_by(recipe),
         )
+        async with self._parsing:
+            await asyncio.to_thread(require_same, stored, asked=run)
         await self.get(run.run_id)
         return stored
 
