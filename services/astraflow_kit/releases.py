@@ -51,6 +51,6 @@ def refuse(
     is_later = isinstance(found, int) and found > max(reads)
     reader = "a later release" if is_later else "an earlier release"
     return IncompatibleError(
-        f"{what} has schema version {found}, astraflow {__version__} reads {' and '.join(map(str, reads))}; it was "
-        f"written by {readers[-1] if readers else reader}: go on with that one, or {otherwise}"
+        f"{what} has schema version {found}, astraflow {__version__} reads {' and '.join(map(str, reads))}; "
+        f"{readers[-1] if readers else reader} reads it: go on with that one, or {otherwise}"
     )

@@ -40,7 +40,7 @@ async def test_a_shipped_recipe_becomes_a_run_and_the_same_command_leaves_it_alo
     shown = await astraflow(world, "runs", "show", "first")
     assert "steps: 7" in shown.output
     other = await astraflow(world, *command[:-1], "run.steps=8", status=1)
-    assert "run first exists with another recipe; choose" in other.errors
+    assert "run first exists with another recipe (run.steps: 7 → 8); choose" in other.errors
     moved = (tmp_path / "moved").as_uri()
     elsewhere = await astraflow(world, *command[:4], moved, *command[5:], status=1)
     assert f"run first exists with another store ({store}, not {moved}); choose" in elsewhere.errors

@@ -16,7 +16,8 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.recipe import Recipe
 from astraflow.recipe.dataflow import ArchiveSettings, BatchSettings
-from astraflow.recipe.file import parse_recipe
+from astraflow.recipe.file import LoadedRecipe, parse_recipe
+from astraflow.recipe.resuming import new_settings
 from astraflow.recipe_changes import plugin_changes
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.routes import verdict_of
@@ -234,8 +235,11 @@ class RunRegistry:
     async def _load(self, run_id: str) -> RunContext:
         with reading(run_id):
             run = await self._store.runs.get(run_id)
-        recipe = await self._parsed(run)
-        plugins = self._plugins(run, recipe)
+        read = await self._read(run)
+        if added := new_settings(read):
+            taken = {".".join(keys): value for keys, value in added.items()}
+            log.info("run.new_settings", run_id=run_id, taken=taken)
+        recipe, plugins = read.recipe, self._plugins(run, read.recipe)
         rules = plugins.rules(recipe.dataflow)
         context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
 
@@ -266,12 +270,13 @@ class RunRegistry:
         context.wakeups.wake_all()
 
     async def _parsed(self, run: run_pb2.Run) -> Recipe:
+        return (await self._read(run)).recipe
+
+    async def _read(self, run: run_pb2.Run) -> LoadedRecipe:
         """The recipe of a run, read beside the event loop, which a large one would hold up; one after the other."""
+        source = f"recipe of run {run.run_id}"
         async with self._parsing:
-            read = await asyncio.to_thread(
-                parse_recipe, run.recipe_yaml, source=f"recipe of run {run.run_id}"
-            )
-        return read.recipe
+            return await asyncio.to_thread(parse_recipe, run.recipe_yaml, source=source)
 
     def _plugins(
         self,

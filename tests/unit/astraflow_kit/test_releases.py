@@ -41,13 +41,13 @@ def test_data_of_another_schema_ends_with_3_and_names_what_was_found_and_what_is
     assert exit_code_of(error) == ExitCode.SUPERSEDED
     assert f"schema version {found}, astraflow {__version__} reads {' and '.join(map(str, reads))};" in error.message
     assert error.message.endswith("go on with that one, or start anew")
-    assert ("by a later release" in error.message) is newer
+    assert ("a later release reads it" in error.message) is newer
 
 
 @pytest.mark.parametrize("release", releases.RELEASES, ids=str)
 def test_a_refusal_names_the_newest_release_that_reads_the_data(release: releases.Release) -> None:
     error = releases.refuse("it", format_="redis", found=release.redis, reads=[99], otherwise="start anew")
-    assert f"it was written by {release}: go on" in error.message
+    assert f"{release} reads it: go on" in error.message
 
 
 def test_the_list_of_releases_goes_up_to_this_one() -> None:

@@ -37,6 +37,7 @@ from astraflow.errors import PreconditionError
 from astraflow.recipe import StoredVersionSettings
 from astraflow.recipe.command import SetOption
 from astraflow.recipe.file import load_recipe, parse_recipe
+from astraflow.recipe.resuming import resume
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,6 +78,10 @@ def create(
         if probe:
             typer.echo(prepare_store(store), err=True)
         created = create_run(client, run)
+        if created.recipe_yaml != run.recipe_yaml:
+            stored = parse_recipe(created.recipe_yaml, source=f"recipe of run {created.run_id}")
+            for note in resume(loaded, run=stored, written=created.recipe_as_written).notes:
+                typer.echo(note, err=True)
         _say(options, created)
         if wait:
             _follow(client, created.run_id)

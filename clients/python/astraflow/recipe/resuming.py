@@ -18,7 +18,7 @@ from astraflow.recipe.document import Keys
 from astraflow.recipe.file import CodeFile, LoadedRecipe, parse_recipe
 from astraflow.recipe_changes import settings_of
 
-__all__ = ["Resumed", "code_differences", "file_digests", "read_recipe_of", "resume"]
+__all__ = ["Resumed", "code_differences", "file_digests", "new_settings", "read_recipe_of", "resume"]
 
 _CHOICES = ("kind", "preset")
 """Keys that decide which others there are beside them, or their defaults."""
@@ -64,10 +64,17 @@ def resume(asked: LoadedRecipe, *, run: LoadedRecipe, written: str = "") -> Resu
     ]
     notes += [
         f"{'.'.join(keys)} is new in this release; the run takes its default, {value}"
-        for keys, value in own.items()
-        if not run.document.says(keys) and not asked.document.says(keys)
+        for keys, value in new_settings(run).items()
+        if not asked.document.says(keys)
     ]
     return Resumed(loaded, tuple(notes))
+
+
+def new_settings(run: LoadedRecipe) -> dict[Keys, str]:
+    """Return the settings that the release did not know which resolved the recipe of a run, with the values that this
+    one gives them, as JSON.
+    """
+    return {keys: value for keys, value in settings_of(run.recipe).items() if not run.document.says(keys)}
 
 
 def file_digests(files: Iterable[CodeFile | run_pb2.CodeFile]) -> dict[str, str]:

@@ -123,8 +123,8 @@ def test_a_folder_that_another_launcher_has_is_refused_and_left_as_it_is(tmp_pat
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (1, r"schema version 1, astraflow \S+ reads 2 and 3; it was written by an earlier release: go on with"),
-        (99, r"schema version 99, astraflow \S+ reads 2 and 3; it was written by a later release: go on with"),
+        (1, r"schema version 1, astraflow \S+ reads 2 and 3; an earlier release reads it: go on"),
+        (99, r"schema version 99, astraflow \S+ reads 2 and 3; a later release reads it: go on"),
     ],
     ids=["older", "newer"],
 )
