@@ -43,8 +43,10 @@ THIS = Tree(REPOSITORY)
 
 @contextmanager
 def checked_out(release: Release, folder: Path) -> Iterator[Tree]:
-    """The tree of an earlier release, as a worktree of git; skips the test where this clone does not have its commit."""
-    has_it = subprocess.run([*_GIT, "cat-file", "-e", f"{release.commit}^{{commit}}"], capture_output=True, check=False)
+    """The tree of an earlier release, a worktree of git; skips the test where this clone does not have its commit."""
+    has_it = subprocess.run(
+        [*_GIT, "cat-file", "-e", f"{release.commit}^{{commit}}"], capture_output=True, check=False
+    )
     if has_it.returncode:
         pytest.skip(f"{release} is not in this clone; fetch its whole history")
     root = folder / release.commit[:12]

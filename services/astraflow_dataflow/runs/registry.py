@@ -17,8 +17,7 @@ from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.recipe import Recipe
 from astraflow.recipe.dataflow import ArchiveSettings, BatchSettings
 from astraflow.recipe.file import LoadedRecipe, parse_recipe
-from astraflow.recipe.resuming import new_settings
-from astraflow.recipe_changes import plugin_changes
+from astraflow.recipe_changes import new_settings, plugin_changes
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.routes import verdict_of
 from astraflow_dataflow.rules.window import Admission, Window

@@ -6,8 +6,7 @@ Pure. Defaults of releases are no part of it. Called by the registry when a run 
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import ConflictError
 from astraflow.recipe.file import parse_recipe
-from astraflow.recipe.resuming import code_differences, file_digests, resume
-from astraflow.recipe_changes import differences
+from astraflow.recipe_changes import code_differences, differences, file_digests, resume
 
 
 def require_same(stored: run_pb2.Run, *, asked: run_pb2.Run) -> None:
@@ -20,8 +19,8 @@ def require_same(stored: run_pb2.Run, *, asked: run_pb2.Run) -> None:
     }
     if named := [f"another {what} ({details})" for what, details in found.items() if details]:
         raise ConflictError(
-            f"run {asked.run_id} exists with {', '.join(named)}; choose another run name, or remove the old run's data; "
-            "a folder that was moved belongs where it was"
+            f"run {asked.run_id} exists with {', '.join(named)}; choose another run name, or remove the old run's "
+            "data; a folder that was moved belongs where it was"
         )
 
 

@@ -17,7 +17,7 @@ from google.protobuf.json_format import ParseDict
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
-from astraflow.errors import ConflictError, NotFoundError
+from astraflow.errors import NotFoundError
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import (
     Life,
@@ -111,7 +111,17 @@ class RunStore:
 
     async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
-        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity", "switches", "written")
+        names = (
+            "recipe",
+            "code",
+            "store",
+            "state",
+            "create_ms",
+            "stopped_for",
+            "identity",
+            "switches",
+            "written",
+        )
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in GONE:
             raise _no_run(run_id)
@@ -425,7 +435,6 @@ def _switch(number: int, fields: Sequence[Reply]) -> run_pb2.PluginSwitch:
 
 def _no_run(run_id: str) -> NotFoundError:
     return NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
-
 
 
 def _incarnation(value: int) -> str:

@@ -3,8 +3,8 @@
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
 started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder
 belongs to, as its author wrote it; a folder of another recipe is refused. How many steps to train is no part of that,
-and the settings that only trainers read may differ: they are given to the trainers, and the run keeps its recipe. What a
-release changed about defaults does not touch the run.
+and the settings that only trainers read may differ: they are given to the trainers, and the run keeps its recipe. It
+keeps the defaults that it was created with, too.
 """
 
 import itertools
@@ -19,8 +19,14 @@ from typing import NamedTuple
 from astraflow import __version__
 from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
 from astraflow.recipe.file import LoadedRecipe
-from astraflow.recipe.resuming import Resumed, code_differences, file_digests, read_recipe_of, resume
-from astraflow.recipe_changes import trainer_changes
+from astraflow.recipe_changes import (
+    Resumed,
+    code_differences,
+    file_digests,
+    read_recipe_of,
+    resume,
+    trainer_changes,
+)
 from astraflow_kit.folder_lock import FolderLock, lock_folder
 from astraflow_kit.releases import refuse
 
@@ -261,7 +267,9 @@ def _found(root: Path, loaded: LoadedRecipe) -> _Found:
     try:
         changes = trainer_changes(own.recipe, resumed.loaded.recipe)
     except ConflictError as error:
-        raise ConflictError(f"{where} of another recipe: {error.message}; or give another --data-dir") from error
+        raise ConflictError(
+            f"{where} of another recipe: {error.message}; or give another --data-dir"
+        ) from error
     # Earlier releases kept no digests of files: then the server, which has the files, says which differ.
     if record.code is not None and (
         differing := code_differences(file_digests(loaded.code), run=record.code)

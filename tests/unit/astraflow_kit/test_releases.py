@@ -4,6 +4,7 @@ import re
 from typing import get_args
 
 import pytest
+from packaging.version import Version
 
 from astraflow import __version__
 from astraflow.connecting.compatibility import CONTRACT_VERSION
@@ -39,7 +40,10 @@ def test_data_of_another_schema_ends_with_3_and_names_what_was_found_and_what_is
     found = max(reads) + 1 if newer else min(reads) - 1
     error = releases.refuse("it", format_=kind, found=found, reads=reads, otherwise="start anew")
     assert exit_code_of(error) == ExitCode.SUPERSEDED
-    assert f"schema version {found}, astraflow {__version__} reads {' and '.join(map(str, reads))};" in error.message
+    assert (
+        f"schema version {found}, astraflow {__version__} reads {' and '.join(map(str, reads))};"
+        in error.message
+    )
     assert error.message.endswith("go on with that one, or start anew")
     assert ("a later release reads it" in error.message) is newer
 
@@ -52,7 +56,7 @@ def test_a_refusal_names_the_newest_release_that_reads_the_data(release: release
 
 def test_the_list_of_releases_goes_up_to_this_one() -> None:
     newest = releases.RELEASES[-1]
-    assert tuple(map(int, newest.version.split("."))) < tuple(map(int, __version__.split(".")))
+    assert Version(newest.version) < Version(__version__)
     assert all(re.fullmatch(r"[0-9a-f]{40}", release.commit) for release in releases.RELEASES)
     for kind, reads in READ.items():
         assert getattr(newest, kind) <= max(reads)
@@ -60,7 +64,9 @@ def test_the_list_of_releases_goes_up_to_this_one() -> None:
 
 
 def test_every_version_of_written_data_has_a_rule() -> None:
-    declared = {module.name for module in source_modules() if re.search(r"^SCHEMA_VERSION = ", module.source, re.M)}
+    declared = {
+        module.name for module in source_modules() if re.search(r"^SCHEMA_VERSION = ", module.source, re.M)
+    }
     refused = {"astraflow_dataflow/store/keys.py", "astraflow_launcher/run/folder.py"}
     refused |= {"astraflow_trainer/model/checkpoint.py", "astraflow_weights/versions/manifest.py"}
     assert declared == {f"services/{name}" for name in refused} | set(OTHERWISE)

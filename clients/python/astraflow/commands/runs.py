@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from astraflow import recipe_changes
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.run_creation import (
@@ -37,7 +38,6 @@ from astraflow.errors import PreconditionError
 from astraflow.recipe import StoredVersionSettings
 from astraflow.recipe.command import SetOption
 from astraflow.recipe.file import load_recipe, parse_recipe
-from astraflow.recipe.resuming import resume
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +80,7 @@ def create(
         created = create_run(client, run)
         if created.recipe_yaml != run.recipe_yaml:
             stored = parse_recipe(created.recipe_yaml, source=f"recipe of run {created.run_id}")
-            for note in resume(loaded, run=stored, written=created.recipe_as_written).notes:
+            for note in recipe_changes.resume(loaded, run=stored, written=created.recipe_as_written).notes:
                 typer.echo(note, err=True)
         _say(options, created)
         if wait:

@@ -1,4 +1,4 @@
-"""A run that is created again is the one that exists where author, code and store are; a release's defaults are not asked."""
+"""A run that is created again is the existing one where author, code and store are; defaults do not count."""
 
 import pytest
 
@@ -8,7 +8,9 @@ from astraflow_dataflow.runs.sameness import require_same
 from support.recipes import tiny_recipe
 
 
-def run_of(*overrides: str, defaults: tuple[str, ...] = (), written: bool = True, **fields: str) -> run_pb2.Run:
+def run_of(
+    *overrides: str, defaults: tuple[str, ...] = (), written: bool = True, **fields: str
+) -> run_pb2.Run:
     """A run as a release with these defaults creates it."""
     return run_pb2.Run(
         run_id="tiny",

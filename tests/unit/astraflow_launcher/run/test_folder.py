@@ -70,9 +70,7 @@ def rewrite_record(folder: Path, **fields: object) -> None:
 
 def as_an_earlier_release_wrote_it(folder: Path) -> None:
     """Make of run.json what release 0.1.0 wrote: a digest of the resolved recipe with its code, and no more."""
-    rewrite_record(
-        folder, schema_version=2, recipe_sha256="ab" * 32, written=None, code=None, release=None
-    )
+    rewrite_record(folder, schema_version=2, recipe_sha256="ab" * 32, written=None, code=None, release=None)
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["of this schema", "of an earlier release"])
@@ -93,7 +91,7 @@ def test_a_release_with_other_defaults_resumes_the_run_as_it_was_created_and_say
         "dataflow.lease_ttl_s",
         "trainer.keep_checkpoints",
     ]
-    with pytest.raises(ConflictError, match="run.seed: 0 → 3"):
+    with pytest.raises(ConflictError, match=r"run\.seed: 0 → 3"):
         opened("run.seed=3", data_dir=tmp_path)
 
 
@@ -101,7 +99,9 @@ def test_files_beside_the_recipe_that_differ_are_named_and_nothing_else(tmp_path
     loaded = tiny_recipe()
     first, other = (CodeFile("recipe.py", content) for content in (b"1", b"2"))
     open_run_folder(replace(loaded, code=(first,)), data_dir=tmp_path).lock.release()
-    with pytest.raises(ConflictError, match=r"same recipe with other files beside it \(changed: recipe.py\); give"):
+    with pytest.raises(
+        ConflictError, match=r"same recipe with other files beside it \(changed: recipe.py\); give"
+    ):
         open_run_folder(replace(loaded, code=(other,)), data_dir=tmp_path)
 
 

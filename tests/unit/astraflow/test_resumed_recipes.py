@@ -7,9 +7,8 @@ import pytest
 
 from astraflow.errors import IncompatibleError
 from astraflow.recipe.file import CodeFile, LoadedRecipe, load_recipe, parse_recipe
-from astraflow.recipe.resuming import code_differences, file_digests, read_recipe_of, resume
 from astraflow.recipe.shipped import shipped_recipes
-from astraflow.recipe_changes import differences
+from astraflow.recipe_changes import code_differences, differences, file_digests, read_recipe_of, resume
 from support.recipes import TINY, tiny_recipe
 
 PLAIN = tiny_recipe()
@@ -102,7 +101,8 @@ def test_what_is_written_does_not_depend_on_spaces_order_and_comments() -> None:
 def test_a_recipe_with_a_key_that_this_release_does_not_know_names_the_release_that_wrote_it() -> None:
     text = PLAIN.yaml_text.replace("lease_ttl_s", "lease_seconds")
     with pytest.raises(
-        IncompatibleError, match=r"run\.yaml was written by astraflow 9\.9\.9, .*lease_seconds.* resume the run with"
+        IncompatibleError,
+        match=r"run\.yaml was written by astraflow 9\.9\.9, .*lease_seconds.* resume the run with",
     ):
         read_recipe_of(text, source="run.yaml", release="astraflow 9.9.9")
 
