@@ -169,7 +169,7 @@ class Child:
             self._recent.popleft()
         if self.exit_code in _FATAL or len(self._recent) > self.spec.max_restarts:
             # What a child calls wrong use, or another's work, is that here as there: with the same status.
-            kind = _FATAL.get(self.exit_code, InternalError)
+            kind = _FATAL.get(self.exit_code or 0, InternalError)
             ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
             failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
             if failure is not None:
