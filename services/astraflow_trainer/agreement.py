@@ -19,7 +19,7 @@ class Comparison:
     """What store and checkpoints know now, to compare a claim with."""
 
     def __init__(self, store: ObjectStore, log: VersionLog, *, checkpoints: Path) -> None:
-        """`log` has been read. Raises as the store does, CheckpointError, IncompatibleError."""
+        """`log` has been read. Raises as the store does, IncompatibleError."""
         self._store = store
         self._keys = PolicyKeys(log.run_id, log.policy_id)
         positions = read_positions(checkpoints)

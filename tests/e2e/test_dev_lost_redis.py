@@ -26,7 +26,7 @@ def require_refused(folder: Path, *said: str) -> None:
     before = kept(folder)
     with dev(folder, "--steps", str(STEPS + 1)) as launcher:
         launcher.communicate(timeout=200)
-    assert launcher.returncode == 1
+    assert launcher.returncode == 3
     assert kept(folder) == before
     message = RunFiles(folder).stderr.read_text()
     assert [part for part in said if part not in message] == []

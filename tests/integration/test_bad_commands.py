@@ -61,8 +61,7 @@ def run_json(text: str) -> Callable[[Path], object]:
     return write
 
 
-RECORD: dict[str, object] = {"schema_version": 2, "run_id": "other", "recipe_sha256": "ab" * 32}
-RECORD["created"] = "2030-01-01T00:00:00"
+RECORD: dict[str, object] = {"schema_version": 2, "run_id": "other", "created": "2030-01-01T00:00:00"}
 DATA = ("--data-dir", "data")
 
 ROWS: dict[str, Row] = {
@@ -114,7 +113,7 @@ ROWS: dict[str, Row] = {
     ),
     "data dir of a later release": Row(
         dev(*DATA),
-        ("schema version 99", "this release reads 2", "give a new --data-dir"),
+        ("schema version 99", "reads 2 and 3", "a later release", "give a new --data-dir"),
         status=3,
         before=run_json(json.dumps(RECORD | {"schema_version": 99})),
     ),

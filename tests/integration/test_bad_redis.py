@@ -16,6 +16,8 @@ from astraflow.errors import AstraflowError
 from astraflow_dataflow.store import function_library
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.homes.cluster import redis_at
+from astraflow_dataflow.store.keys import READ_AS_IT_IS, SCHEMA_VERSION
+from astraflow_dataflow.store.replies import as_int
 from astraflow_kit.lifecycle import ExitCode
 from support.dataflow_world import served
 from support.fake_redis import fake_redis
@@ -107,7 +109,12 @@ ROWS: dict[str, tuple[Spoil, tuple[str, ...], ExitCode]] = {
     ),
     "written by a later release": (
         after(("SET", "af:schema", 999)),
-        ("schema version 999", "use the release that wrote it, or another Redis database"),
+        ("schema version 999", "a later release", "give another Redis database"),
+        ExitCode.SUPERSEDED,
+    ),
+    "written by an earlier release": (
+        after(("SET", "af:schema", 5)),
+        ("schema version 5", "astraflow 0.1.0 (commit da6278bf3107) reads it: go on with that one"),
         ExitCode.SUPERSEDED,
     ),
     "wants a password": (
@@ -153,6 +160,14 @@ async def test_a_redis_that_cannot_hold_the_data_is_refused(own_valkey: ValkeySe
     assert ended.returncode == status, ended.stderr
     assert [word for word in words if word not in ended.stderr] == []
     assert "secret" not in ended.stderr
+
+
+@pytest.mark.parametrize("found", READ_AS_IT_IS)
+async def test_data_of_an_earlier_schema_that_is_read_as_it_is_becomes_data_of_this_one(
+    own_valkey: ValkeyServer, found: int
+) -> None:
+    async with after(("SET", "af:schema", found))(own_valkey) as url, Connection(url) as connection:
+        assert as_int(await connection.raw("GET", "af:schema")) == SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("row", ["evicts", "is not there"])

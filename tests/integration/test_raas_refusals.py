@@ -148,7 +148,9 @@ async def test_weights_of_a_newer_release_end_a_node_that_serves_nothing_yet(
     run = a_run(store_uri=(tmp_path / "store").as_uri())
     script = ScriptedDataflow(run=run, versions=[weights.publish()])
     async with running(script) as server, node_of(server.address, tmp_path) as node:
-        await refuses(node, 3, "INCOMPATIBLE", "schema version 99", "run the release that wrote it")
+        await refuses(
+            node, 3, "INCOMPATIBLE", "schema version 99", "a later release reads it: go on with that one"
+        )
     assert all(offered.tasks == 0 for offered in script.credits)
 
 

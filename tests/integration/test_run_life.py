@@ -6,7 +6,9 @@ from uuid import uuid4
 
 import pytest
 
-from astraflow.dataflow.v1 import run_pb2
+from astraflow.commands.run_creation import run_of
+from astraflow.dataflow.v1 import run_pb2, run_service_pb2
+from astraflow.recipe.file import load_recipe
 from support.cli import Ended, run
 from support.dataflow_world import Trainer, World
 from support.s3_server import S3Server
@@ -40,10 +42,27 @@ async def test_a_shipped_recipe_becomes_a_run_and_the_same_command_leaves_it_alo
     shown = await astraflow(world, "runs", "show", "first")
     assert "steps: 7" in shown.output
     other = await astraflow(world, *command[:-1], "run.steps=8", status=1)
-    assert "run first exists with another recipe; choose" in other.errors
+    assert "run first exists with another recipe (run.steps: 7 → 8); choose" in other.errors
     moved = (tmp_path / "moved").as_uri()
     elsewhere = await astraflow(world, *command[:4], moved, *command[5:], status=1)
     assert f"run first exists with another store ({store}, not {moved}); choose" in elsewhere.errors
+
+
+async def test_a_run_of_another_release_is_found_and_what_that_had_as_defaults_is_said(
+    world: World, tmp_path: Path
+) -> None:
+    store, recipe = (tmp_path / "store").as_uri(), Path("quickstart")
+    run = run_of(load_recipe(recipe), run_id="first", store_uri=store)
+    run.recipe_yaml = load_recipe(recipe, overrides=["trainer.keep_checkpoints=9"]).yaml_text
+    await world.client.call(world.client.runs.CreateRun, run_service_pb2.CreateRunRequest(run=run))
+    found = await astraflow(world, "runs", "create", "quickstart", "--store", store, "--run-id", "first")
+    assert found.output == "run first is active\n"
+    assert (
+        "trainer.keep_checkpoints stays 9, as the run was created; the default of this release is 2"
+        in found.errors
+    )
+    again = await astraflow(world, "runs", "show", "first")
+    assert "keep_checkpoints: 9" in again.output
 
 
 async def test_the_bucket_of_a_new_run_is_made_and_one_that_may_not_be_is_named(

@@ -22,7 +22,7 @@ import { Sessions } from "./sessions.js";
 import { serviceClient, type CallOptions, type ServiceClient } from "./service.js";
 
 /** Release of this package. */
-export const VERSION = "0.1.0";
+export const VERSION = "0.2.0";
 /** Contract version that this package was made for. */
 export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_server_info, contract_version);
 /** Largest message in either direction. */

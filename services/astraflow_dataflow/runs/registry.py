@@ -16,8 +16,8 @@ from astraflow.dataflow.v1 import run_pb2
 from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.recipe import Recipe
 from astraflow.recipe.dataflow import ArchiveSettings, BatchSettings
-from astraflow.recipe.file import parse_recipe
-from astraflow.recipe_changes import plugin_changes
+from astraflow.recipe.file import LoadedRecipe, parse_recipe
+from astraflow.recipe_changes import new_settings, plugin_changes
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.routes import verdict_of
 from astraflow_dataflow.rules.window import Admission, Window
@@ -25,6 +25,7 @@ from astraflow_dataflow.runs import background
 from astraflow_dataflow.runs.data_plugins import DataPlugins
 from astraflow_dataflow.runs.leased import LeasedTasks
 from astraflow_dataflow.runs.lengths import Lengths
+from astraflow_dataflow.runs.sameness import require_same
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.store import Store
@@ -131,6 +132,8 @@ class RunRegistry:
             admission=admission_of(recipe),
             archive=archived_by(recipe),
         )
+        async with self._parsing:
+            await asyncio.to_thread(require_same, stored, asked=run)
         await self.get(run.run_id)
         return stored
 
@@ -237,8 +240,11 @@ class RunRegistry:
     async def _load(self, run_id: str) -> RunContext:
         with reading(run_id):
             run = await self._store.runs.get(run_id)
-        recipe = await self._parsed(run)
-        plugins = self._plugins(run, recipe)
+        read = await self._read(run)
+        if added := new_settings(read):
+            taken = {".".join(keys): value for keys, value in added.items()}
+            log.info("run.new_settings", run_id=run_id, taken=taken)
+        recipe, plugins = read.recipe, self._plugins(run, read.recipe)
         rules = plugins.rules(recipe.dataflow)
         context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
 
@@ -271,12 +277,13 @@ class RunRegistry:
         context.wakeups.wake_all()
 
     async def _parsed(self, run: run_pb2.Run) -> Recipe:
+        return (await self._read(run)).recipe
+
+    async def _read(self, run: run_pb2.Run) -> LoadedRecipe:
         """The recipe of a run, read beside the event loop, which a large one would hold up; one after the other."""
+        source = f"recipe of run {run.run_id}"
         async with self._parsing:
-            read = await asyncio.to_thread(
-                parse_recipe, run.recipe_yaml, source=f"recipe of run {run.run_id}"
-            )
-        return read.recipe
+            return await asyncio.to_thread(parse_recipe, run.recipe_yaml, source=source)
 
     def _plugins(
         self,

@@ -24,10 +24,11 @@ from redis.credentials import CredentialProvider
 from astraflow import errors
 from astraflow._contract.bounds import MAX_INTEGER
 from astraflow_dataflow.store import function_library
-from astraflow_dataflow.store.keys import SCHEMA_VERSION, Keys, own_key
+from astraflow_dataflow.store.keys import READ_AS_IT_IS, SCHEMA_VERSION, Keys, own_key
 from astraflow_dataflow.store.replies import Reply, as_int, as_list, as_mapping, as_text
 from astraflow_dataflow.store.writing import Argument, writing
 from astraflow_kit.log import get_logger
+from astraflow_kit.releases import refuse
 from astraflow_kit.settings import read_secret
 
 log = get_logger(__name__)
@@ -360,10 +361,16 @@ class Connection:
         if not stored:
             await self.raw("SET", self.own_key("schema"), SCHEMA_VERSION, "NX")
             stored = as_int(await self.raw("GET", self.own_key("schema")))
-        if stored != SCHEMA_VERSION:
-            raise errors.IncompatibleError(
-                f"the data in Redis has schema version {stored}, this release reads {SCHEMA_VERSION}; "
-                "use the release that wrote it, or another Redis database"
+        if stored in READ_AS_IT_IS:
+            await self.raw("SET", self.own_key("schema"), SCHEMA_VERSION)
+            log.info("redis.taken_over", address=self._shown, schema_version=stored, now=SCHEMA_VERSION)
+        elif stored != SCHEMA_VERSION:
+            raise refuse(
+                f"the data in Redis at {self._shown}",
+                format_="redis",
+                found=stored,
+                reads=[*READ_AS_IT_IS, SCHEMA_VERSION],
+                otherwise="give another Redis database and start a new run",
             )
 
     async def __aenter__(self) -> Self:

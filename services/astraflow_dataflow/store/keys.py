@@ -5,8 +5,10 @@ registry, is in a slot of its own. The same table is rendered into the Lua libra
 functions can never disagree about a name. Read by the store modules.
 """
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version of keys and functions together. Data of another version is refused at start, never guessed."""
+READ_AS_IT_IS = (6,)
+"""Earlier versions whose data these functions read and continue; such data has this version from then on."""
 
 # No run is named `.`, so the registry's tag is no run's.
 RUNS_KEY = "af:{.}:runs"

@@ -6,7 +6,6 @@ arguments change nothing. Called by the run registry, the membership and evaluat
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from google.protobuf.json_format import ParseDict
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
-from astraflow.errors import ConflictError, NotFoundError
+from astraflow.errors import NotFoundError
 from astraflow.rollout.v1.task_pb2 import Task
 from astraflow_dataflow.records import (
     Life,
@@ -72,14 +71,13 @@ class RunStore:
         admission: Admission,
         archive: str = "",
     ) -> run_pb2.Run:
-        """Create the run, or return the stored one when it is equal. Raises ConflictError when it is not.
+        """Create the run, or return the one of its name that is there, which may be another.
 
         It is listed before it is there, so that one that was cut off is found by a sweep, and once more after it, in
         case a sweep took it off meanwhile. `archive` is the share of its tasks that are archived, the most bytes that
         may wait for it, and the reasons; empty where nothing is.
         """
         code = run.code.SerializeToString(deterministic=True)
-        digest = _digest(run.recipe_yaml.encode(), code, run.store_uri.encode())
         limits: list[Argument] = []
         for window in admission.windows:
             limits += [
@@ -93,8 +91,9 @@ class RunStore:
             limits += [window.max_staleness, window.groups_per_step, window.steps]
             limits += [window.replay, window.barrier]
         identity = secrets.token_hex(16)
-        arguments: list[Argument] = [run.run_id, digest, identity, run.recipe_yaml, code, run.store_uri]
+        arguments: list[Argument] = [run.run_id, identity, run.recipe_yaml, run.recipe_as_written, code]
         arguments += [
+            run.store_uri,
             admission.max_attempts,
             admission.max_poison,
             admission.max_leases,
@@ -107,16 +106,24 @@ class RunStore:
         listed: tuple[Argument, ...] = ("ZADD", RUNS_KEY, "NX", await self._connection.now_ms(), run.run_id)
         await self._connection.raw(*listed)
         failpoints.hit("dataflow.run_listed")
-        reply = await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
+        await self._connection.call(Keys(run.run_id), "create_run", *arguments, *limits)
         failpoints.hit("dataflow.run_created")
         await self._connection.raw(*listed)
-        if as_text(as_list(reply)[1]) != digest:
-            raise _exists_otherwise(await self.get(run.run_id), asked=run)
         return await self.get(run.run_id)
 
     async def get(self, run_id: str) -> run_pb2.Run:
         """Return a run. Raises NotFoundError."""
-        names = ("recipe", "code", "store", "state", "create_ms", "stopped_for", "identity", "switches")
+        names = (
+            "recipe",
+            "code",
+            "store",
+            "state",
+            "create_ms",
+            "stopped_for",
+            "identity",
+            "switches",
+            "written",
+        )
         reply = as_list(await self._connection.raw("HMGET", Keys(run_id).of("run"), *names))
         if as_text(reply[3]) in GONE:
             raise _no_run(run_id)
@@ -129,6 +136,7 @@ class RunStore:
             create_time=timestamp(as_int(reply[4])),
             stopped_for=as_text(reply[5]),
             identity=as_text(reply[6]),
+            recipe_as_written=as_text(reply[8]),
             **(await self._switches(run_id, as_int(reply[7])) if reply[7] else {}),
         )
 
@@ -452,27 +460,8 @@ def _switch(number: int, fields: Sequence[Reply]) -> run_pb2.PluginSwitch:
     )
 
 
-def _exists_otherwise(there: run_pb2.Run, *, asked: run_pb2.Run) -> ConflictError:
-    differing = {
-        "recipe": there.recipe_yaml != asked.recipe_yaml,
-        "code": there.code != asked.code,
-        f"store ({there.store_uri}, not {asked.store_uri})": there.store_uri != asked.store_uri,
-    }
-    return ConflictError(
-        f"run {asked.run_id} exists with another {', another '.join(name for name in differing if differing[name])}; "
-        "choose another run name, or remove the old run's data; a folder that was moved belongs where it was"
-    )
-
-
 def _no_run(run_id: str) -> NotFoundError:
     return NotFoundError(f"no run {run_id!r} on this server; create it, or list the runs it has")
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
 
 
 _Field: TypeAlias = tuple[str, Callable[[bytes], Any]]

@@ -6,7 +6,9 @@ Invariant: what cannot work is refused before anything is made or started. Error
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,14 +68,13 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 def own_folder(loaded: LoadedRecipe, data_dir: Path | None) -> RunFolder:
-    """The run's folder, locked; ends with the status of daemons whose work is another process's when it is not ours."""
-    try:
+    """The run's folder, locked."""
+    with _ending_as_daemons():
         folder = open_run_folder(loaded, data_dir=data_dir)
-    except StateError as error:
-        say(f"{error.reason}: {error.message}", err=True)
-        raise typer.Exit(ExitCode.SUPERSEDED) from None
+    for note in folder.notes:
+        say(note, err=True)
     for change in folder.changes:
-        typer.echo(f"trainers go on with another recipe: {change}", err=True)
+        say(f"trainers go on with another recipe: {change}", err=True)
     return folder
 
 
@@ -98,13 +99,23 @@ def conduct(options: Options, folder: RunFolder, console: Console, *, quiet: boo
     configure("launcher", log_format="json", stream=folder.log("launcher").open("a"))
     view = _choose_view(console, quiet=quiet, title=f"{options.loaded.recipe.run.name} · {folder.root}")
     try:
-        with view:
-            return asyncio.run(_run(options, folder, view))
+        with _ending_as_daemons(), view:
+            return asyncio.run(_run(replace(options, loaded=folder.loaded), folder, view))
     except asyncio.CancelledError:
         console.print(
             f"ended at once by a second signal; go on with --data-dir {folder.root}", soft_wrap=True
         )
         raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _ending_as_daemons() -> Iterator[None]:
+    """End with the status of daemons whose work is another's, or of another release, where that is so here."""
+    try:
+        yield
+    except StateError as error:
+        say(f"{error.reason}: {error.message}", err=True)
+        raise typer.Exit(ExitCode.SUPERSEDED) from None
 
 
 async def _run(options: Options, folder: RunFolder, view: View) -> Summary:

@@ -2,40 +2,63 @@
 
 Invariant: everything a run needs to be resumed is under its folder, except the warm-start cache, which runs
 started without `--data-dir` share. One launcher at a time has the folder. `run.json` says which recipe the folder
-belongs to; a folder of another recipe is refused. How many steps to train is no part of that, and the settings that
-only trainers read may differ: they are given to the trainers, and the run keeps its recipe.
+belongs to, as its author wrote it; a folder of another recipe is refused. How many steps to train is no part of that,
+and the settings that only trainers read may differ: they are given to the trainers, and the run keeps its recipe. It
+keeps the defaults that it was created with, too.
 """
 
-import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from astraflow import __version__
 from astraflow.errors import ConflictError, IncompatibleError, InvalidArgumentError
-from astraflow.recipe import Recipe
-from astraflow.recipe.file import LoadedRecipe, parse_recipe
-from astraflow.recipe_changes import trainer_changes
+from astraflow.recipe.file import LoadedRecipe
+from astraflow.recipe_changes import (
+    Resumed,
+    code_differences,
+    file_digests,
+    read_recipe_of,
+    resume,
+    trainer_changes,
+)
 from astraflow_kit.folder_lock import FolderLock, lock_folder
+from astraflow_kit.releases import refuse
 
 DEFAULT_ROOT = Path(".astraflow")
 _RECIPE, _TRAINER_RECIPE = "recipe.yaml", "trainer_recipe.yaml"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_READABLE = (2, SCHEMA_VERSION)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Content of run.json."""
 
-    schema_version: int
+    schema_version: int = SCHEMA_VERSION
     run_id: str
-    recipe_sha256: str
     created: str
     identity: str = ""
     """The dataflow server's identity of the run; empty before the run was created there."""
+    release: str = "0.1.0"
+    """The release that created the run."""
+    written: str = ""
+    """The recipe as its author wrote it, as `LoadedRecipe.written`; empty of releases that did not keep it."""
+    code: Mapping[str, str] | None = None
+    """sha256 of each file of its code, by path; None of releases that did not keep them."""
+
+
+class _Found(NamedTuple):
+    """A run that is there."""
+
+    record: RunRecord
+    resumed: Resumed
+    changes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -48,8 +71,12 @@ class RunFolder:
     resumed: bool
     lock: FolderLock
     """Held from before anything was written."""
+    loaded: LoadedRecipe
+    """The recipe that the run goes on with."""
     changes: tuple[str, ...] = ()
-    """Where the recipe that it goes on with differs for trainers: `key: old → new`."""
+    """Where that differs for trainers from the one that it was created with: `key: old → new`."""
+    notes: tuple[str, ...] = ()
+    """What this release changed about defaults since the run was created."""
 
     @property
     def recipe_yaml(self) -> str:
@@ -145,7 +172,7 @@ def planned_folder(loaded: LoadedRecipe, *, data_dir: Path | None) -> tuple[Path
         return (DEFAULT_ROOT / "runs" / f"{loaded.recipe.run.name}-TIME").absolute(), False
     is_there = (data_dir / "run.json").exists()
     if is_there:
-        _stored_record(data_dir, loaded)
+        _found(data_dir, loaded)
     return data_dir.absolute(), is_there
 
 
@@ -157,30 +184,25 @@ def _open(loaded: LoadedRecipe, data_dir: Path | None, moment: datetime) -> RunF
         root, cache = data_dir, data_dir / "cache"
     lock = lock_folder(root, remedy="end it first, or give another --data-dir")
     try:
-        changes: list[str] = []
-        if resumed := (root / "run.json").exists():
-            record, changes = _stored_record(root, loaded)
+        if is_there := (root / "run.json").exists():
+            found = _found(root, loaded)
         else:
-            record = _create(root, cache, loaded, moment)
-        if changes:
-            (root / _TRAINER_RECIPE).write_text(loaded.yaml_text)
+            found = _Found(_create(root, cache, loaded, moment), Resumed(loaded, ()), ())
+        if found.changes:
+            (root / _TRAINER_RECIPE).write_text(found.resumed.loaded.yaml_text)
     except BaseException:
         lock.release()
         raise
     return RunFolder(
-        root.resolve(), cache.resolve(), record, resumed=resumed, lock=lock, changes=tuple(changes)
+        root.resolve(),
+        cache.resolve(),
+        found.record,
+        resumed=is_there,
+        lock=lock,
+        loaded=found.resumed.loaded,
+        changes=found.changes,
+        notes=found.resumed.notes,
     )
-
-
-def recipe_digest(recipe: Recipe, *, code_sha256: bytes) -> str:
-    """sha256 over the resolved recipe without the number of steps it trains, and its code, as hex."""
-    resolved = recipe.model_dump(mode="json")
-    for section in (resolved["run"], *resolved["policies"].values()):
-        # 0 is part of it: such a run has no window for training, whatever number comes later.
-        if section["steps"] != 0:
-            del section["steps"]
-    text = json.dumps(resolved, sort_keys=True)
-    return hashlib.sha256(text.encode() + b"\0" + code_sha256).hexdigest()
 
 
 def _unused(base: Path) -> Path:
@@ -195,8 +217,13 @@ def _unused(base: Path) -> Path:
 
 def _create(root: Path, cache: Path, loaded: LoadedRecipe, moment: datetime) -> RunRecord:
     cache.mkdir(parents=True, exist_ok=True)
-    digest = recipe_digest(loaded.recipe, code_sha256=loaded.code_sha256)
-    record = RunRecord(SCHEMA_VERSION, loaded.recipe.run.name, digest, moment.isoformat())
+    record = RunRecord(
+        run_id=loaded.recipe.run.name,
+        created=moment.isoformat(),
+        release=__version__,
+        written=loaded.written,
+        code=file_digests(loaded.code),
+    )
     (root / _RECIPE).write_text(loaded.yaml_text)
     _write_record(root, record)
     return record
@@ -208,45 +235,47 @@ def _write_record(root: Path, record: RunRecord) -> None:
     draft.replace(root / "run.json")
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_record(root: Path) -> RunRecord:
+    path = root / "run.json"
     try:
         stored = json.loads(path.read_text())
-    except ValueError as error:
+        version = stored.get("schema_version")
+    except (ValueError, AttributeError) as error:
         raise IncompatibleError(
             f"{path} is damaged ({error}); restore it, or give another --data-dir"
         ) from error
-    return stored if isinstance(stored, dict) else {}
-
-
-def _stored_record(root: Path, loaded: LoadedRecipe) -> tuple[RunRecord, list[str]]:
-    """The run that is there, and where `loaded` differs from its recipe for trainers. Raises ConflictError where it
-    differs otherwise.
-    """
-    stored = _read_record(root / "run.json")
-    if stored.get("schema_version") != SCHEMA_VERSION:
-        raise IncompatibleError(
-            f"{root} was written with schema version {stored.get('schema_version')}, this release "
-            f"reads {SCHEMA_VERSION}; give a new --data-dir"
+    if version not in _READABLE:
+        raise refuse(
+            str(root), format_="data_dir", found=version, reads=_READABLE, otherwise="give a new --data-dir"
         )
-    record = RunRecord(**stored)
-    if record.recipe_sha256 == recipe_digest(loaded.recipe, code_sha256=loaded.code_sha256):
-        return record, []
+    known = {each.name for each in fields(RunRecord)} & stored.keys() - {"schema_version"}
+    return RunRecord(**{name: stored[name] for name in known})
+
+
+def _found(root: Path, loaded: LoadedRecipe) -> _Found:
+    """The run that is there, and how it goes on with `loaded`. Raises ConflictError where that is another one."""
+    record = _read_record(root)
+    where = f"{root} holds run {record.run_id!r}"
     try:
-        own = parse_recipe((root / _RECIPE).read_text(), source=str(root / _RECIPE)).recipe
+        text = (root / _RECIPE).read_text()
     except FileNotFoundError as error:
         raise ConflictError(
-            f"{root} holds run {record.run_id!r} of another recipe, and its {_RECIPE} is gone; give another --data-dir"
+            f"{where} of another recipe, and its {_RECIPE} is gone; give another --data-dir"
         ) from error
+    own = read_recipe_of(text, source=str(root / _RECIPE), release=f"astraflow {record.release}")
+    resumed = resume(loaded, run=own, written=record.written)
     try:
-        changes = trainer_changes(own, loaded.recipe)
+        changes = trainer_changes(own.recipe, resumed.loaded.recipe)
     except ConflictError as error:
         raise ConflictError(
-            f"{root} holds run {record.run_id!r} of another recipe: {error.message}; or give another --data-dir"
+            f"{where} of another recipe: {error.message}; or give another --data-dir"
         ) from error
-    if record.recipe_sha256 != (digest := recipe_digest(own, code_sha256=loaded.code_sha256)):
+    # Earlier releases kept no digests of files: then the server, which has the files, says which differ.
+    if record.code is not None and (
+        differing := code_differences(file_digests(loaded.code), run=record.code)
+    ):
         raise ConflictError(
-            f"{root} holds run {record.run_id!r} of a recipe with other code (its run.json says digest "
-            f"{record.recipe_sha256[:12]}, with the code here it is {digest[:12]}); give another --data-dir, or the "
-            "files that the run was started with"
+            f"{where} of the same recipe with other files beside it ({differing}); give the files that the run was "
+            "started with, or another --data-dir"
         )
-    return record, changes
+    return _Found(record, resumed, tuple(changes))

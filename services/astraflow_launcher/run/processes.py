@@ -17,7 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
+from astraflow.errors import (
+    AstraflowError,
+    InternalError,
+    InvalidArgumentError,
+    PreconditionError,
+    UnavailableError,
+)
 from astraflow_kit.lifecycle import STACK_SIGNAL, Addresses, ExitCode, failure_in, place_in, read_address_file
 from astraflow_kit.log import get_logger
 from astraflow_kit.log_files import MAX_BYTES, end_of, ended_with_bounded_log
@@ -25,7 +31,10 @@ from astraflow_kit.parent import dying_with_us
 
 log = get_logger(__name__)
 
-_FATAL = frozenset({ExitCode.USAGE, ExitCode.SUPERSEDED})
+_FATAL: Mapping[int, type[AstraflowError]] = {
+    ExitCode.USAGE: InvalidArgumentError,
+    ExitCode.SUPERSEDED: PreconditionError,
+}
 _READY_POLL_S = 0.05
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 2**16, 12
 # A killed server should answer again within 3 s, most of which its own start takes.
@@ -93,7 +102,7 @@ class Child:
 
     async def supervise(self) -> None:
         """Keep the child running until it finishes, breaks, or is stopped. Raises InternalError when it
-        breaks, InvalidArgumentError when it says that it is used wrongly.
+        breaks, InvalidArgumentError when it says that it is used wrongly, PreconditionError when its work is another's.
         """
         try:
             while not self._stopping.is_set():
@@ -158,8 +167,8 @@ class Child:
         while self._recent and now - self._recent[0] > self.spec.restart_window_s:
             self._recent.popleft()
         if self.exit_code in _FATAL or len(self._recent) > self.spec.max_restarts:
-            # What a child calls wrong use is the user's to mend, here as there.
-            kind = InvalidArgumentError if self.exit_code == ExitCode.USAGE else InternalError
+            # What a child calls wrong use, or another's work, is that here as there: with the same status.
+            kind = _FATAL.get(self.exit_code or 0, InternalError)
             ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
             failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
             if failure is not None:
@@ -266,7 +275,7 @@ class Supervisor:
         child = self.children[name]
         await child.stop(grace_s=self._stop_grace_s)
         task = self._tasks[name]
-        with contextlib.suppress(InternalError, InvalidArgumentError):
+        with contextlib.suppress(InternalError, *_FATAL.values()):
             await asyncio.wait_for(asyncio.shield(task), self._stop_grace_s)
 
     async def stop_all(self) -> None:

@@ -35,12 +35,8 @@ async def register_run(
     if made and not accept_data_loss and await _is_forgotten(client, folder):
         log.warning("run.created_again", message="Redis forgot the run before anything was trained")
         made = ""
-    run = run_of(
-        loaded,
-        run_id=folder.record.run_id,
-        store_uri=store_uri or folder.store.as_uri(),
-        recipe_yaml=folder.recipe_yaml,
-    )
+    run = run_of(loaded, run_id=folder.record.run_id, store_uri=store_uri or folder.store.as_uri())
+    run.recipe_yaml, run.recipe_as_written = folder.recipe_yaml, folder.record.written
     request = run_service_pb2.CreateRunRequest(run=run)
     answer = await client.call(client.runs.CreateRun, request, timeout_s=_TIMEOUT_S)
     if not made:

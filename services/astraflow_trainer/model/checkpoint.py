@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from astraflow_kit import failpoints
 from astraflow_kit.log import get_logger
+from astraflow_kit.releases import refuse
 from astraflow_trainer.model.integrity import Damaged, digests_of, require_unchanged, sealed, unsealed
 from astraflow_trainer.model.optimizer import MasterOptimizer
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
@@ -101,7 +102,7 @@ class CheckpointStore:
         return _steps_in(self._directory)
 
     def positions(self) -> list[Position]:
-        """Where the complete checkpoints stand, ascending by step. Raises CheckpointError."""
+        """Where the complete checkpoints stand, ascending by step. Raises IncompatibleError."""
         return read_positions(self._directory)
 
     def supersede_after(self, step: int) -> None:
@@ -242,7 +243,7 @@ class CheckpointStore:
 
 def read_positions(directory: Path) -> list[Position]:
     """Where the complete checkpoints of a folder stand, ascending by step; none where there is no folder. Raises
-    CheckpointError.
+    IncompatibleError for one of another release.
     """
     return [
         _read_position(directory / f"{_PREFIX}{step:012d}" / _POSITION_FILE) for step in _steps_in(directory)
@@ -307,7 +308,7 @@ def set_aside_damaged(directory: Path) -> int:
     """Read every complete checkpoint of a folder in full and rename those that are not what was written.
 
     Returns how many damaged ones, of this and earlier calls, are newer than all that are whole. Nothing is deleted.
-    Raises CheckpointError for one of another release.
+    Raises IncompatibleError for one of another release.
     """
     for path in sorted(directory.glob(f"{_PREFIX}*")):
         try:
@@ -344,13 +345,18 @@ def _read_position(path: Path) -> Position:
 
 
 def _read(path: Path) -> tuple[Position, dict[str, str]]:
-    """Where a checkpoint stands, and the digests of its files. Raises CheckpointError, Damaged."""
+    """Where a checkpoint stands, and the digests of its files. Raises IncompatibleError for one of another release,
+    Damaged.
+    """
     content = unsealed(path)
     found = content.pop("schema_version", None)
     if found != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"{path} has schema version {found}, this trainer reads {SCHEMA_VERSION}; "
-            f"resume with the release that wrote it, or start in another data directory"
+        raise refuse(
+            f"checkpoint {path}",
+            format_="checkpoint",
+            found=found,
+            reads=[SCHEMA_VERSION],
+            otherwise="start a run of its own from the newest weights, in another folder",
         )
     return Position(**{key: value for key, value in content.items() if key != "files"}), content["files"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from astraflow.errors import IncompatibleError
 from astraflow.weights.v1 import manifest_pb2
+from astraflow_kit.releases import refuse
 from astraflow_weights.codec.digest import SHA256_BYTES, TensorDigest, model_root, sha256
 from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptManifest
@@ -255,9 +255,12 @@ def open_entry(data: bytes) -> manifest_pb2.Entry:
     """
     message = _parsed(data)
     if message.schema_version != SCHEMA_VERSION:
-        raise IncompatibleError(
-            f"log entry has schema version {message.schema_version}, this release reads {SCHEMA_VERSION}; "
-            "run the release that wrote it, or start a new run"
+        raise refuse(
+            "a log entry of the store",
+            format_="log",
+            found=message.schema_version,
+            reads=[SCHEMA_VERSION],
+            otherwise="start a new run",
         )
     return message
 

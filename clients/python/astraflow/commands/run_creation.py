@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -37,11 +38,12 @@ StoreOption = Annotated[
 
 
 def run_of(loaded: LoadedRecipe, *, run_id: str, store_uri: str, recipe_yaml: str = "") -> run_pb2.Run:
-    """Return the run of a recipe and its code. `recipe_yaml`: its text where the run was created with another."""
+    """Return the run of a recipe and its code. `recipe_yaml`: its text where that is not the resolved one."""
     files = [run_pb2.CodeFile(path=file.path, content=file.content) for file in loaded.code]
     return run_pb2.Run(
         run_id=run_id,
         recipe_yaml=recipe_yaml or loaded.yaml_text,
+        recipe_as_written=loaded.written,
         code=run_pb2.CodeBundle(files=files, sha256=loaded.code_sha256),
         store_uri=store_uri,
     )
@@ -96,9 +98,11 @@ def fork_run(
     name = f"recipe of run {source_id}"
     starts = _starts(client, source, parse_recipe(source.recipe_yaml, source=name).recipe, step=step)
     models = [f"policies.{policy_id}.model={_model(start)}" for policy_id, start in starts.items()]
+    changed = partial(parse_recipe, source=name, overrides=[*models, *overrides])
     forked = run_pb2.Run(
         run_id=run_id,
-        recipe_yaml=parse_recipe(source.recipe_yaml, source=name, overrides=[*models, *overrides]).yaml_text,
+        recipe_yaml=changed(source.recipe_yaml).yaml_text,
+        recipe_as_written=changed(source.recipe_as_written).written if source.recipe_as_written else "",
         code=source.code,
         store_uri=store_uri or source.store_uri,
     )

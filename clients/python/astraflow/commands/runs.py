@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from astraflow import recipe_changes
 from astraflow.client import Client
 from astraflow.commands.options import grouped_options
 from astraflow.commands.run_creation import (
@@ -78,6 +79,10 @@ def create(
         if probe:
             say(prepare_store(store), err=True)
         created = create_run(client, run)
+        if created.recipe_yaml != run.recipe_yaml:
+            stored = parse_recipe(created.recipe_yaml, source=f"recipe of run {created.run_id}")
+            for note in recipe_changes.resume(loaded, run=stored, written=created.recipe_as_written).notes:
+                typer.echo(note, err=True)
         _say(options, created)
         if wait:
             _follow(client, created.run_id)

@@ -76,14 +76,18 @@ class Document:
 
     def origin(self, keys: Sequence[str]) -> str | None:
         """Return the place that gave the value of a setting; None for one that nothing here says."""
+        return self.place(keys) if self.says(keys) else None
+
+    def says(self, keys: Sequence[str]) -> bool:
+        """Whether the value of a setting is given here."""
         node: Any = self.values
         for key in keys:
             if isinstance(node, str) and key == "kind":
                 break  # `loss: gspo`
             if not isinstance(node, Mapping) or key not in node:
-                return None
+                return False
             node = node[key]
-        return self.place(keys)
+        return True
 
     def _lay(self, node: dict[str, Any], given: Mapping[str, Any], above: Keys, *, source: str) -> None:
         for key, value in given.items():

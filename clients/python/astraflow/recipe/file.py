@@ -78,6 +78,11 @@ class LoadedRecipe:
     """What the files and options say, and where."""
 
     @property
+    def written(self) -> str:
+        """What files and options say, as JSON: the same however it is spaced, ordered and commented."""
+        return json.dumps(self.document.values, sort_keys=True, default=str)
+
+    @property
     def own_text(self) -> tuple[str, str]:
         """The text that errors of plug-ins count lines in, and its name: the file, or where that extends another, what
         `astraflow recipe show` prints.

@@ -1,18 +1,18 @@
 -- Runs, nodes, evaluations, and states of plug-ins.
 
--- create_run: run id, digest, identity, recipe, code, store, most attempts, poison of a node and leases, '1' when tasks may have copies, 'any' or 'all', steps of a turn or 0, trained roles as lines of name and policy,
+-- create_run: run id, identity, recipe, what its author wrote, code, store, most attempts, poison of a node and leases, '1' when tasks may have copies, 'any' or 'all', steps of a turn or 0, trained roles as lines of name and policy,
 -- what is archived (see archive.lua) or '', then per policy: name, '1' when it is not trained, '1' when it has no versions, window, floor, smoothing, max staleness, groups per step, steps, replay or '', barrier.
--- Returns { '1' when new, digest stored }.
-SIGNATURE.create_run = { 'run', 'digest', 'identity', 'recipe', 'code', 'store', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'roles', 'archive', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step', 'steps', 'replay', 'barrier' } }
+-- Returns 1 when it is new; a run that is there stays as it is.
+SIGNATURE.create_run = { 'run', 'identity', 'recipe', 'written', 'code', 'store', 'max_attempts', 'max_poison', 'max_leases', 'copies', 'admit', 'alternate', 'roles', 'archive', each = { 'policy', 'frozen', 'external', 'window', 'floor', 'smoothing', 'max_staleness', 'groups_per_step', 'steps', 'replay', 'barrier' } }
 function F.create_run(keys, a)
   local P = keys[1]
-  local known = call('HGET', K.run(P), 'digest')
-  if run_of(P).state == 'deleting' then
+  local state = run_of(P).state
+  if state == 'deleting' then
     return refuse('PRECONDITION', 'run ' .. a.run .. ' is being deleted; create it again in a moment, or under another id')
   end
-  if known then return { '0', known } end
+  if state then return 0 end
   local now = now_ms()
-  call('HSET', K.run(P), 'digest', a.digest, 'identity', a.identity, 'recipe', a.recipe, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts, 'max_poison', a.max_poison, 'max_leases', a.max_leases, 'copies', a.copies,
+  call('HSET', K.run(P), 'identity', a.identity, 'recipe', a.recipe, 'written', a.written, 'code', a.code, 'store', a.store, 'max_attempts', a.max_attempts, 'max_poison', a.max_poison, 'max_leases', a.max_leases, 'copies', a.copies,
     'admit', a.admit, 'alternate', a.alternate, 'roles', a.roles, 'archive', a.archive, 'state', 'active', 'create_ms', now, 'cursor', 0, 'exhausted', '0')
   for _, item in ipairs(a.each) do
     call('RPUSH', K.policies(P), item.policy)
@@ -21,7 +21,7 @@ function F.create_run(keys, a)
   end
   call('XGROUP', 'CREATE', K.lane(P, TRAIN), GROUP, '0', 'MKSTREAM')
   emit(P, 'run')
-  return { '1', a.digest }
+  return 1
 end
 
 -- switch_plugins: recipe, what is archived with it, what it changes (lines), who asked. Asked for again, the newest changes nothing. Returns its number.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import InternalError, UnavailableError
+from astraflow.errors import PreconditionError, UnavailableError
 from astraflow_launcher.run import development_run, embedded_redis
 from astraflow_launcher.run.development_run import DevelopmentRun, Options, Part
 from astraflow_launcher.run.folder import open_run_folder
@@ -286,5 +286,5 @@ async def test_a_trainer_that_will_not_be_started_again_fails_a_run_without_a_ve
         return ChildSpec(name=policy, argv=("sh", "-c", "exit 3"), log_path=tmp_path / policy)
 
     monkeypatch.setattr(DevelopmentRun, "_trainer_spec", spec)
-    with pytest.raises(InternalError, match="solver ended with status 3 and will not be started again"):
+    with pytest.raises(PreconditionError, match="solver ended with status 3 and will not be started again"):
         await scene.run(without=frozenset({Part.DATAFLOW, Part.RAAS}))

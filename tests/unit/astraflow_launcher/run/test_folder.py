@@ -2,12 +2,14 @@
 
 import json
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from astraflow.errors import ConflictError, IncompatibleError
+from astraflow.recipe.file import CodeFile
 from astraflow_launcher.run.folder import RunFolder, open_run_folder
 from support.recipes import tiny_recipe
 
@@ -59,12 +61,48 @@ def test_a_run_may_be_continued_for_other_steps_under_its_own_recipe(tmp_path: P
     assert again.recipe_yaml == first.recipe_yaml == tiny_recipe(f"{key}=3").yaml_text
 
 
-def test_a_run_of_other_code_is_refused_with_both_digests(tmp_path: Path) -> None:
-    own = opened(data_dir=tmp_path).record.recipe_sha256
-    record = tmp_path / "run.json"
-    record.write_text(record.read_text().replace(own, "0" * 64))
-    with pytest.raises(ConflictError, match=f"says digest 0{{12}}, with the code here it is {own[:12]}"):
-        opened(data_dir=tmp_path)
+def rewrite_record(folder: Path, **fields: object) -> None:
+    """Change run.json, as another release might have written it; a field of None is left out."""
+    path = folder / "run.json"
+    stored = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
+
+
+def as_an_earlier_release_wrote_it(folder: Path) -> None:
+    """Make of run.json what release 0.1.0 wrote: a digest of the resolved recipe with its code, and no more."""
+    rewrite_record(folder, schema_version=2, recipe_sha256="ab" * 32, written=None, code=None, release=None)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["of this schema", "of an earlier release"])
+def test_a_release_with_other_defaults_resumes_the_run_as_it_was_created_and_says_so(
+    tmp_path: Path, earlier: bool
+) -> None:
+    opened(data_dir=tmp_path)
+    if earlier:
+        as_an_earlier_release_wrote_it(tmp_path)
+    # The default was another one, and this key did not exist.
+    text = tiny_recipe("dataflow.lease_ttl_s=7.5").yaml_text
+    lines = [line for line in text.splitlines() if not line.strip().startswith("keep_checkpoints:")]
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
+    again = opened("run.steps=9", data_dir=tmp_path)
+    assert again.changes == ()
+    assert again.loaded.recipe == tiny_recipe("dataflow.lease_ttl_s=7.5", "run.steps=9").recipe
+    assert [note.partition(" ")[0] for note in again.notes] == [
+        "dataflow.lease_ttl_s",
+        "trainer.keep_checkpoints",
+    ]
+    with pytest.raises(ConflictError, match=r"run\.seed: 0 → 3"):
+        opened("run.seed=3", data_dir=tmp_path)
+
+
+def test_files_beside_the_recipe_that_differ_are_named_and_nothing_else(tmp_path: Path) -> None:
+    loaded = tiny_recipe()
+    first, other = (CodeFile("recipe.py", content) for content in (b"1", b"2"))
+    open_run_folder(replace(loaded, code=(first,)), data_dir=tmp_path).lock.release()
+    with pytest.raises(
+        ConflictError, match=r"same recipe with other files beside it \(changed: recipe.py\); give"
+    ):
+        open_run_folder(replace(loaded, code=(other,)), data_dir=tmp_path)
 
 
 def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -82,11 +120,18 @@ def test_a_folder_that_another_launcher_has_is_refused_and_left_as_it_is(tmp_pat
     first.lock.release()
 
 
-def test_a_folder_of_another_release_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (1, r"schema version 1, astraflow \S+ reads 2 and 3; an earlier release reads it: go on"),
+        (99, r"schema version 99, astraflow \S+ reads 2 and 3; a later release reads it: go on"),
+    ],
+    ids=["older", "newer"],
+)
+def test_a_folder_of_another_schema_is_refused(tmp_path: Path, found: int, words: str) -> None:
     opened(data_dir=tmp_path)
-    stored = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**stored, "schema_version": 99}))
-    with pytest.raises(IncompatibleError, match="99"):
+    rewrite_record(tmp_path, schema_version=found)
+    with pytest.raises(IncompatibleError, match=words):
         opened(data_dir=tmp_path)
 
 

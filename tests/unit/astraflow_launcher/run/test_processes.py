@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from astraflow.errors import InternalError, InvalidArgumentError, UnavailableError
+from astraflow.errors import InternalError, InvalidArgumentError, PreconditionError, UnavailableError
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_launcher.run.processes import Child, ChildSpec, Supervisor
 from support.development import wait_for
@@ -93,7 +93,7 @@ async def test_a_process_that_is_replaced_has_said_what_it_stood_still_in(tmp_pa
     ("status", "restarts", "kind", "words"),
     [
         (ExitCode.USAGE, 0, InvalidArgumentError, "port 7 is taken"),
-        (ExitCode.SUPERSEDED, 0, InternalError, "port 7 is taken"),
+        (ExitCode.SUPERSEDED, 0, PreconditionError, "port 7 is taken"),
         (1, 1, InternalError, "ended with status 1"),
     ],
     ids=["wrong settings", "superseded", "dies again"],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from astraflow.errors import IncompatibleError
 from astraflow.recipe import AverageSettings, OptimizerSettings
 from astraflow_trainer.model import model, optimizer
 from astraflow_trainer.model.checkpoint import CheckpointError, CheckpointStore, Position, set_aside_damaged
@@ -166,14 +167,19 @@ def test_a_half_written_checkpoint_is_ignored_and_swept(trainee: Trainee, tmp_pa
     assert not partial.exists()
 
 
-def test_another_model_or_schema_is_refused_with_a_remedy(trainee: Trainee, make_policy: MakePolicy) -> None:
-    file = trainee.save(1) / "position.json"
+def test_another_model_is_refused_with_a_remedy(trainee: Trainee, make_policy: MakePolicy) -> None:
+    trainee.save(1)
     wider = optimizer.MasterOptimizer(make_policy(intermediate_size=48), settings=SETTINGS)
     with pytest.raises(CheckpointError, match=r"\(16, 32\), this model needs \(16, 48\); resume with"):
         trainee.store.restore(wider)
-    file.write_text(sealed({**unsealed(file), "schema_version": 99}))
-    for read in (trainee.restore, lambda: set_aside_damaged(trainee.folder)):
-        with pytest.raises(CheckpointError, match="schema version 99, this trainer reads 4"):
+
+
+@pytest.mark.parametrize("found", [3, 99], ids=["older", "newer"])
+def test_a_checkpoint_of_another_schema_is_refused_wherever_it_is_read(trainee: Trainee, found: int) -> None:
+    file = trainee.save(1) / "position.json"
+    file.write_text(sealed({**unsealed(file), "schema_version": found}))
+    for read in (trainee.restore, trainee.store.positions, lambda: set_aside_damaged(trainee.folder)):
+        with pytest.raises(IncompatibleError, match=rf"schema version {found}, astraflow \S+ reads 4; "):
             read()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from astraflow.errors import UnknownVersionError
+from astraflow.errors import IncompatibleError, UnknownVersionError
 from astraflow_weights.codec.digest import model_root
 from astraflow_weights.codec.schema import Schema
 from astraflow_weights.errors import CorruptManifest, Edge
@@ -55,6 +55,17 @@ def test_a_zombie_wastes_a_number_and_wins_none(store: FaultyStore) -> None:
     assert log.num_ignored == 2
     assert log.owner is not None
     assert (log.owner.epoch, log.owner.nonce) == (2, nonce(2))
+
+
+@pytest.mark.parametrize("found", [1, 99], ids=["older", "newer"])
+def test_a_log_of_another_release_is_refused_and_not_passed_over(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, found: int
+) -> None:
+    with monkeypatch.context() as of_that_release:
+        of_that_release.setattr(entries, "SCHEMA_VERSION", found)
+        log = write(store, fence(0), manifest(1, version=0))
+    with pytest.raises(IncompatibleError, match=f"schema version {found}, .* reads 2; .*start a new run"):
+        log.refresh()
 
 
 @pytest.fixture

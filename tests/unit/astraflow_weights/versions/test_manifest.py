@@ -60,9 +60,12 @@ def test_every_truncation_is_detected() -> None:
             entries.decode_entry(data[:length])
 
 
-def test_another_schema_is_refused_with_the_remedy() -> None:
-    content = manifest_pb2.Entry(schema_version=3).SerializeToString()
-    with pytest.raises(IncompatibleError, match="schema version 3, this release reads 2; run the release"):
+@pytest.mark.parametrize("found", [1, 3], ids=["older", "newer"])
+def test_another_schema_is_refused_with_the_remedy(found: int) -> None:
+    content = manifest_pb2.Entry(schema_version=found).SerializeToString()
+    with pytest.raises(
+        IncompatibleError, match=rf"schema version {found}, astraflow \S+ reads 2; .* new run$"
+    ):
         entries.decode_entry(content + b"\x7a\x20" + sha256(content))
 
 

@@ -188,6 +188,7 @@ class Run(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     SWITCHES_FIELD_NUMBER: _builtins.int
     SWITCHED_RECIPE_YAML_FIELD_NUMBER: _builtins.int
+    RECIPE_AS_WRITTEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, unique on the server."""
     recipe_yaml: _builtins.str
@@ -206,6 +207,10 @@ class Run(_message.Message):
     """
     switched_recipe_yaml: _builtins.str
     """The recipe with the newest of them; empty when there is none. Ignored in a request."""
+    recipe_as_written: _builtins.str
+    """What the author of `recipe_yaml` wrote, after `extends` and overrides, as JSON with sorted keys: a run is the same
+    where this is, whatever defaults a release fills in. Empty where nobody kept it; then `recipe_yaml` is compared.
+    """
     @_builtins.property
     def code(self) -> Global___CodeBundle:
         """The recipe folder's code."""
@@ -231,10 +236,11 @@ class Run(_message.Message):
         identity: _builtins.str = ...,
         switches: _abc.Iterable[Global___PluginSwitch] | None = ...,
         switched_recipe_yaml: _builtins.str = ...,
+        recipe_as_written: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "identity", b"identity", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri", "switched_recipe_yaml", b"switched_recipe_yaml", "switches", b"switches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "create_time", b"create_time", "identity", b"identity", "recipe_as_written", b"recipe_as_written", "recipe_yaml", b"recipe_yaml", "run_id", b"run_id", "state", b"state", "stopped_for", b"stopped_for", "store_uri", b"store_uri", "switched_recipe_yaml", b"switched_recipe_yaml", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

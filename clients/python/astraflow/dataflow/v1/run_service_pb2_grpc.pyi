@@ -34,8 +34,9 @@ class RunServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RunServiceAsyncStub: ...
     CreateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_service_pb2.CreateRunResponse]
-    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-    other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+    also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+    (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
     (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]
@@ -67,8 +68,9 @@ class RunServiceAsyncStub(RunServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.CreateRunRequest, _run_service_pb2.CreateRunResponse]  # type: ignore[assignment]
-    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-    other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+    """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+    also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+    (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
     (INVALID_RECIPE) and stores nothing.
     """
     UpdateRun: _aio.UnaryUnaryMultiCallable[_run_service_pb2.UpdateRunRequest, _run_service_pb2.UpdateRunResponse]  # type: ignore[assignment]
@@ -102,8 +104,9 @@ class RunServiceServicer:
         request: _run_service_pb2.CreateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_service_pb2.CreateRunResponse, _abc.Awaitable[_run_service_pb2.CreateRunResponse]]:
-        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-        other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+        """Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+        also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+        (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
         (INVALID_RECIPE) and stores nothing.
         """
 

@@ -31,7 +31,7 @@ class ServerInfo(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     SERVER_TIME_FIELD_NUMBER: _builtins.int
     product_version: _builtins.str
-    """Release of AstraFlow, for example `0.1.0`. For people; nothing is decided by it."""
+    """Release of AstraFlow, for example `0.2.0`. For people; nothing is decided by it."""
     contract_version: _builtins.int
     """Contract version of the server: one number for everything under `proto/`. It rises by one with a change after which
     a caller made for the version before may fail or misunderstand (what `buf breaking` refuses, or other meaning).
