@@ -95,12 +95,13 @@ def unsafe_children(tree: ast.Module) -> list[int]:
     found = []
     for node in ast.walk(tree):
         parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
-        words = [part.value if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts]
+        words = [str(part.value) if isinstance(part, ast.Constant) else ast.unparse(part) for part in parts]
         begins = {word for word in words[1:3] if word in ("-m", "-c")}
         if (
             begins
-            and "python" in f"{words[0]}".replace("sys.executable", "python")
+            and "python" in words[0].replace("sys.executable", "python")
             and not {"-P", "-I"} & {*words}
+            and isinstance(node, ast.expr)
         ):
             found.append(node.lineno)
     return found

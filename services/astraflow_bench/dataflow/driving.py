@@ -58,8 +58,13 @@ class Driver:
         text = recipe_text(run_id, group_size=group_size, groups_per_step=groups_per_step)
         run = run_pb2.Run(run_id=run_id, recipe_yaml=text, store_uri="file:///nowhere")
         await client.call(client.runs.CreateRun, runs.CreateRunRequest(run=run), timeout_s=_PATIENCE_S)
-        sizes = {"group_size": group_size, "groups_per_step": groups_per_step}
-        driver = cls(client=client, trainer=copy(client), run_id=run_id, **sizes)
+        driver = cls(
+            client=client,
+            trainer=copy(client),
+            run_id=run_id,
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+        )
         claim = batches.ClaimPolicyRequest(run_id=run_id, policy_id=POLICY, trainer_id="bench")
         claimed = await client.call(client.batches.ClaimPolicy, claim)
         driver.trainer.session, driver.epoch = claimed.session, claimed.trainer_epoch

@@ -76,7 +76,12 @@ def _push(address: str, run_id: str, sessions: dict[str, str], leased: Sequence[
     async def work() -> float:
         async with AsyncClient(address) as client:
             driver = Driver(
-                client=client, run_id=run_id, group_size=GROUP, groups_per_step=65_536, sessions=sessions
+                client=client,
+                trainer=client,
+                run_id=run_id,
+                group_size=GROUP,
+                groups_per_step=65_536,
+                sessions=sessions,
             )
             leases = [task_pb2.Lease.FromString(lease) for lease in leased]
             began_s = time.perf_counter()
