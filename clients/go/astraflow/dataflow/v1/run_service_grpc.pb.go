@@ -17,8 +17,9 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type RunServiceClient interface {
-	// Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-	// other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+	// Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+	// also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+	// (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(ctx context.Context, in *CreateRunRequest, opts ...grpc.CallOption) (*CreateRunResponse, error)
 	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is
@@ -108,8 +109,9 @@ func (c *runServiceClient) DeleteRun(ctx context.Context, in *DeleteRunRequest, 
 // All implementations must embed UnimplementedRunServiceServer
 // for forward compatibility
 type RunServiceServer interface {
-	// Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-	// other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+	// Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+	// also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+	// (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
 	// (INVALID_RECIPE) and stores nothing.
 	CreateRun(context.Context, *CreateRunRequest) (*CreateRunResponse, error)
 	// FINISHING ends the training of a run, which its trainers hear when they ask for a batch; ACTIVE continues one that is

@@ -30,7 +30,7 @@ type ServerInfo struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Release of AstraFlow, for example `0.1.0`. For people; nothing is decided by it.
+	// Release of AstraFlow, for example `0.2.0`. For people; nothing is decided by it.
 	ProductVersion string `protobuf:"bytes,1,opt,name=product_version,json=productVersion,proto3" json:"product_version,omitempty"`
 	// Contract version of the server: one number for everything under `proto/`. It rises by one with a change after which
 	// a caller made for the version before may fail or misunderstand (what `buf breaking` refuses, or other meaning).

@@ -435,8 +435,9 @@ export const JoinRunResponseSchema: GenMessage<JoinRunResponse> = /*@__PURE__*/
  */
 export const RunService: GenService<{
   /**
-   * Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run;
-   * other content answers ALREADY_EXISTS (CONFLICT). A recipe that fails validation answers INVALID_ARGUMENT
+   * Creates a run. Atomic. Idempotent: the same run_id with an equal recipe, code and store returns the stored run,
+   * also where a release has other defaults for what the recipe does not say; other content answers ALREADY_EXISTS
+   * (CONFLICT), and names what differs. A recipe that fails validation answers INVALID_ARGUMENT
    * (INVALID_RECIPE) and stores nothing.
    *
    * @generated from rpc astraflow.dataflow.v1.RunService.CreateRun

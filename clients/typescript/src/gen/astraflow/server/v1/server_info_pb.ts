@@ -24,7 +24,7 @@ export const file_astraflow_server_v1_server_info: GenFile = /*@__PURE__*/
  */
 export type ServerInfo = Message<"astraflow.server.v1.ServerInfo"> & {
   /**
-   * Release of AstraFlow, for example `0.1.0`. For people; nothing is decided by it.
+   * Release of AstraFlow, for example `0.2.0`. For people; nothing is decided by it.
    *
    * @generated from field: string product_version = 1;
    */
