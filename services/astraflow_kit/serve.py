@@ -68,14 +68,17 @@ REQUEST_TIMEOUT_S = 120.0
 _MAX_ERROR_BYTES, _MAX_ESCAPED_BYTES = 2000, 3600
 _MAX_NAME = 256
 _LARGE_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
+"""How it begins; no message does."""
 _NOT_ESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _IDENTITY_ERRORS = (UnauthenticatedError, PermissionError_, FencedError)
 _OPTIONS = (
     # What is a little too large is refused in words, by `_read`; the rest by gRPC, in as few bytes as it can.
     ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Only the identity: 60 KB of gzip would be 60 MB here. gRPC answers UNIMPLEMENTED and names the algorithm.
-    ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Compressed messages stay as they are and `_read` refuses them: 60 KB of gzip would be 60 MB here. gRPC's own
+    # refusal (compression_enabled_algorithms) is faster than this process takes note of it: 88,000 calls are 106 MiB.
+    ("grpc.per_message_decompression", 0),
     # Connections that say nothing end: those without handshake, and those without a call.
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_connection_idle_ms", 300_000),
@@ -378,11 +381,17 @@ def _read(request: bytes, handler: Handler, *, rpc: str) -> object:
         raise InvalidArgumentError(
             f"a request of {rpc} has {len(request)} bytes, at most {MAX_MESSAGE_BYTES}; send it in parts"
         )
+    if request.startswith(_GZIP):
+        raise InvalidArgumentError(
+            f"a request of {rpc} is compressed with gzip; this server takes requests only as they are: turn the "
+            "client's compression off"
+        )
     try:
         return handler.request_deserializer(request) if handler.request_deserializer else request
     except DecodeError as error:
         raise InvalidArgumentError(
-            f"{len(request)} bytes are no request of {rpc}; the caller's contract differs from this server's"
+            f"{len(request)} bytes are no request of {rpc}; the caller's contract differs from this server's, or "
+            "its client compresses requests"
         ) from error
 
 

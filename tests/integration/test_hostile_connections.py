@@ -12,7 +12,7 @@ from support.dataflow_process import DataflowProcess
 from support.raw_http2 import BOMB, RawConnection, frame, message
 from support.tokens import keys_file, token
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.ci, pytest.mark.timeout(300)]
 
 CONNECTIONS, CALLS = 32, 4
 MAX_COST_MIB = 50

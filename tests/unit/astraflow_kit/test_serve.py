@@ -466,3 +466,21 @@ async def test_a_reachable_address_says_what_it_gives_up() -> None:
         [exposed] = lines("server.exposed")
     assert "no TLS" in exposed["gives_up"]
     assert "no tokens: whoever reaches the address acts in every role" in exposed["gives_up"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (grpc.Compression.Gzip, "compressed with gzip"),
+        (grpc.Compression.Deflate, "its client compresses requests"),
+    ],
+)
+async def test_a_compressed_request_is_refused_by_name_and_not_inflated(
+    algorithm: grpc.Compression, words: str
+) -> None:
+    async with (
+        serving() as (server, _),
+        grpc.aio.insecure_channel(server.address, compression=algorithm) as compressing,
+    ):
+        error = await refusal(say(compressing, "x" * 10_000), errors.InvalidArgumentError)
+    assert words in error.message
