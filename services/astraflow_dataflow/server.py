@@ -37,6 +37,7 @@ from astraflow_dataflow.episodes.settling import Settling
 from astraflow_dataflow.records import Event
 from astraflow_dataflow.run_loop import RunLoop
 from astraflow_dataflow.runs import background
+from astraflow_dataflow.runs.current_sessions import CurrentSessions
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.servicers.admin_servicer import AdminServicer
 from astraflow_dataflow.servicers.batch_servicer import BatchServicer
@@ -61,7 +62,6 @@ from astraflow_dataflow.store.payloads.packs import Payloads
 from astraflow_dataflow.store.revoked_tokens import RevokedTokens
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.curation import Curation
-from astraflow_dataflow.tasks.current_sessions import CurrentSessions
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.observing import Observing
 from astraflow_dataflow.versions.announcements import Versions
@@ -188,16 +188,11 @@ class Dataflow:
         runs = RunServicer(
             store, registry, versions, durability, self.grants, self.archives, self.settings.batch_lease_s
         )
-        leasing, silence_s = Leasing(store, self.metrics), self.settings.node_silence_s
-        sessions = CurrentSessions(store.nodes)
-        tasks = TaskServicer(store, registry, leasing, sessions, versions, durability, silence_s)
-        ingest = Ingest(
-            store=store,
-            registry=registry,
-            settling=self.settling,
-            metrics=self.metrics,
-            durability=durability,
+        leasing, sessions = Leasing(store, self.metrics), CurrentSessions(store.nodes)
+        tasks = TaskServicer(
+            store, registry, leasing, sessions, versions, durability, self.settings.node_silence_s
         )
+        ingest = Ingest(store, registry, self.settling, self.metrics, durability)
         batching = Batching(store, registry, self.settings.batch_lease_s)
         batches = BatchServicer(store, registry, batching, self.metrics, durability)
         return [

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from astraflow.dataflow.v1.trajectory_service_pb2 import OUTCOME_REFUSED, PushResult
 from astraflow.rollout.v1.trajectory_pb2 import Episode
 from astraflow_dataflow.episodes.ingest import Ingest
-from astraflow_dataflow.rules.lease_seals import (
+from astraflow_dataflow.runs.current_sessions import CurrentSessions
+from astraflow_dataflow.runs.lease_seals import (
     NOT_LEASE_HOLDER,
     UNKNOWN_ATTEMPT,
     WRONG_SESSION,
@@ -21,7 +22,6 @@ from astraflow_dataflow.rules.lease_seals import (
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.episodes.commits import Pushed
 from astraflow_dataflow.store.store import Store
-from astraflow_dataflow.tasks.current_sessions import CurrentSessions
 from astraflow_kit.identity.sealing import Session
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics

@@ -215,13 +215,11 @@ def _engine_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
 
 def _poisonous(nodes: Sequence[NodeStatus]) -> Iterator[Wait]:
     """Nodes that were drained because of what they sent, also when they have left: they stay drained."""
-    found = [f"{node.node_id} ({node.poisoned} episodes)" for node in nodes if node.drain_reason == "poison"]
-    if found:
-        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+    if found := [f"{one.node_id} ({one.poisoned} episodes)" for one in nodes if one.drain_reason == "poison"]:
         yield Wait(
             stage="lease",
             reason="node_poison",
-            detail=f"drained for what they sent (dataflow.max_poison): {', '.join(found[:5])}{more}",
+            detail=f"drained for what they sent (dataflow.max_poison): {_some(found)}",
             released_by="repair them (`episode.quarantined` in the server's log has the reasons), then "
             "`astraflow nodes undrain NODE`",
         )
@@ -229,21 +227,20 @@ def _poisonous(nodes: Sequence[NodeStatus]) -> Iterator[Wait]:
 
 def _not_leased(nodes: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
     """Nodes that lately pushed what was not leased to them."""
-    found = [
-        node for node in nodes if node.refused and now_ms - node.refused_time.ToMilliseconds() < _FRESH_MS
-    ]
-    if found:
-        named = ", ".join(
-            f"{node.node_id} ({node.refused} episodes, {node.refused_for})" for node in found[:5]
-        )
-        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+    fresh = (one for one in nodes if one.refused and now_ms - one.refused_time.ToMilliseconds() < _FRESH_MS)
+    if found := [f"{one.node_id} ({one.refused} episodes, {one.refused_for})" for one in fresh]:
         yield Wait(
             stage="lease",
             reason="node_refused",
-            detail=f"they push what was not leased to them, and it is dropped: {named}{more}",
-            released_by="push each episode with the `lease_id`, `attempt` and `hedge` of its lease; a node that was "
-            "changed to act for others is taken out by revoking its token (`astraflow token revoke`)",
+            detail=f"they push what was not leased to them, and it is dropped: {_some(found)}",
+            released_by="push each episode with the `lease_id`, `attempt` and `hedge` of its lease; a node that acts "
+            "for others is taken out with its token (`astraflow token revoke`)",
         )
+
+
+def _some(named: Sequence[str]) -> str:
+    more = f" (and {len(named) - 5} more)" if len(named) > 5 else ""
+    return f"{', '.join(named[:5])}{more}"
 
 
 def _environment_faults(connected: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:

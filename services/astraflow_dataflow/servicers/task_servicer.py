@@ -10,10 +10,10 @@ from astraflow.dataflow.v1 import task_service_pb2_grpc
 from astraflow.errors import DeadlineError, InvalidArgumentError
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.tasks import task_problem
+from astraflow_dataflow.runs.current_sessions import CurrentSessions
 from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
-from astraflow_dataflow.tasks.current_sessions import CurrentSessions
 from astraflow_dataflow.tasks.leasing import Leasing
 from astraflow_dataflow.tasks.sessions import WorkSession
 from astraflow_dataflow.versions.announcements import Versions

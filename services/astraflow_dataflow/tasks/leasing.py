@@ -18,7 +18,7 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import NO_HEDGES, Hedging, Offer
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.failures import kind_of
-from astraflow_dataflow.rules.lease_seals import NOT_LEASE_HOLDER, LeaseSeals
+from astraflow_dataflow.runs.lease_seals import NOT_LEASE_HOLDER, LeaseSeals
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.tasks.pace import most_held, straggles_after_s

@@ -19,7 +19,7 @@ from google.protobuf.json_format import MessageToDict
 from astraflow.dataflow.v1 import task_service_pb2, version_pb2
 from astraflow.errors import AstraflowError, DeadlineError, InvalidArgumentError, UnavailableError
 from astraflow_dataflow.records import Event, Offer
-from astraflow_dataflow.rules.lease_seals import LeaseSeals
+from astraflow_dataflow.runs.lease_seals import LeaseSeals
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
@@ -261,7 +261,7 @@ class WorkSession:
         self._lost += await self._leasing.renew(self._context, node=self._node, lease_ids=lease_ids)
 
     async def _news(self, events: Sequence[Event]) -> list[Response]:
-        responses = self._cancels(events)
+        responses = _cancels(events, self._seals)
         responses += [_cancel(lease_id, "lease_lost") for lease_id in self._lost]
         self._lost.clear()
         topics, beats = {event.topic.partition(" ")[0] for event in events}, self._beat_is_due()
@@ -341,15 +341,6 @@ class WorkSession:
         self._num_sent += len(offer.leases)
         return [Response(lease=lease) for lease in offer.leases]
 
-    def _cancels(self, events: Sequence[Event]) -> list[Response]:
-        """What a node hears of leases that it lost; an event has a line for each."""
-        lost = [event.fields for event in events if "leases" in event.fields]
-        return [
-            _cancel(self._seals.sealed(lease), fields["reason"])
-            for fields in lost
-            for lease in fields["leases"].split("\n")
-        ]
-
     async def _report(self, fields: dict[str, str | int] | None = None, *, heard: bool = True) -> None:
         self._drain_reason = await self._store.nodes.report(
             self._node,
@@ -374,6 +365,16 @@ class WorkSession:
             # The stream is over either way: without this note the node counts as connected for some seconds more,
             # and leases that never reached it end with their time.
             log.warning("session.leave_unnoted", node_id=self._node_id, message=error.message)
+
+
+def _cancels(events: Sequence[Event], seals: LeaseSeals) -> list[Response]:
+    """What a node hears of leases that it lost; an event has a line for each."""
+    lost = [event.fields for event in events if "leases" in event.fields]
+    return [
+        _cancel(seals.sealed(lease), fields["reason"])
+        for fields in lost
+        for lease in fields["leases"].split("\n")
+    ]
 
 
 def _stored(messages: Sequence[Message]) -> str:

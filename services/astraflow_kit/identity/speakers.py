@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
+from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
 from astraflow.dataflow.v1.version_pb2 import Version
 from astraflow.errors import NotFoundError, PermissionError_, UnauthenticatedError
 from astraflow.rollout.v1.trajectory_pb2 import Episode
@@ -28,7 +29,7 @@ _NAMED_BY = {
     TRAINER: {"run_id": "run_id", "policy_id": "name", "trainer_epoch": "number"},
 }
 """Fields of requests, and what of the session each is compared with."""
-_OPENS = {"opens_node": NODE, "opens_trainer": TRAINER}
+_OPENS = ("opens_node", "opens_trainer")
 _SPEAKERS = {"node": NODE, "trainer": TRAINER, "trainer_once_claimed": TRAINER}
 _session: ContextVar[Session | None] = ContextVar("astraflow_session", default=None)
 
@@ -120,7 +121,7 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
     that its token is not for; UnauthenticatedError `no_session` for a trainer that names an epoch without credential.
     """
     wanted, session = _SPEAKERS.get(contract.speaker), speaker()
-    if _OPENS.get(contract.speaker) == NODE:
+    if isinstance(request, JoinRunRequest):
         _require_node(request.node_id, identity)
     if wanted is None:
         return

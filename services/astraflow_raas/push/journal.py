@@ -78,7 +78,8 @@ class PushLog:
         """Log what was noted."""
         noted, self._noted = self._noted, {}
         for (task_id, outcome, reason), episodes in noted.items():
-            log.info(
+            report = log.error if outcome == "refused" else log.info
+            report(
                 "episode.pushed",
                 correlation_id=task_correlation(task_id),
                 task_id=task_id,

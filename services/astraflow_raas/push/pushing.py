@@ -240,14 +240,6 @@ class Pusher(StreamService):
         if was_repeating and not self._spool.num_repeated:
             log.info("push.repeated_all")
             self.on_change()
-        if result.outcome == trajectory_service_pb2.OUTCOME_REFUSED:
-            log.error(
-                "episode.refused",
-                task_id=spooled.episode.task_id,
-                episode_id=spooled.episode.episode_id,
-                reason=result.reason,
-                message=f"{result.detail}; it is dropped",
-            )
         self._journal.answered(spooled.episode, result)
         self._log.note(spooled.episode, result)
         self._metrics.increment("astraflow_raas_pushes_total", outcome=outcome_name(result))

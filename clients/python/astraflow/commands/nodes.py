@@ -50,19 +50,22 @@ def nodes(
         "credits: tasks that it takes now; at once: episodes; a task: mean time of one; "
         "per Mtok: price of a million sampled tokens"
     )
-    for node in found:
-        if node.poisoned:
-            drained = "; it is drained for them" if node.drain_reason == "poison" else ""
-            typer.echo(f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}")
-        if node.refused:
-            typer.echo(
-                f"{node.node_id}: {node.refused} episodes were not leased to it and were refused ({node.refused_for})"
-            )
-        for fault in node.weight_faults:
-            typer.echo(f"{node.node_id}: {_fault_text(fault)}")
-        for load in node.engine_loads:
-            if load.fault:
-                typer.echo(f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}")
+    for line in (line for node in found for line in _notes(node)):
+        typer.echo(line)
+
+
+def _notes(node: pb.NodeStatus) -> Iterator[str]:
+    """What is to be said of a node beside its row."""
+    if node.poisoned:
+        drained = "; it is drained for them" if node.drain_reason == "poison" else ""
+        yield f"{node.node_id}: {node.poisoned} episodes were refused as poison{drained}"
+    if node.refused:
+        yield f"{node.node_id}: {node.refused} episodes were not leased to it and were refused ({node.refused_for})"
+    for fault in node.weight_faults:
+        yield f"{node.node_id}: {_fault_text(fault)}"
+    for load in node.engine_loads:
+        if load.fault:
+            yield f"{node.node_id}: counts its own calls for {load.policy_id}: {load.fault}"
 
 
 def _cells(node: pb.NodeStatus) -> tuple[str, ...]:

@@ -47,7 +47,14 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.SILENT: ("engine_hung", "trainer_hung", "trainer_silent"),
     Rank.BROKEN: (
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
-        *("environment_unavailable", "node_poison", "node_refused", "weight_fault", "archive_failed", "archive_behind"),
+        *(
+            "environment_unavailable",
+            "node_poison",
+            "node_refused",
+            "weight_fault",
+            "archive_failed",
+            "archive_behind",
+        ),
     ),
     Rank.MISSING: (
         *("no_node", "no_capable_node", "no_trainer", "policy_not_served", "no_version"),
