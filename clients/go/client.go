@@ -37,7 +37,7 @@ var ContractVersion, _ = proto.GetExtension(
 	serverv1.File_astraflow_server_v1_server_info_proto.Options(), optionsv1.E_ContractVersion).(uint32)
 
 // Client has the services of one dataflow server over one connection. It is safe for concurrent use. It speaks as the
-// node that it joined last, and as the trainer of its last claim: have a client for each of several.
+// node that it joined last, and as the trainer of its last claim; As makes one for each of several.
 type Client struct {
 	Runs         dataflowv1.RunServiceClient
 	Tasks        dataflowv1.TaskServiceClient
@@ -170,7 +170,17 @@ func Connect(target string, options ...Option) (*Client, error) {
 		return nil, newError(InvalidArgument, "cannot connect to %s: %v", chosen.join.Address, err)
 	}
 	calls := &channel{connection: connection, token: chosen.token, retry: chosen.retry}
-	calls.sessions.add(chosen.session)
+	return newClient(calls, chosen.join.Address, chosen.session), nil
+}
+
+// As returns a client over the same connection that speaks as the holder of a credential of JoinRun or ClaimPolicy.
+func (c *Client) As(credential string) *Client {
+	own := c.Channel.(*channel)
+	return newClient(&channel{connection: own.connection, token: own.token, retry: own.retry}, c.address, credential)
+}
+
+func newClient(calls *channel, address, credential string) *Client {
+	calls.sessions.add(credential)
 	return &Client{
 		Runs:         dataflowv1.NewRunServiceClient(calls),
 		Tasks:        dataflowv1.NewTaskServiceClient(calls),
@@ -181,9 +191,9 @@ func Connect(target string, options ...Option) (*Client, error) {
 		Samples:      dataflowv1.NewSampleServiceClient(calls),
 		Admin:        dataflowv1.NewAdminServiceClient(calls),
 		Channel:      calls,
-		address:      chosen.join.Address,
-		connection:   connection,
-	}, nil
+		address:      address,
+		connection:   calls.connection,
+	}
 }
 
 func settingsOf(target string, options []Option) (*settings, error) {

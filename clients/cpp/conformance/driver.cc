@@ -191,7 +191,8 @@ std::string reset(const Operation&) {
 }
 
 std::shared_ptr<Client> client_of(const Operation& op) {
-  return opened.named(opened.clients, op.text("client", "main"));
+  const auto client = opened.named(opened.clients, op.text("client", "main"));
+  return op.has("as") ? std::make_shared<Client>(client->as(op.text("as"))) : client;
 }
 
 const std::map<std::string, std::function<std::string(const Operation&)>> kOperations = {

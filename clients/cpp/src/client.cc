@@ -138,6 +138,13 @@ void Client::Sessions::add(const std::string& credential) {
   known[credential.substr(begin, end - begin)] = credential;
 }
 
+Client Client::as(const std::string& credential) const {
+  Client other(*this);
+  other.sessions_ = std::make_shared<Sessions>();
+  other.sessions_->add(credential);
+  return other;
+}
+
 std::unique_ptr<grpc::ClientContext> Client::new_context(const CallOptions& options,
                                                          const google::protobuf::Descriptor* request) const {
   auto context = std::make_unique<grpc::ClientContext>();

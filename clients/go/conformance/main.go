@@ -32,6 +32,7 @@ type operation struct {
 	ID                                   json.RawMessage `json:"id"`
 	Op, Client, Stream, Session, Address string
 	Token, RPC                           string
+	As                                   *string
 	RetryTotalS                          *float64 `json:"retry_total_s"`
 	Request, Message                     json.RawMessage
 	TimeoutS                             float64 `json:"timeout_s"`
@@ -194,7 +195,13 @@ func (d *driver) connect(op *operation) error {
 	return err
 }
 
-func (d *driver) client(op *operation) *astraflow.Client { return named(d, d.clients, op.Client) }
+func (d *driver) client(op *operation) *astraflow.Client {
+	client := named(d, d.clients, op.Client)
+	if op.As != nil {
+		return client.As(*op.As)
+	}
+	return client
+}
 
 // rpc returns the path, the request and the type of the answer.
 func rpc(op *operation) (string, proto.Message, protoreflect.MessageType) {

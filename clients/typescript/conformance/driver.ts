@@ -66,6 +66,12 @@ function named<Value>(map: Map<string, Value>, operation: Operation, key: string
   return value;
 }
 
+/** The client that an operation names; with `as`, as the holder of that credential. */
+function clientOf(operation: Operation): astraflow.Client {
+  const client = named(clients, operation, "client");
+  return operation["as"] === undefined ? client : client.as(operation["as"]);
+}
+
 function rpcOf(client: astraflow.Client, path: string): [Function, DescMethod] {
   const [service = "", name] = path.split("/");
   const [attribute, description] = SERVICES[service] ?? ["runs", dataflow.RunService];
@@ -84,7 +90,7 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
     return { contract_version: info.contractVersion, product_version: info.productVersion };
   },
   async call(operation) {
-    const [rpc, method] = rpcOf(named(clients, operation, "client"), operation["rpc"]);
+    const [rpc, method] = rpcOf(clientOf(operation), operation["rpc"]);
     const request = fromJson(method.input, operation["request"] ?? {});
     const options = operation["timeout_s"] ? { timeoutMs: operation["timeout_s"] * 1_000 } : {};
     const call = () => rpc(request, options);
@@ -92,7 +98,7 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
     return toJson(method.output, await (id === undefined ? call() : astraflow.correlated(id, call)));
   },
   "stream.open"(operation) {
-    const [rpc, method] = rpcOf(named(clients, operation, "client"), operation["rpc"]);
+    const [rpc, method] = rpcOf(clientOf(operation), operation["rpc"]);
     streams.set(operation["stream"] ?? "main", {
       messages: rpc(fromJson(method.input, operation["request"] ?? {})),
       method,
@@ -130,7 +136,7 @@ const OPERATIONS: Record<string, (operation: Operation) => Promise<unknown> | un
     };
   },
   "push.open"(operation) {
-    pushes.set(operation["stream"] ?? "main", new astraflow.PushStream(named(clients, operation, "client")));
+    pushes.set(operation["stream"] ?? "main", new astraflow.PushStream(clientOf(operation)));
   },
   async push(operation) {
     const stream = named(pushes, operation, "stream");

@@ -1,5 +1,6 @@
 /** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
+import type { Transport } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { endpointOf, type TrustOptions } from "./address.js";
 import { Connection } from "./connection.js";
@@ -19,7 +20,7 @@ import {
 } from "./gen/astraflow/server/v1/server_info_pb.js";
 import { DEFAULT_RETRY, type RetryPolicy } from "./retry.js";
 import { Sessions } from "./sessions.js";
-import { serviceClient, type CallOptions, type ServiceClient } from "./service.js";
+import { serviceClient, type CallOptions, type CallSettings, type ServiceClient } from "./service.js";
 
 /** Release of this package. */
 export const VERSION = "0.2.0";
@@ -41,7 +42,7 @@ export interface ConnectOptions extends TrustOptions {
 
 /**
  * The services of one dataflow server. Safe to share. `close` ends what is still running. It speaks as the node that it
- * joined last, and as the trainer of its last claim: have a client for each of several.
+ * joined last, and as the trainer of its last claim; `as` makes one for each of several.
  */
 export class Client {
   readonly runs: ServiceClient<typeof RunService>;
@@ -55,23 +56,34 @@ export class Client {
   /** `HOST:PORT`. */
   readonly address: string;
   readonly #connection: Connection;
+  readonly #transport: Transport;
+  readonly #settings: CallSettings;
 
   /**
    * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
    * for options that do not fit.
    */
-  constructor(target: string, { retry, session = "", ...trust }: ConnectOptions = {}) {
-    const { address, baseUrl, token, tls } = endpointOf(target, trust);
-    this.address = address;
-    this.#connection = new Connection(baseUrl, tls);
-    const transport = createGrpcTransport({
-      baseUrl,
-      sessionManager: this.#connection,
-      readMaxBytes: MAX_MESSAGE_BYTES,
-      writeMaxBytes: MAX_MESSAGE_BYTES,
-    });
-    const settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions: new Sessions() };
-    settings.sessions.add(session);
+  constructor(target: string | Client, { retry, session = "", ...trust }: ConnectOptions = {}) {
+    const sessions = new Sessions();
+    sessions.add(session);
+    if (target instanceof Client) {
+      this.address = target.address;
+      this.#connection = target.#connection;
+      this.#transport = target.#transport;
+      this.#settings = { ...target.#settings, sessions };
+    } else {
+      const { address, baseUrl, token, tls } = endpointOf(target, trust);
+      this.address = address;
+      this.#connection = new Connection(baseUrl, tls);
+      this.#transport = createGrpcTransport({
+        baseUrl,
+        sessionManager: this.#connection,
+        readMaxBytes: MAX_MESSAGE_BYTES,
+        writeMaxBytes: MAX_MESSAGE_BYTES,
+      });
+      this.#settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions };
+    }
+    const [transport, settings] = [this.#transport, this.#settings];
     this.runs = serviceClient(RunService, transport, settings);
     this.tasks = serviceClient(TaskService, transport, settings);
     this.trajectories = serviceClient(TrajectoryService, transport, settings);
@@ -89,6 +101,11 @@ export class Client {
       throw new InternalError(`the server at ${this.address} did not introduce itself`);
     requireCompatible(server, this.address);
     return server;
+  }
+
+  /** A client over the same connection that speaks as the holder of a credential of JoinRun or ClaimPolicy. */
+  as(credential: string): Client {
+    return new Client(this, { session: credential });
   }
 
   /** Closes the connection; calls in flight fail. */

@@ -93,7 +93,7 @@ class Stream {
 };
 
 // One connection to one dataflow server, made by the first call. Safe to share between threads. It speaks as the node
-// that it joined last, and as the trainer of its last claim: have a client for each of several.
+// that it joined last, and as the trainer of its last claim; `as` makes one for each of several.
 class Client {
  public:
   // Throws RequestError for a target or options that do not fit.
@@ -146,6 +146,9 @@ class Client {
       pause(failures, hint);
     }
   }
+
+  // A client over the same connection that speaks as the holder of a credential of JoinRun or ClaimPolicy.
+  Client as(const std::string& credential) const;
 
   // Asks the server who it is; needs no token. Throws StateError (INCOMPATIBLE) when this client cannot talk to it.
   server::v1::ServerInfo server_info(const CallOptions& options = {}) const;

@@ -27,7 +27,7 @@ struct PushLimits {
   std::chrono::duration<double> retain{3};
 };
 
-// One push stream of one run. Safe to share between threads. The client must outlive it.
+// One push stream of one run, over the connection of its client. Safe to share between threads.
 class PushStream {
  public:
   explicit PushStream(const Client& client, PushLimits limits = {});
@@ -65,7 +65,7 @@ class PushStream {
   void forget_safe();
   bool has_room(size_t size);
 
-  const Client& client_;
+  const Client client_;
   const PushLimits limits_;
   std::mutex mutex_;
   std::condition_variable changed_;
