@@ -5,6 +5,7 @@ from astraflow.recipe.dataflow import (
     BatchSettings,
     DataflowSettings,
     EvaluationSettings,
+    RowLimits,
 )
 from astraflow.recipe.model import (
     ArchitectureSettings,
@@ -27,7 +28,6 @@ from astraflow.recipe.settings import (
     RaasSettings,
     Recipe,
     ResolvedPolicy,
-    RowLimits,
     RunSettings,
     SourceSettings,
     TrainerSettings,
