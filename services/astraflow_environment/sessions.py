@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message as Proto
 
+from astraflow._contract.bounds import require_incarnation
 from astraflow.errors import (
     AstraflowError,
     ConflictError,
@@ -32,7 +33,6 @@ from astraflow_environment.workers import (
     WorkerPool,
     WorkerProcess,
 )
-from astraflow_kit.clock import require_incarnation
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import Metrics
 

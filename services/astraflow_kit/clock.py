@@ -7,10 +7,6 @@ stamps that people read. Domain modules receive a Clock; daemons pass `SystemClo
 import time
 from typing import Protocol
 
-from astraflow.errors import InvalidArgumentError
-
-_DAY_NS = 86_400 * 10**9
-
 
 class Clock(Protocol):
     """What domain code may ask about time."""
@@ -30,12 +26,3 @@ class SystemClock:
 
     def wall_time_s(self) -> float:
         return time.time()
-
-
-def require_incarnation(incarnation: int) -> None:
-    """Raise InvalidArgumentError for one beyond the time in nanoseconds and a day, which would fence its holder."""
-    if incarnation > (most := time.time_ns() + _DAY_NS):
-        raise InvalidArgumentError(
-            f"incarnation {incarnation} is beyond this server's clock, at most {most}; count starts, or give the time, "
-            "and set the clock of that machine"
-        )

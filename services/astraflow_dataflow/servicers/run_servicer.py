@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from astraflow._contract.bounds import require_incarnation
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import (
@@ -23,7 +24,6 @@ from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.versions.announcements import Versions
 from astraflow_dataflow.versions.grants import StoreGrants
 from astraflow_kit import failpoints
-from astraflow_kit.clock import require_incarnation
 from astraflow_kit.identity.gate import caller
 from astraflow_kit.identity.sealing import Session, issue
 from astraflow_kit.identity.speakers import speaker, wrong_session

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from google.protobuf.timestamp_pb2 import Timestamp
 
-__all__ = ["MAX_INTEGER", "admit", "judge", "require_bounds"]
+__all__ = ["MAX_INTEGER", "admit", "judge", "require_bounds", "require_incarnation"]
 
 MAX_INTEGER = 2**53
 MAX_CHARACTERS, MAX_BYTES, MAX_ITEMS, MAX_ENTRIES = 256, 1024, 1024, 256
@@ -38,6 +39,7 @@ _SECONDS = {
     "google.protobuf.Timestamp": (-62_135_596_800, 253_402_300_799),
 }
 _PER_S = 10**9
+_DAY_NS = 86_400 * _PER_S
 _WIDE = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 _FIGURES = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
@@ -114,6 +116,15 @@ def judge(message: Message, *, otherwise: str = "") -> tuple[str, str] | None:
         poison = error.own.poison if error.own is not None else ""
         return poison or otherwise, error.sentence(message.DESCRIPTOR.name)
     return None
+
+
+def require_incarnation(incarnation: int) -> None:
+    """Raise InvalidArgumentError for one beyond the time in nanoseconds and a day, which would fence its holder."""
+    if incarnation > (most := time.time_ns() + _DAY_NS):
+        raise InvalidArgumentError(
+            f"incarnation {incarnation} is beyond this server's clock, at most {most}; count starts, or give the time, "
+            "and set the clock of that machine"
+        )
 
 
 def _require(message: Message, purpose: _Purpose) -> None:
