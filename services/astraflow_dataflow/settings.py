@@ -90,7 +90,7 @@ class DataflowServerSettings(StoreAddress):
     """Memory in MiB that the process of a run's plug-ins may use."""
     in_process_plugins: Annotated[tuple[str, ...], CommandOption(metavar="MODULE")] = ()
     """Packages whose plug-ins are called in the server's own process: faster, but one that hangs or ends its process
-    takes all runs along. Those of this release always are, data sets and recipes excepted.
+    takes all runs along. Those of `astraflow_dataflow.plugins` always are.
     """
 
     store_grants: Annotated[bool, CommandOption("Grants to nodes")] = False

@@ -72,9 +72,7 @@ class Settling:
                 self._tell(context, one)
         return len(settled)
 
-    async def _judged(
-        self, context: RunContext, work: Callable[[], list[JudgedTask]]
-    ) -> list[JudgedTask]:
+    async def _judged(self, context: RunContext, work: Callable[[], list[JudgedTask]]) -> list[JudgedTask]:
         """What filters of this release judge is not worth a thread; others may hang."""
         if context.plugins.is_foreign("filter"):
             return await context.plugins.in_thread("filter", work)

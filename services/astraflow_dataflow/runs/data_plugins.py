@@ -112,9 +112,7 @@ class DataPlugins:
         def made(kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
             if fresh and (there := fresh.find(kind, name)):
                 proxy = cast("P", there)
-                return DataPlugin(
-                    kind=kind, name=name, made=proxy, shadow=settings.shadow, state=there.state
-                )
+                return DataPlugin(kind=kind, name=name, made=proxy, shadow=settings.shadow, state=there.state)
             for known in before.of(kind) if before else ():
                 if known.name == name:
                     return replace(known, shadow=settings.shadow)
@@ -210,9 +208,7 @@ class DataPlugins:
         )
 
 
-def _foreign(
-    recipe: Recipe, limits: PluginLimits, *, first: DataflowSettings
-) -> list[tuple[str, str, int]]:
+def _foreign(recipe: Recipe, limits: PluginLimits, *, first: DataflowSettings) -> list[tuple[str, str, int]]:
     """Kind, name, and place among those of its kind of each foreign plug-in."""
     run, flow = recipe.run, recipe.dataflow
     sets = [run.dataset] if run.dataset is not None else [part.dataset for part in run.sources.values()]

@@ -71,12 +71,14 @@ class RunContext:
     """Background work of the run in this process; ends with the registry."""
     switching: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while other plug-ins are made."""
+    made: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there are plug-ins."""
     _made: tuple[DataPlugins, Rules] | None = None
 
     @property
     def is_made(self) -> bool:
         """Whether its plug-ins are made."""
-        return self._made is not None
+        return self.made.is_set()
 
     @property
     def plugins(self) -> DataPlugins:
@@ -92,6 +94,7 @@ class RunContext:
         """Go on with these plug-ins."""
         self._made = plugins, plugins.rules(recipe.dataflow)
         self.recipe, self.switch = recipe, switch
+        self.made.set()
 
     def _require_made(self) -> tuple[DataPlugins, Rules]:
         if self._made is None:
@@ -239,9 +242,7 @@ class RunRegistry:
         newest = run.switched_recipe_yaml or run.recipe_yaml
         before = await self._parsed(run_pb2.Run(run_id=run.run_id, recipe_yaml=newest))
         if changes := plugin_changes(before, recipe):
-            tried = await self._plugins(
-                run, recipe, faults=PluginFaults(), source=source, text=recipe_yaml
-            )
+            tried = await self._plugins(run, recipe, faults=PluginFaults(), source=source, text=recipe_yaml)
             await tried.close()
             await self._store.runs.switch_plugins(
                 run.run_id, recipe_yaml, archive=archived_by(recipe), changes=changes, by=by

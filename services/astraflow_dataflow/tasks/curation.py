@@ -69,9 +69,10 @@ class Curation:
                 tasks=tasks,
             )
             if tasks and not added:
+                source = _name_of(context.plugins.dataset)
                 raise PluginError(
-                    f"the data set's {_name_of(context.plugins.dataset)} gave task id {tasks[0].task_id!r} again; every index needs an "
-                    "id of its own, also when a task comes a second time"
+                    f"the data set's {source} gave task id {tasks[0].task_id!r} again; every index needs an id of its "
+                    "own, also when a task comes a second time"
                 )
             supply = await self.store.tasks.supply(context.run_id)
         return first

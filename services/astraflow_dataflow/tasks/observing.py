@@ -35,8 +35,7 @@ class Observing:
 
     async def run(self) -> None:
         """Tell them until the run is gone or the task is cancelled."""
-        while not self.context.is_made:
-            await asyncio.sleep(_AGAIN_S)
+        await self.context.made.wait()
         waiting = self.context.plugins.unobserved
         while True:
             groups = [await waiting.get()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -40,6 +41,8 @@ class PluginHost:
         self._starting: asyncio.Task[PluginProcess] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._num_failed = 0
+        self._unanswered = Counter[tuple[str, str]]()
+        """Calls of a plug-in that processes left without an answer, since it gave one."""
         self._closed = False
 
     async def start(self) -> None:
@@ -67,33 +70,41 @@ class PluginHost:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def call(self, kind: str, name: str, frame: Callable[[PluginProcess], Frame]) -> Frame:
-        """Ask a plug-in, in its thread; `frame` says what a process is asked, which may depend on what it knows.
+    def call(self, kind: str, name: str, frame: Callable[[PluginProcess, int], Frame]) -> Frame:
+        """Ask a plug-in, in its thread; `frame` says what a process is asked, and is told how many did not answer.
 
-        Raises PluginError when it did not answer, UnavailableError while no process is ready.
+        Raises PluginError when two processes did not answer, UnavailableError while none is ready.
         """
-        why = ""
-        for _ in range(_TRIES):
+        while True:
             process = self._ready()
             until_s = time.monotonic() + self.limits.call_timeout_s
             try:
                 with self._faults.running(kind, name):
-                    answer = process.exchange(kind, frame(process), until_s=until_s)
+                    asked = frame(process, self._unanswered[kind, name])
+                    answer = process.exchange(kind, asked, until_s=until_s)
             except LOST as error:
                 if self._closed:
                     raise UnavailableError("the plug-ins of the run are closed", retry_after_s=1.0) from error
                 why = self._why(error)
                 log.error("plugin.lost", kind=kind, name=name, pid=process.pid, why=why)
                 asyncio.run_coroutine_threadsafe(self._lose(process), self._loop).result()
-                continue
+                self._unanswered[kind, name] += 1
+                if self._unanswered[kind, name] < _TRIES:
+                    continue
+                del self._unanswered[kind, name]
+                raise PluginError(
+                    f"{name}: a call {why}, in {_TRIES} processes one after the other; make it return"
+                ) from error
             self._num_failed = 0
+            self._unanswered.pop((kind, name), None)
             return answer
-        raise PluginError(f"{name}: a call {why}, by {_TRIES} processes one after the other; make it return")
 
     def _why(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"did not return within plugin_call_timeout_s {self.limits.call_timeout_s:g} s"
-        return "ended its process" if isinstance(error, EOFError | OSError) else f"answered nonsense ({error})"
+        return (
+            "ended its process" if isinstance(error, EOFError | OSError) else f"answered nonsense ({error})"
+        )
 
     def _ready(self) -> PluginProcess:
         """The process, waited for as long as a call may take."""

@@ -6,9 +6,7 @@ given, and tasks whose data is decoded when somebody looks. Used by `proxies` an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
-
-from google.protobuf.message import Message
+from typing import TYPE_CHECKING, Any, cast
 
 from astraflow.dataflow.v1 import batch_pb2
 from astraflow.plugins import (
@@ -24,8 +22,11 @@ from astraflow.rollout.v1 import trajectory_pb2
 from astraflow_dataflow.rules.tasks import task_message, task_spec
 from astraflow_dataflow.runs.foreign.frames import Frame
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
-def tasks_frame(tasks: Sequence[TaskSpec], **head: Any) -> Frame:  # noqa: ANN401 - JSON
+
+def tasks_frame(tasks: Sequence[TaskSpec], **head: Any) -> Frame:
     """Tasks. Raises PluginError for one whose data is not JSON."""
     return Frame(head, [task_message(task).SerializeToString() for task in tasks])
 
@@ -35,7 +36,7 @@ def tasks_of(frame: Frame) -> list[TaskSpec]:
     return [task_spec(part) for part in frame.parts]
 
 
-def group_frame(group: Group, **head: Any) -> Frame:  # noqa: ANN401 - JSON
+def group_frame(group: Group, **head: Any) -> Frame:
     """A group."""
     names = {"policy": group.policy, "role": group.role, "group_id": group.group_id, "verdict": group.verdict}
     headers = cast("Sequence[Message]", group.trajectories)
@@ -54,13 +55,11 @@ def group_of(frame: Frame) -> Group:
     )
 
 
-def candidates_frame(groups: Sequence[ReadyGroup], request: StepRequest, **head: Any) -> Frame:  # noqa: ANN401 - JSON
+def candidates_frame(groups: Sequence[ReadyGroup], request: StepRequest, **head: Any) -> Frame:
     """Ready groups and what a step needs."""
     fields = [[group.group_id, group.arrival, group.task_id, group.role, group.source] for group in groups]
     items = [
-        batch_pb2.Batch(
-            items=cast("Sequence[batch_pb2.BatchItem]", group.trajectories)
-        ).SerializeToString()
+        batch_pb2.Batch(items=cast("Sequence[batch_pb2.BatchItem]", group.trajectories)).SerializeToString()
         for group in groups
     ]
     return Frame({**head, "groups": fields, "request": asdict(request)}, items)
@@ -84,7 +83,7 @@ def candidates_of(frame: Frame) -> tuple[list[ReadyGroup], StepRequest]:
     return groups, StepRequest(**frame.head["request"])
 
 
-def step_frame(step: MeasuredStep, **head: Any) -> Frame:  # noqa: ANN401 - JSON
+def step_frame(step: MeasuredStep, **head: Any) -> Frame:
     """What was measured in a step."""
     return Frame({**head, "step": asdict(step)})
 

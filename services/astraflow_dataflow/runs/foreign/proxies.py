@@ -50,10 +50,10 @@ class ForeignPlugin:
         it did not answer; UnavailableError.
         """
         head = {"call": call, "kind": self.kind, "name": self.name}
-        state, frames = self.state, [frame, once_more or frame]
+        state = self.state
 
-        def known(process: PluginProcess) -> Frame:
-            asked = frames.pop(0)
+        def known(process: PluginProcess, num_unanswered: int) -> Frame:
+            asked = (once_more if num_unanswered else None) or frame
             asked = Frame({**asked.head, **head}, asked.parts)
             if state is None or state.known_to is process:
                 return asked
