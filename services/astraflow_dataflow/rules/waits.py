@@ -255,9 +255,8 @@ def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
             yield Wait(
                 stage=_PLUGIN_FAULTS.get(fault.kind, ("lease", ""))[0],
                 reason="plugin_hung",
-                detail=f"{fault.kind or 'plug-ins'} {fault.name}: {fault.problem}".replace("  ", " "),
-                released_by="it returns; after plugin_start_timeout_s or plugin_call_timeout_s the server kills its "
-                "process and starts the next one. Correct it and create a run of the corrected recipe",
+                detail=f"{fault.kind} {fault.name}: {fault.problem}",
+                released_by="it returns, or its process is killed at the deadline and the next is asked; correct it",
             )
     for kind, (stage, meanwhile) in _PLUGIN_FAULTS.items():
         own = [fault for fault in faults if fault.kind == kind and not fault.hangs]

@@ -13,7 +13,7 @@ import inspect
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -111,16 +111,13 @@ class DataPlugins:
 
         def made(kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
             if fresh and (there := fresh.find(kind, name)):
-                proxy = cast("P", there)
-                return DataPlugin(kind=kind, name=name, made=proxy, shadow=settings.shadow, state=there.state)
+                plugin, state = cast("P", there), cast("PluginState | None", there.state)
+                return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=state)
             for known in before.of(kind) if before else ():
                 if known.name == name:
                     return replace(known, shadow=settings.shadow)
-            state = PluginState()
-            plugin = make(settings, protocol=protocol, source=source, state=state, **offered)
-            # Its constructor named the state, and so was given one; a function or an object was not.
-            own = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
-            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=own)
+            plugin, state = _made_here(settings, protocol, source, offered)
+            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=state)
 
         def several(
             kind: str,
@@ -128,8 +125,8 @@ class DataPlugins:
             of_first: Sequence[DataPluginSettings],
             protocol: type[P],
         ) -> tuple[DataPlugin[P], ...]:
-            names = plugin_names(wanted, first=of_first)
-            return tuple(made(kind, *named, protocol) for named in zip(names, wanted, strict=True))
+            named = zip(plugin_names(wanted, first=of_first), wanted, strict=True)
+            return tuple(made(kind, *each, protocol) for each in named)
 
         selectors = several("selector", _some(flow.selector), _some(first.selector), Selector)
         return replace(
@@ -206,6 +203,15 @@ class DataPlugins:
             faults=self.faults,
             shadows=self.shadows,
         )
+
+
+def _made_here(
+    settings: DataPluginSettings, protocol: type[P], source: RecipeSource, offered: Mapping[str, object]
+) -> tuple[P, PluginState | None]:
+    """Make a plug-in, with a state where its constructor names one; a function or an object was given none."""
+    state = PluginState()
+    plugin = make(settings, protocol=protocol, source=source, state=state, **offered)
+    return plugin, state if "state" in inspect.signature(type(plugin).__init__).parameters else None
 
 
 def _foreign(recipe: Recipe, limits: PluginLimits, *, first: DataflowSettings) -> list[tuple[str, str, int]]:
