@@ -71,7 +71,7 @@ class PluginHost:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def call(self, kind: str, name: str, frame: Callable[[PluginProcess, int], Frame]) -> Frame:
-        """Ask a plug-in, in its thread; `frame` says what a process is asked, and is told how many did not answer.
+        """Ask a plug-in, in its thread; `frame` says what a process is asked, by how many did not answer.
 
         Raises PluginError when two processes did not answer, UnavailableError while none is ready.
         """
