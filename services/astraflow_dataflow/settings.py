@@ -83,11 +83,11 @@ class DataflowServerSettings(StoreAddress):
     """Time without progress after which an evaluation of a superseded version is given up."""
 
     plugin_start_timeout_s: Annotated[float, Field(gt=0, le=3600), CommandOption("Recipes' plug-ins")] = 20.0
-    """Time in which the data set, curators, filters and selector of a recipe are imported and made, all together."""
+    """Time in which plug-ins of a recipe are imported and made, those of each kind (data set, filters, …) together."""
     plugin_call_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Time in which one answers a call; a process that takes longer is killed and the next one asked."""
     plugin_memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] = 2048
-    """Memory in MiB that the process of a run's plug-ins may use."""
+    """Memory in MiB that the process of a run's plug-ins of one kind may use."""
     in_process_plugins: Annotated[tuple[str, ...], CommandOption(metavar="MODULE")] = ()
     """Packages whose plug-ins are called in the server's own process: faster, but one that hangs or ends its process
     takes all runs along. Those of `astraflow_dataflow.plugins` always are.

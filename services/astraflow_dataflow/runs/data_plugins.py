@@ -26,7 +26,6 @@ from astraflow.recipe.plugin_settings import DataPluginSettings
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.shadows import Shadows
-from astraflow_dataflow.runs.foreign.host import PluginHost
 from astraflow_dataflow.runs.foreign.process import PluginOrder
 from astraflow_dataflow.runs.foreign.proxies import ForeignDataset, ForeignPlugins
 from astraflow_dataflow.runs.mixed_dataset import make_dataset, tasks_per_epoch
@@ -107,17 +106,8 @@ class DataPlugins:
             "advantages": recipe.advantages,
             "tasks_per_epoch": tasks_per_epoch(dataset),
         }
+        maker = _Maker(before=before, foreign=fresh, source=source, offered=offered)
         first = (created or recipe).dataflow
-
-        def made(kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
-            if fresh and (there := fresh.find(kind, name)):
-                plugin, state = cast("P", there), cast("PluginState | None", there.state)
-                return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=state)
-            for known in before.of(kind) if before else ():
-                if known.name == name:
-                    return replace(known, shadow=settings.shadow)
-            plugin, state = _made_here(settings, protocol, source, offered)
-            return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=state)
 
         def several(
             kind: str,
@@ -126,7 +116,7 @@ class DataPlugins:
             protocol: type[P],
         ) -> tuple[DataPlugin[P], ...]:
             named = zip(plugin_names(wanted, first=of_first), wanted, strict=True)
-            return tuple(made(kind, *each, protocol) for each in named)
+            return tuple(maker.make(kind, *each, protocol) for each in named)
 
         selectors = several("selector", _some(flow.selector), _some(first.selector), Selector)
         return replace(
@@ -158,31 +148,31 @@ class DataPlugins:
         if dataset is None and not any(kind == "dataset" for kind, _, _ in wanted):
             dataset = await asyncio.to_thread(make_dataset, recipe, source)
         started = None
-        if wanted != (list(foreign.host.order.plugins) if foreign else []):
+        if wanted != (foreign.names if foreign else []):
             foreign = started = await _started(source, limits, wanted, dataset=dataset, faults=faults)
         made = partial(cls.make, recipe, source, before=before, created=created, dataset=dataset)
         try:
             return await asyncio.to_thread(made, foreign=foreign, faults=faults)
         except BaseException:
             if started is not None:
-                await started.host.close()
+                await started.close()
             raise
 
     async def close(self) -> None:
-        """End the process of the foreign ones."""
+        """End the processes of the foreign ones."""
         if self.foreign is not None:
-            await self.foreign.host.close()
+            await self.foreign.close()
 
     async def in_thread(self, kind: str, work: Callable[[], T]) -> T:
         """Run what calls plug-ins of a kind: foreign ones in a thread of the run, for they may not return."""
         if self.is_foreign(kind):
             assert self.foreign is not None
-            return await self.foreign.host.run(kind, work)
+            return await self.foreign.hosts[kind].run(work)
         return await asyncio.to_thread(work)
 
     def is_foreign(self, kind: str) -> bool:
         """Whether any plug-in of a kind is foreign."""
-        return self.foreign is not None and kind in self.foreign.host.order.kinds
+        return self.foreign is not None and kind in self.foreign.hosts
 
     def of(self, kind: str) -> Sequence[DataPlugin[Any]]:
         """Return the filters, the curators or the selector."""
@@ -205,13 +195,28 @@ class DataPlugins:
         )
 
 
-def _made_here(
-    settings: DataPluginSettings, protocol: type[P], source: RecipeSource, offered: Mapping[str, object]
-) -> tuple[P, PluginState | None]:
-    """Make a plug-in, with a state where its constructor names one; a function or an object was given none."""
-    state = PluginState()
-    plugin = make(settings, protocol=protocol, source=source, state=state, **offered)
-    return plugin, state if "state" in inspect.signature(type(plugin).__init__).parameters else None
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Where the plug-ins of a run come from."""
+
+    before: DataPlugins | None
+    foreign: ForeignPlugins | None
+    source: RecipeSource
+    offered: Mapping[str, object]
+
+    def make(self, kind: str, name: str, settings: DataPluginSettings, protocol: type[P]) -> DataPlugin[P]:
+        """Return what asks a foreign one, else the one before, else another. Raises PluginError."""
+        if self.foreign and (there := self.foreign.find(kind, name)):
+            proxy = cast("P", there)
+            return DataPlugin(kind=kind, name=name, made=proxy, shadow=settings.shadow, state=there.state)
+        for known in self.before.of(kind) if self.before else ():
+            if known.name == name:
+                return replace(known, shadow=settings.shadow)
+        state = PluginState()
+        plugin = make(settings, protocol=protocol, source=self.source, state=state, **self.offered)
+        # Its constructor named the state, and so was given one; a function or an object was not.
+        own = state if "state" in inspect.signature(type(plugin).__init__).parameters else None
+        return DataPlugin(kind=kind, name=name, made=plugin, shadow=settings.shadow, state=own)
 
 
 def _foreign(recipe: Recipe, limits: PluginLimits, *, first: DataflowSettings) -> list[tuple[str, str, int]]:
@@ -240,16 +245,18 @@ async def _started(
     """Start the process of these plug-ins, if there are any. Raises PluginError."""
     if not wanted:
         return None
-    order = PluginOrder(
-        source=source.name,
-        recipe=source.text,
-        folder=source.folder,
-        plugins=wanted,
-        tasks_per_epoch=None if dataset is None else tasks_per_epoch(dataset),
-    )
-    host = PluginHost(order, limits, faults)
-    await host.start()
-    return ForeignPlugins(host)
+    told = None if dataset is None else tasks_per_epoch(dataset)
+    orders = {
+        kind: PluginOrder(
+            source=source.name,
+            recipe=source.text,
+            folder=source.folder,
+            plugins=[plugin for plugin in wanted if plugin[0] == kind],
+            tasks_per_epoch=told,
+        )
+        for kind in dict.fromkeys(kind for kind, _, _ in wanted)
+    }
+    return await ForeignPlugins.start(orders, limits, faults)
 
 
 def plugin_names(wanted: Sequence[DataPluginSettings], *, first: Sequence[DataPluginSettings]) -> list[str]:

@@ -54,6 +54,10 @@ def _frozen(role: str, seconds: float, *, loop: str, in_ci: bool = False, **seen
     )
 
 
+def _dropped(role: str, ways: Mapping[str, bool], ground: Ground) -> AbstractContextManager[None]:
+    return ground.dropped(role, **ways)
+
+
 def _clocks(hours: float, *roles: str, in_ci: bool) -> Fault:
     return Fault(
         name=f"clock {hours:+g} h: {', '.join(roles) or 'everybody'}",
@@ -76,7 +80,7 @@ _SEEN: dict[str, dict[str, Any]] = {
 """What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""
 _BETWEEN_S = 15
 """Longer than nodes wait for a word of their server (`server_silence_s` + 2 s)."""
-_WAYS_OF_PACKETS = {
+_WAYS_OF_PACKETS: Mapping[str, Mapping[str, bool]] = {
     "requests dropped": {"answers": False},
     "answers dropped": {"requests": False},
     "dropped both ways": {},
@@ -184,7 +188,7 @@ FAULTS = (
         Fault(
             name=f"{owner}: {what}",
             loop="in turn",
-            done=partial(Ground.dropped, owner=role, **ways),
+            done=partial(_dropped, role, ways),
             why=said,
             lines=said,
             in_ci=(role, what) in _DROPPED_IN_CI,

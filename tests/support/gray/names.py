@@ -28,9 +28,6 @@ def lead_to(hosts: Path, address: str) -> None:
 
 async def move(folder: Path, redis_url: str) -> float:
     """Move a server from one address to the other under a client; return the seconds until it was followed."""
-    hosts = folder / "hosts"
-    lead_to(hosts, FIRST)
-    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
     server = DataflowProcess(redis_url, folder)
     server.start(options=["--host", FIRST])
     try:
@@ -38,7 +35,7 @@ async def move(folder: Path, redis_url: str) -> float:
             request = runs.ListRunsRequest()
             await client.call(client.runs.ListRuns, request)
             server.kill()
-            lead_to(hosts, SECOND)
+            lead_to(folder / "hosts", SECOND)
             server.start(options=["--host", SECOND])
             began_s = time.monotonic()
             await client.call(client.runs.ListRuns, request)
@@ -73,6 +70,8 @@ def followed(folder: Path) -> float:
 
 def main(folder: Path) -> None:
     """Write the seconds."""
+    lead_to(folder / "hosts", FIRST)
+    subprocess.run(["mount", "--bind", str(folder / "hosts"), "/etc/hosts"], check=True)
     with ValkeyServer(folder / "valkey", binary=server_binary()) as valkey:
         sys.stdout.write(f"{asyncio.run(move(folder, valkey.url))}\n")
 

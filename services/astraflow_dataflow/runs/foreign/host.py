@@ -1,8 +1,9 @@
-"""The foreign plug-ins of a run: their process is started, asked, and replaced when it hangs, ends or answers nonsense.
+"""The foreign plug-ins of one kind in a run: their process is started, asked, and replaced when it does not answer.
 
 Invariant: no call waits longer than its deadlines; a call that a process did not answer is made once more by the next
 one, and only then is the plug-in at fault. While no process is ready, calls raise UnavailableError: nothing is decided,
-and whoever asked comes again. Each kind of plug-in has a thread of its own, so one run's calls hold up no other's.
+and whoever asked comes again. Each host has a process and a thread of its own, so a call that hangs holds up its kind
+of its run alone, and the death of a process is nobody's fault but that of the call it died in.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _TRIES = 2
 
 
 class PluginHost:
-    """The process of one run's foreign plug-ins, and those that come after it."""
+    """The process of the foreign plug-ins of one kind in a run, and those that come after it."""
 
     def __init__(self, order: PluginOrder, limits: PluginLimits, faults: PluginFaults) -> None:
         self.order, self.limits, self._faults = order, limits, faults
         self.facts: Mapping[str, Any] = {}
         """What the server must know of each plug-in."""
-        self._threads = {kind: ThreadPoolExecutor(1, f"plugin-{kind}") for kind in ("", *order.kinds)}
+        self._thread = ThreadPoolExecutor(1, "plugin-calls")
         self._loop = asyncio.get_running_loop()
         self._starting: asyncio.Task[PluginProcess] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._num_failed = 0
         self._unanswered = Counter[tuple[str, str]]()
-        """Calls of a plug-in that processes left without an answer, since it gave one."""
+        """How many processes left a call, by plug-in and what it is about, without an answer."""
         self._closed = False
 
     async def start(self) -> None:
@@ -54,11 +55,11 @@ class PluginHost:
             await self.close()
             raise
 
-    async def run(self, kind: str, work: Callable[[], T]) -> T:
-        """Run what calls plug-ins of a kind, in their thread."""
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run what calls the plug-ins, in their thread."""
         if self._closed:
             raise UnavailableError("the plug-ins of the run are closed", retry_after_s=1.0)
-        return await self._loop.run_in_executor(self._threads[kind], work)
+        return await self._loop.run_in_executor(self._thread, work)
 
     async def close(self) -> None:
         """End the process. Calls that run fail with UnavailableError."""
@@ -67,36 +68,39 @@ class PluginHost:
         if starting is not None:
             await self._end(starting)
         await asyncio.gather(*self._ending)
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def call(self, kind: str, name: str, frame: Callable[[PluginProcess, int], Frame]) -> Frame:
-        """Ask a plug-in, in its thread; `frame` says what a process is asked, by how many did not answer.
+    def call(
+        self, kind: str, name: str, frame: Callable[[PluginProcess, int], Frame], *, about: str
+    ) -> Frame:
+        """Ask a plug-in, in its thread; `frame` says what a process is asked, by how many did not answer, and `about`
+        tells this call from others.
 
         Raises PluginError when two processes did not answer, UnavailableError while none is ready.
         """
+        key = name, about
         while True:
             process = self._ready()
             until_s = time.monotonic() + self.limits.call_timeout_s
             try:
                 with self._faults.running(kind, name):
-                    asked = frame(process, self._unanswered[kind, name])
-                    answer = process.exchange(kind, asked, until_s=until_s)
+                    asked = frame(process, self._unanswered[key])
+                    answer = process.exchange(asked, until_s=until_s)
             except LOST as error:
                 if self._closed:
                     raise UnavailableError("the plug-ins of the run are closed", retry_after_s=1.0) from error
                 why = self._why(error)
                 log.error("plugin.lost", kind=kind, name=name, pid=process.pid, why=why)
                 asyncio.run_coroutine_threadsafe(self._lose(process), self._loop).result()
-                self._unanswered[kind, name] += 1
-                if self._unanswered[kind, name] < _TRIES:
+                self._unanswered[key] += 1
+                if self._unanswered[key] < _TRIES:
                     continue
-                del self._unanswered[kind, name]
+                del self._unanswered[key]
                 raise PluginError(
                     f"{name}: a call {why}, in {_TRIES} processes one after the other; make it return"
                 ) from error
             self._num_failed = 0
-            self._unanswered.pop((kind, name), None)
+            self._unanswered.pop(key, None)
             return answer
 
     def _why(self, error: BaseException) -> str:
@@ -138,10 +142,8 @@ class PluginHost:
                 log.error("plugin.not_started", message=str(error), tries=self._num_failed)
 
     async def _start(self) -> PluginProcess:
-        process = await start_process(self.order.kinds)
-        making = self._loop.run_in_executor(
-            self._threads[""], process.make, self.order, self.limits, self._faults
-        )
+        process = await start_process()
+        making = asyncio.create_task(asyncio.to_thread(process.make, self.order, self.limits, self._faults))
         try:
             facts = await asyncio.shield(making)
         except BaseException:

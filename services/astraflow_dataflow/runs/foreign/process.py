@@ -1,11 +1,10 @@
-"""One process of a run's foreign plug-ins, seen from the server: started, asked, killed with everything it started.
+"""A process of a run's foreign plug-ins, seen from the server: started, asked, killed with everything it started.
 
 Invariant: a call ends at its deadline, whatever the plug-in does; a process that did not answer one is never asked
 again. What plug-ins print is logged, as much as a log can take; beyond that their `print` waits. Kept by `host`.
 """
 
 import asyncio
-import json
 import socket
 import sys
 import time
@@ -45,12 +44,7 @@ class PluginOrder:
     plugins: Sequence[tuple[str, str, int]]
     """Kind, name, and place among those of its kind in the recipe."""
     tasks_per_epoch: int | None = None
-    """Of a data set that the server makes itself."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of plug-ins, each of which is called beside the others."""
-        return list(dict.fromkeys(kind for kind, _, _ in self.plugins))
+    """Of the data set, for the other kinds."""
 
     def frame(self, limits: PluginLimits) -> Frame:
         """The first message."""
@@ -62,15 +56,10 @@ class PluginProcess:
     """A started process."""
 
     def __init__(
-        self,
-        child: asyncio.subprocess.Process,
-        control: socket.socket,
-        lanes: Mapping[str, socket.socket],
-        printed: socket.socket,
+        self, child: asyncio.subprocess.Process, sock: socket.socket, printed: socket.socket
     ) -> None:
         self._child = child
-        self._control = control
-        self._lanes = lanes
+        self._sock = sock
         self._printing = asyncio.create_task(self._log_printed(printed))
         self.pid = child.pid
 
@@ -82,9 +71,9 @@ class PluginProcess:
         doing = kind, name, phase = "", "", "starting Python"
         with ExitStack() as running:
             try:
-                send(self._control, order.frame(limits), until_s=until_s)
+                send(self._sock, order.frame(limits), until_s=until_s)
                 for _ in range(_MAX_PHASES):
-                    said = receive(self._control, until_s=until_s).head
+                    said = receive(self._sock, until_s=until_s).head
                     if "phase" not in said:
                         break
                     if not kind:  # no code of the recipe has run yet
@@ -98,18 +87,17 @@ class PluginProcess:
             except LOST as error:
                 raise PluginError(_not_made(order, doing, error, limits)) from error
 
-    def exchange(self, kind: str, asked: Frame, *, until_s: float) -> Frame:
+    def exchange(self, asked: Frame, *, until_s: float) -> Frame:
         """Ask, in a thread. Raises what `LOST` names."""
-        send(self._lanes[kind], asked, until_s=until_s)
-        return receive(self._lanes[kind], until_s=until_s)
+        send(self._sock, asked, until_s=until_s)
+        return receive(self._sock, until_s=until_s)
 
     async def end(self) -> None:
         """Kill it with everything it started. Idempotent."""
         await kill_family(self._child)
         self._printing.cancel()
         await asyncio.gather(self._printing, return_exceptions=True)
-        for sock in (self._control, *self._lanes.values()):
-            sock.close()
+        self._sock.close()
 
     async def _log_printed(self, printed: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=printed, limit=_PRINTED_BYTES)
@@ -121,31 +109,28 @@ class PluginProcess:
             writer.close()
 
 
-async def start_process(kinds: Sequence[str]) -> PluginProcess:
-    """Start Python for plug-ins of these kinds. Raises OSError."""
-    pairs = [socket.socketpair() for _ in ("control", "printed", *kinds)]
-    (control, printed, *lanes), (control_there, printed_there, *lanes_there) = zip(*pairs, strict=True)
-    numbers = [sock.fileno() for sock in lanes_there]
+async def start_process() -> PluginProcess:
+    """Start Python. Raises OSError."""
+    (ours, theirs), (printed, printed_there) = socket.socketpair(), socket.socketpair()
     module = "astraflow_dataflow.runs.foreign.worker"
-    command = (sys.executable, "-P", "-m", module, str(control_there.fileno()), json.dumps(numbers))
     try:
         child = await asyncio.create_subprocess_exec(
-            *ending_with_us(*command),
+            *ending_with_us(sys.executable, "-P", "-m", module, str(theirs.fileno())),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=printed_there,
+            stderr=printed_there.fileno(),
             env=plugin_environment(),
-            pass_fds=(control_there.fileno(), *numbers),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
     except BaseException:
-        for sock in (control, printed, *lanes):
-            sock.close()
+        ours.close()
+        printed.close()
         raise
     finally:
-        for sock in (control_there, printed_there, *lanes_there):
-            sock.close()
-    return PluginProcess(child, control, dict(zip(kinds, lanes, strict=True)), printed)
+        theirs.close()
+        printed_there.close()
+    return PluginProcess(child, ours, printed)
 
 
 def _not_made(

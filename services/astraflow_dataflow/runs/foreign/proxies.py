@@ -6,15 +6,19 @@ another one, and answers with what a call changed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Self
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Group, MeasuredStep, PluginState, ReadyGroup, StepRequest, TaskSpec
+from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.runs.foreign import messages
 from astraflow_dataflow.runs.foreign.frames import Frame
 from astraflow_dataflow.runs.foreign.host import PluginHost
-from astraflow_dataflow.runs.foreign.process import PluginProcess
+from astraflow_dataflow.runs.foreign.process import PluginOrder, PluginProcess
+from astraflow_dataflow.settings import PluginLimits
 
 _MAX_TASK_BYTES = 4 * 2**20
 
@@ -45,9 +49,10 @@ class ForeignPlugin:
     name: str
     state: SharedState | None = None
 
-    def ask(self, call: str, frame: Frame, *, once_more: Frame | None = None) -> Frame:
-        """Make a call, with `once_more` where a process did not answer. Raises PluginError with what it raised, or that
-        it did not answer; UnavailableError.
+    def ask(self, call: str, frame: Frame, *, about: str = "", once_more: Frame | None = None) -> Frame:
+        """Make a call, told from others by what it is about, with `once_more` where a process did not answer.
+
+        Raises PluginError with what it raised, or that it did not answer; UnavailableError.
         """
         head = {"call": call, "kind": self.kind, "name": self.name}
         state = self.state
@@ -60,7 +65,9 @@ class ForeignPlugin:
             state.known_to = process
             return messages.with_entries(asked, "entries", state.encoded())
 
-        answer, changes = messages.split_entries(self.host.call(self.kind, self.name, known), "changes")
+        answer, changes = messages.split_entries(
+            self.host.call(self.kind, self.name, known, about=f"{call} {about}"), "changes"
+        )
         if state is not None:
             state.merge(changes)
         if raised := answer.head.get("raised"):
@@ -94,7 +101,9 @@ class ForeignDataset(ForeignPlugin):
         seconds = self.host.limits.call_timeout_s
         fields = {"method": method, "start": start, "count": count, "seconds": seconds}
         # One task at least, where the whole draw did not come: then what is before the fault is not lost.
-        answer = self.ask("draw", Frame(fields), once_more=Frame({**fields, "count": 1}))
+        answer = self.ask(
+            "draw", Frame(fields), about=f"{method} {start}", once_more=Frame({**fields, "count": 1})
+        )
         if largest := max((len(part) for part in answer.parts if len(part) > _MAX_TASK_BYTES), default=0):
             raise PluginError(
                 f"the data set's {self.name_of(method)} gave a task of {largest} bytes, at most {_MAX_TASK_BYTES}"
@@ -107,7 +116,7 @@ class ForeignFilter(ForeignPlugin):
 
     def __call__(self, group: Group) -> bool:
         """Ask about a group."""
-        return self.ask("filter", messages.group_frame(group)).head["kept"] is True
+        return self.ask("filter", messages.group_frame(group), about=group.group_id).head["kept"] is True
 
 
 class ForeignMeasuringFilter(ForeignFilter):
@@ -129,7 +138,7 @@ class ForeignCurator(ForeignPlugin):
 
     def observe(self, group: Group) -> None:
         """Tell it of a group."""
-        self.ask("observe", messages.group_frame(group))
+        self.ask("observe", messages.group_frame(group), about=group.group_id)
 
 
 class ForeignSelector(ForeignPlugin):
@@ -143,22 +152,46 @@ class ForeignSelector(ForeignPlugin):
 _CLASSES = {"filter": ForeignFilter, "curator": ForeignCurator, "selector": ForeignSelector}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForeignPlugins:
-    """Those of a run, by kind and name."""
+    """Those of a run, each kind in a process of its own."""
 
-    host: PluginHost
-    _names: set[tuple[str, str]] = field(init=False)
+    hosts: Mapping[str, PluginHost]
 
-    def __post_init__(self) -> None:
-        self._names = {(kind, name) for kind, name, _ in self.host.order.plugins}
+    @classmethod
+    async def start(
+        cls, orders: Mapping[str, PluginOrder], limits: PluginLimits, faults: PluginFaults
+    ) -> Self:
+        """Make them. Raises PluginError."""
+        hosts = dict[str, PluginHost]()
+        try:
+            for kind, order in orders.items():
+                if "dataset" in hosts:
+                    told = hosts["dataset"].facts["dataset"]["tasks_per_epoch"]
+                    order = replace(order, tasks_per_epoch=told)
+                hosts[kind] = PluginHost(order, limits, faults)
+                await hosts[kind].start()
+        except BaseException:
+            await cls(hosts).close()
+            raise
+        return cls(hosts)
+
+    async def close(self) -> None:
+        """End their processes."""
+        await asyncio.gather(*(host.close() for host in self.hosts.values()))
+
+    @property
+    def names(self) -> list[tuple[str, str, int]]:
+        """Kind, name and place of each."""
+        return [plugin for host in self.hosts.values() for plugin in host.order.plugins]
 
     def find(self, kind: str, name: str) -> ForeignPlugin | None:
         """Return what asks a plug-in; None for one that the server makes itself."""
-        if (kind, name) not in self._names:
+        if (kind, name) not in [(each, known) for each, known, _ in self.names]:
             return None
+        host = self.hosts[kind]
         if kind == "dataset":
-            return ForeignDataset(self.host, kind, name)
-        facts = self.host.facts[f"{kind} {name}"]
+            return ForeignDataset(host, kind, name)
+        facts = host.facts[f"{kind} {name}"]
         made = ForeignMeasuringFilter if kind == "filter" and facts["measures"] else _CLASSES[kind]
-        return made(self.host, kind, name, SharedState() if facts["state"] else None)
+        return made(host, kind, name, SharedState() if facts["state"] else None)

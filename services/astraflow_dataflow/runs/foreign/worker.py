@@ -1,22 +1,20 @@
-"""The process of a run's foreign plug-ins, `python -m astraflow_dataflow.runs.foreign.worker CONTROL LANES`.
+"""The process of a run's foreign plug-ins, `python -m astraflow_dataflow.runs.foreign.worker DESCRIPTOR`.
 
-It says what it is about to do before it does it, so that whoever waits can name what hangs; then it answers the calls
-of each kind of plug-in in a thread of their own. Invariant: whatever a plug-in raises is answered in words; what it
+It says what it is about to do before it does it, so that whoever waits can name what hangs; then it answers calls, one
+after the other. Invariant: whatever a plug-in raises is answered in words; what it
 prints goes to standard error. `process` starts it, bounds it and kills it.
 """
 
 import inspect
-import json
 import os
 import resource
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from astraflow.errors import PluginError
 from astraflow.plugins import Curator, Dataset, Filter, Measuring, PluginState, Selector, TaskSpec
@@ -197,16 +195,6 @@ _CALLS: Mapping[str, Callable[[Any, Frame], Frame]] = {
 }
 
 
-def _serve(lane: socket.socket, worker: _Worker) -> None:
-    """Answer the calls of one kind until the server is gone."""
-    while True:
-        try:
-            asked = receive(lane, is_bounded=False)
-        except (EOFError, OSError):
-            os._exit(0)
-        send(lane, worker.answer(asked))
-
-
 def _be_bounded(memory_mb: int) -> None:
     """Less memory, less of a processor and an earlier end than the server has, so that it never pays for this."""
     os.nice(_NICE)
@@ -215,27 +203,30 @@ def _be_bounded(memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb * 2**20,) * 2)
 
 
-def main(control_fd: str, lane_fds: str) -> None:
-    """Make the plug-ins of the order that comes first, then serve."""
+def main(descriptor: str) -> None:
+    """Make the plug-ins of the order that comes first, then answer calls until the server is gone."""
     os.dup2(2, 1)
-    control = socket.socket(fileno=int(control_fd))
-    lanes = [socket.socket(fileno=number) for number in cast("list[int]", json.loads(lane_fds))]
-    order = receive(control, is_bounded=False).head
+    sock = socket.socket(fileno=int(descriptor))
+    order = receive(sock, is_bounded=False).head
     _be_bounded(order["memory_mb"])
 
     def say(kind: str, name: str, phase: str) -> None:
-        send(control, Frame({"kind": kind, "name": name, "phase": phase}))
+        send(sock, Frame({"kind": kind, "name": name, "phase": phase}))
 
     try:
         worker = _Worker(order, say=say)
         facts = worker.make()
     except PluginError as error:
         text = error.message[:_MAX_TEXT] + out_of_memory(error, order["memory_mb"])
-        send(control, Frame({"refused": text}))
+        send(sock, Frame({"refused": text}))
         os._exit(2)
-    for lane in lanes:
-        threading.Thread(target=_serve, args=(lane, worker)).start()
-    send(control, Frame({"ready": facts}))
+    send(sock, Frame({"ready": facts}))
+    while True:
+        try:
+            asked = receive(sock, is_bounded=False)
+        except (EOFError, OSError):
+            os._exit(0)  # threads that a plug-in left behind must not keep the process
+        send(sock, worker.answer(asked))
 
 
 if __name__ == "__main__":
