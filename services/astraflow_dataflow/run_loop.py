@@ -155,17 +155,19 @@ class RunLoop:
 
     async def _feed_training(self) -> bool:
         """Ask for tasks. Returns False when the data set must be asked again though nothing happens."""
+        if not self.context.is_made:
+            return False
         try:
             await self.curation.feed_training(self.context)
         except PluginError as error:
             self._report_plugin(error)
             return False
-        self.context.plugins.faults.clear("dataset", self.context.recipe.run.data_name)
+        self.context.faults.clear("dataset", self.context.recipe.run.data_name)
         return not self.context.skipped
 
     def _report_plugin(self, error: PluginError) -> None:
         name = self.context.recipe.run.data_name
-        if self.context.plugins.faults.note("dataset", name, error):
+        if self.context.faults.note("dataset", name, error):
             log.error("dataset.failed", run_id=self.context.run_id, message=error.message)
 
     def _alarm(self, late: frozenset[str]) -> None:

@@ -83,6 +83,8 @@ log = get_logger(__name__)
 _KEPT_BYTES = 64 * 2**20
 """Freed memory that stays with the process."""
 _LOOK_EVERY_S = 10.0
+_LOOKS_AT_ONCE = 8
+"""Runs whose plug-ins take long to be made are served without them after a while; others do not wait for that."""
 _LOOK_AT_IDLE_EVERY_S = 60.0
 
 
@@ -114,7 +116,10 @@ class Dataflow:
         store = Store.over(connection, payloads)
         versions, redis_watch, refusals = Versions(store), RedisWatch(connection), Refusals()
         registry = RunRegistry(
-            store, code_dir=settings.work_dir / "code", allow_code=settings.allow_recipe_code
+            store,
+            code_dir=settings.work_dir / "code",
+            allow_code=settings.allow_recipe_code,
+            limits=settings.plugin_limits,
         )
         reporting = Reporting(
             store=store,
@@ -320,8 +325,8 @@ class RunKeeper:
         for run_id in deleting:
             log.info("run.deletion_continued", run_id=run_id)
             await self._do(run_id, self._dataflow.store.deletions.delete_keys(run_id))
-        for run_id in run_ids:
-            await self._look_at(run_id)
+        for first in range(0, len(run_ids), _LOOKS_AT_ONCE):
+            await asyncio.gather(*map(self._look_at, run_ids[first : first + _LOOKS_AT_ONCE]))
 
     async def _look_at(self, run_id: str) -> None:
         known, now_s = self._dataflow.registry.known(run_id), time.monotonic()

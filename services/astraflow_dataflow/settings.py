@@ -4,6 +4,9 @@ Nothing about a run is set here; that comes from the run's recipe. `__main__` bu
 variables, `server` passes the parts on.
 """
 
+import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -12,6 +15,29 @@ from pydantic import Field, FilePath, field_validator, model_validator
 from astraflow_dataflow.records import Level
 from astraflow_kit.settings import CommandOption, DaemonSettings, Port
 from astraflow_weights.daemon_settings import StoreAddress
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginLimits:
+    """What the process of a run's foreign plug-ins may take."""
+
+    start_timeout_s: float
+    call_timeout_s: float
+    memory_mb: int
+    in_process: tuple[str, ...] = ()
+    """Packages whose plug-ins are none of it."""
+
+    def is_foreign(self, use: str) -> bool:
+        """Whether a plug-in `module.path:Name` runs in a process of its run."""
+        module = use.partition(":")[0]
+        ours = ("astraflow_dataflow.plugins", *self.in_process)
+        return not any(module == own or module.startswith(f"{own}.") for own in ours)
+
+
+def plugin_environment() -> dict[str, str]:
+    """This process's environment for foreign plug-ins: its modules, and none of the server's own settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ASTRAFLOW_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class DataflowServerSettings(StoreAddress):
@@ -56,6 +82,17 @@ class DataflowServerSettings(StoreAddress):
     evaluation_patience_s: Annotated[float, Field(ge=0, le=86_400)] = 45.0
     """Time without progress after which an evaluation of a superseded version is given up."""
 
+    plugin_start_timeout_s: Annotated[float, Field(gt=0, le=3600), CommandOption("Recipes' plug-ins")] = 20.0
+    """Time in which plug-ins of a recipe are imported and made, those of each kind (data set, filters, …) together."""
+    plugin_call_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Time in which one answers a call; a process that takes longer is killed and the next one asked."""
+    plugin_memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] = 2048
+    """Memory in MiB that the process of a run's plug-ins of one kind may use."""
+    in_process_plugins: Annotated[tuple[str, ...], CommandOption(metavar="MODULE")] = ()
+    """Packages whose plug-ins are called in the server's own process: faster, but one that hangs or ends its process
+    takes all runs along. Those of `astraflow_dataflow.plugins` always are.
+    """
+
     store_grants: Annotated[bool, CommandOption("Grants to nodes")] = False
     """Sign reads of a run's s3:// store for its nodes, which then need no credentials: give `store_endpoint_url` as
     nodes reach the store, and credentials that may get and list. The server itself never asks the store.
@@ -85,6 +122,16 @@ class DataflowServerSettings(StoreAddress):
         """Settings of the scaler's listener: the same server at another port, with authorities of its own."""
         return self.model_copy(
             update={"grpc_port": self.scaler_port, "tls_client_ca_file": self.scaler_client_ca_file}
+        )
+
+    @property
+    def plugin_limits(self) -> PluginLimits:
+        """What foreign plug-ins may take."""
+        return PluginLimits(
+            start_timeout_s=self.plugin_start_timeout_s,
+            call_timeout_s=self.plugin_call_timeout_s,
+            memory_mb=self.plugin_memory_mb,
+            in_process=self.in_process_plugins,
         )
 
     @property

@@ -18,6 +18,7 @@ from support.gray.faults import DAMAGES, FAULTS, Damage, Fault
 from support.gray.ground import missing_tools
 from support.gray.life import Lived, Row, live
 from support.gray.losses import LOSSES, Loss, live_through
+from support.gray.names import followed
 from support.gray.resume import Resumes
 from support.results_pages import replace_section
 
@@ -76,6 +77,11 @@ def test_the_loop_trains_on_after(lived: Callable[[str], Lived], fault: Fault) -
 @pytest.mark.parametrize("loop", sorted({fault.loop for fault in IN_CI}))
 def test_nothing_was_lost_doubled_or_torn(lived: Callable[[str], Lived], loop: str) -> None:
     assert lived(loop).violations == []
+
+
+@pytest.mark.ci
+def test_a_client_follows_the_name_of_its_server_to_another_address(tmp_path: Path) -> None:
+    assert followed(tmp_path) > 0
 
 
 @pytest.mark.soak

@@ -44,7 +44,8 @@ class DataflowProcess:
         address_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "astraflow_dataflow", "--redis", self._redis_url]
         command += ["--port", str(self.port), "--address-file", str(address_file)]
-        command += ["--work-dir", str(self.folder), "--log-format", "json", *options]
+        command += ["--work-dir", str(self.folder), "--log-format", "json", "--in-process-plugins", "support"]
+        command += options
         arming = {"ASTRAFLOW_FAILPOINTS": failpoints, "ASTRAFLOW_FAILPOINTS_LOG": str(self.failpoints_log)}
         tests = str(Path(__file__).parents[1])
         paths = {"PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}

@@ -119,6 +119,8 @@ def channel_options() -> list[tuple[str, int]]:
         # Also the time a connection may take to be made: short ones never succeed over far or busy links.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A server that moved is asked for by its name again; 30 s otherwise.
+        ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ]
 
 

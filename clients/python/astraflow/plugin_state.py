@@ -94,8 +94,22 @@ class PluginState(MutableMapping[str, JsonValue]):
     def __getitem__(self, key: str) -> JsonValue:
         return json.loads(self._entries[key])
 
+    def encoded(self) -> dict[str, bytes]:
+        """Return all encoded values."""
+        return dict(self._entries)
+
+    def merge(self, changes: Mapping[str, bytes]) -> None:
+        """Take encoded values as `changes` returns them, as if each had been set or deleted here."""
+        for key, value in changes.items():
+            if value:
+                self._put(key, value)
+            elif key in self._entries:
+                del self[key]
+
     def __setitem__(self, key: str, value: JsonValue) -> None:
-        encoded = json.dumps(value, separators=(",", ":")).encode()
+        self._put(key, json.dumps(value, separators=(",", ":")).encode())
+
+    def _put(self, key: str, encoded: bytes) -> None:
         key_bytes = len(key.encode())
         if not 0 < key_bytes <= MAX_KEY_BYTES or len(encoded) > MAX_VALUE_BYTES:
             raise ValueError(

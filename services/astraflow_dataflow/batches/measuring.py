@@ -6,11 +6,11 @@ acknowledgement whose answer was lost. Called by binding.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from astraflow.dataflow.v1 import batch_pb2
-from astraflow.errors import InvalidArgumentError
+from astraflow.errors import InvalidArgumentError, UnavailableError
 from astraflow.plugins import Filter, MeasuredStep, MeasuredTrajectory, Measuring
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
 from astraflow_dataflow.runs.registry import RunContext
@@ -48,7 +48,7 @@ async def inform_filters(store: Store, context: RunContext, step: MeasuredStep) 
 
     async def work() -> None:
         for plugin in learning:
-            await asyncio.to_thread(_inform, context, plugin, step)
+            await context.plugins.in_thread("filter", partial(_inform, context, plugin, step))
 
     await with_states(store.plugin_states, context.run_id, learning, work)
 
@@ -58,6 +58,8 @@ def _inform(context: RunContext, plugin: DataPlugin[Filter], step: MeasuredStep)
     try:
         with faults.timed("filter", plugin.name):
             plugin.made.measured(step)  # type: ignore[attr-defined]  # a Measuring
+    except UnavailableError:
+        raise
     except RAISED as error:  # a plug-in must not stop the run
         log.exception("filter.failed", filter=plugin.name, policy_id=step.policy, step=step.step)
         faults.note("filter", plugin.name, error)

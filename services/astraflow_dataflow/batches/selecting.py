@@ -7,12 +7,12 @@ groups whose deadline is nearest. Called by binding.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
+from astraflow.errors import UnavailableError
 from astraflow.plugins import ReadyGroup, Selector, StepRequest, TrajectorySummary
 from astraflow_dataflow.records import Selection
 from astraflow_dataflow.rules.faults import PluginFaults
@@ -34,7 +34,8 @@ async def selection(
     request: StepRequest,
 ) -> Selection | None:
     """Return what the selector makes of ready groups; None when it failed."""
-    work = partial(asyncio.to_thread, choose, selector, groups, request, context.plugins.faults)
+    plugins = context.plugins
+    work = partial(plugins.in_thread, "selector", partial(choose, selector, groups, request, plugins.faults))
     return await with_states(store.plugin_states, context.run_id, [selector], work)
 
 
@@ -49,6 +50,8 @@ def choose(
         with faults.timed("selector", selector.name):
             answer = selector.made.select(candidates, request)
         chosen = _group_ids(answer, candidates, num_groups=request.num_groups)
+    except UnavailableError:
+        raise
     except RAISED as error:  # a plug-in must not stop the run
         log.exception("selector.failed", selector=selector.name, policy_id=request.policy, step=request.step)
         faults.note("selector", selector.name, error)

@@ -6,7 +6,7 @@ server settles it. Called by ingest and by the run loop.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -57,7 +57,9 @@ class Settling:
             rules, filters, switch = context.rules, context.plugins.filters, context.switch
 
             async def work(rules: Rules = rules) -> list[JudgedTask]:
-                return [JudgedTask(task=task, verdicts=judge(task, rules)) for task in tasks]
+                return await self._judged(
+                    context, lambda: [JudgedTask(task=task, verdicts=judge(task, rules)) for task in tasks]
+                )
 
             judged = await with_states(self.store.plugin_states, context.run_id, filters, work)
             settled = await self.store.episodes.settle(
@@ -70,16 +72,25 @@ class Settling:
                 self._tell(context, one)
         return len(settled)
 
+    async def _judged(self, context: RunContext, work: Callable[[], list[JudgedTask]]) -> list[JudgedTask]:
+        """What filters of this release judge is not worth a thread; others may hang."""
+        if context.plugins.is_foreign("filter"):
+            return await context.plugins.in_thread("filter", work)
+        return work()
+
     async def commit_whole(
         self, context: RunContext, tasks: Sequence[WholeTask]
     ) -> Mapping[str, Sequence[Pushed]]:
         """Commit and settle tasks of which all has come, in one call.
 
         Returns what became of the episodes of each by task; those of others are to be committed. Filters that keep
-        states are asked once a task is complete: what they keep must not change twice.
+        states are asked once a task is complete: what they keep must not change twice. So are foreign ones, for which
+        no push waits.
         """
         episodes = [episode for _, own in tasks for episode in own]
-        if has_repeats(episodes) or any(plugin.state is not None for plugin in context.plugins.filters):
+        if has_repeats(episodes) or not context.is_made or context.plugins.is_foreign("filter"):
+            return {}
+        if any(plugin.state is not None for plugin in context.plugins.filters):
             return {}
         judged = [_judged_whole(own, leased, context.rules) for leased, own in tasks]
         pushed = await self.store.episodes.commit_whole(
@@ -105,7 +116,7 @@ class Settling:
 
     async def settle_left_behind(self, context: RunContext, *, least_age_s: float = _LEFT_BEHIND_S) -> int:
         """Settle all tasks that whoever completed them did not, in slices. Returns how many."""
-        settled, is_full = 0, True
+        settled, is_full = 0, context.is_made
         while is_full:
             left = await self.store.episodes.unsettled(
                 context.run_id, least_age_s=least_age_s, limit=_AT_ONCE

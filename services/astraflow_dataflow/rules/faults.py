@@ -27,6 +27,8 @@ class PluginFault:
     count: int = 0
     problem: str = ""
     seen_s: float = 0.0
+    hangs: bool = False
+    """It is at it now and has not returned."""
 
 
 @dataclass
@@ -35,8 +37,8 @@ class PluginFaults:
 
     monotonic_s: Callable[[], float] = time.monotonic
     _faults: dict[tuple[str, str], PluginFault] = field(default_factory=dict)
-    _running: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Since when a call is under way."""
+    _running: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+    """What is under way, and since when."""
 
     def note(self, kind: str, name: str, error: BaseException) -> bool:
         """Count a fault; return whether it is another than the plug-in's last one."""
@@ -64,9 +66,9 @@ class PluginFaults:
             self.note_slow(kind, name, took_s, limit_s=SLOW_S)
 
     @contextmanager
-    def running(self, kind: str, name: str) -> Iterator[None]:
-        """What is inside is a call: one that does not return is shown as a fault until it does."""
-        self._running[kind, name] = self.monotonic_s()
+    def running(self, kind: str, name: str, doing: str = "a call") -> Iterator[None]:
+        """What is inside is a call, or what `doing` names: one that does not return is shown as a fault until then."""
+        self._running[kind, name] = doing, self.monotonic_s()
         try:
             yield
         finally:
@@ -87,8 +89,12 @@ class PluginFaults:
         # A copy, for calls begin and end in threads.
         return lately + [
             PluginFault(
-                kind, name, problem=f"a call has not returned for {now_s - since_s:.0f} s", seen_s=now_s
+                kind,
+                name,
+                problem=f"{doing} has not returned for {now_s - since_s:.0f} s",
+                seen_s=now_s,
+                hangs=True,
             )
-            for (kind, name), since_s in list(self._running.items())
+            for (kind, name), (doing, since_s) in list(self._running.items())
             if now_s - since_s > SLOW_S
         ]

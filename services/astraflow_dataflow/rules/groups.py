@@ -13,6 +13,7 @@ from functools import partial
 from typing import cast
 
 from astraflow.dataflow.v1 import batch_pb2
+from astraflow.errors import UnavailableError
 from astraflow.plugins import Filter, Group, TrajectorySummary
 from astraflow.recipe.groups import RouteSettings
 from astraflow.rollout.v1 import trajectory_pb2
@@ -166,6 +167,8 @@ def _judged(group: Group, name: str, keep: Filter, *, rules: Rules) -> str:
         kept = keep(group)
         if kept not in (True, False):
             raise TypeError(f"it returned {type(kept).__name__}, not True or False")
+    except UnavailableError:  # it was not asked
+        raise
     except RAISED as error:  # a plug-in must not stop the run; the group is dropped under its own reason
         log.exception("filter.failed", filter=name, group_id=group.group_id)
         rules.faults.note("filter", name, error)

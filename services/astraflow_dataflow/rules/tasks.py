@@ -11,8 +11,8 @@ from pydantic_core import from_json
 
 from astraflow._contract.bounds import require_bounds
 from astraflow._contract.rpcs import bounds_of
-from astraflow.chat import message_from_proto
-from astraflow.errors import InvalidArgumentError
+from astraflow.chat import message_from_proto, message_to_proto
+from astraflow.errors import InvalidArgumentError, PluginError
 from astraflow.plugins import TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.rules.evaluation import TASK_PREFIX, is_evaluation_task
@@ -55,13 +55,35 @@ def task_spec(stored: bytes) -> TaskSpec:
     return TaskSpec(task.task_id, messages, data, source=task.source, priority=task.priority)
 
 
+def task_message(spec: TaskSpec) -> task_pb2.Task:
+    """Return the contract's form of a task as plug-ins see it. Raises PluginError for data that is not JSON."""
+    return task_pb2.Task(
+        task_id=spec.task_id,
+        messages=map(message_to_proto, spec.messages),
+        data_json=_encoded(spec),
+        source=spec.source,
+        priority=spec.priority,
+    )
+
+
+def _encoded(spec: TaskSpec) -> bytes:
+    if isinstance(spec.data, _JsonObject):
+        return spec.data.encoded
+    try:
+        return json.dumps(dict(spec.data), separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"the data of task {spec.task_id!r} is not JSON: {error}; use plain numbers, strings, lists and mappings"
+        ) from error
+
+
 class _JsonObject(Mapping[str, object]):
     def __init__(self, encoded: bytes) -> None:
-        self._encoded = encoded
+        self.encoded = encoded
 
     @cached_property
     def _decoded(self) -> dict[str, object]:
-        decoded: dict[str, object] = json.loads(self._encoded) if self._encoded else {}
+        decoded: dict[str, object] = json.loads(self.encoded) if self.encoded else {}
         return decoded
 
     def __getitem__(self, key: str) -> object:

@@ -306,9 +306,17 @@ def _place(fault: WeightFault) -> str:
 
 
 def _plugin_faults(faults: Sequence[PluginFault]) -> Iterator[Wait]:
-    """One wait per kind of plug-in that failed lately."""
+    """One wait per plug-in that does not return, and one per kind that failed lately."""
+    for fault in faults:
+        if fault.hangs:
+            yield Wait(
+                stage=_PLUGIN_FAULTS.get(fault.kind, ("lease", ""))[0],
+                reason="plugin_hung",
+                detail=f"{fault.kind} {fault.name}: {fault.problem}",
+                released_by="it returns, or its process is killed at the deadline and the next is asked; correct it",
+            )
     for kind, (stage, meanwhile) in _PLUGIN_FAULTS.items():
-        own = [fault for fault in faults if fault.kind == kind]
+        own = [fault for fault in faults if fault.kind == kind and not fault.hangs]
         for fault in own[:1]:
             more = f" (and {len(own) - 1} more of these)" if len(own) > 1 else ""
             yield Wait(
@@ -368,7 +376,7 @@ def _task_waits(audit: Audit, faults: Sequence[PluginFault], skipped: int) -> li
     if audit.queued_tasks or audit.retries:
         return []
     for fault in faults:
-        if fault.kind == "dataset":
+        if fault.kind == "dataset" and not fault.hangs:
             remedy = "correct the data set; it is asked again regularly"
             return [_lease("dataset_failed", fault.problem, remedy)]
     if audit.exhausted:

@@ -7,17 +7,19 @@ Redis. Any server process can serve any run. Used by every servicer.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from astraflow.blobs import blob_prefix
 from astraflow.dataflow.v1 import run_pb2
-from astraflow.errors import NotFoundError, PreconditionError
+from astraflow.errors import NotFoundError, PluginError, PreconditionError, UnavailableError
 from astraflow.recipe import Recipe
 from astraflow.recipe.dataflow import ArchiveSettings, BatchSettings
 from astraflow.recipe.file import LoadedRecipe, parse_recipe
 from astraflow.recipe_changes import new_settings, plugin_changes
+from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.groups import Rules
 from astraflow_dataflow.rules.routes import verdict_of
 from astraflow_dataflow.rules.window import Admission, Window
@@ -27,6 +29,7 @@ from astraflow_dataflow.runs.leased import LeasedTasks
 from astraflow_dataflow.runs.lengths import Lengths
 from astraflow_dataflow.runs.sameness import require_same
 from astraflow_dataflow.runs.unreadable import reading
+from astraflow_dataflow.settings import PluginLimits
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.store import Store
 from astraflow_dataflow.store.wakeups import EventReader, Wakeups
@@ -36,6 +39,10 @@ from astraflow_kit.recipe_code import install_code, read_bundle
 
 log = get_logger(__name__)
 
+_PATIENCE_S = 3.0
+"""A run whose plug-ins take longer when it is loaded is served without them meanwhile."""
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 60.0
+
 
 @dataclass(eq=False)
 class RunContext:
@@ -44,8 +51,8 @@ class RunContext:
     run: run_pb2.Run
     """As stored when it was loaded; its state moves on."""
     recipe: Recipe
-    plugins: DataPlugins
-    rules: Rules
+    faults: PluginFaults = field(default_factory=PluginFaults)
+    """Of its plug-ins, also of those that are not made yet."""
     switch: int = 0
     """Number of the switch of plug-ins that recipe, plug-ins and rules are of; 0 as the run was created."""
     skipped: int = 0
@@ -65,6 +72,40 @@ class RunContext:
     """Seals the credentials and leases of the run; a secret."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Background work of the run in this process; ends with the registry."""
+    switching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while other plug-ins are made."""
+    made: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there are plug-ins."""
+    _made: tuple[DataPlugins, Rules] | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its plug-ins are made."""
+        return self.made.is_set()
+
+    @property
+    def plugins(self) -> DataPlugins:
+        """The plug-ins. Raises UnavailableError while they are made."""
+        return self._require_made()[0]
+
+    @property
+    def rules(self) -> Rules:
+        """What complete tasks are judged by. Raises UnavailableError while the plug-ins are made."""
+        return self._require_made()[1]
+
+    def take(self, plugins: DataPlugins, recipe: Recipe, *, switch: int = 0) -> None:
+        """Go on with these plug-ins."""
+        self._made = plugins, plugins.rules(recipe.dataflow)
+        self.recipe, self.switch = recipe, switch
+        self.made.set()
+
+    def _require_made(self) -> tuple[DataPlugins, Rules]:
+        if self._made is None:
+            raise UnavailableError(
+                f"the plug-ins of run {self.run_id} are not made yet; `astraflow why` says what they do",
+                retry_after_s=1.0,
+            )
+        return self._made
 
     @property
     def run_id(self) -> str:
@@ -106,18 +147,22 @@ class RunContext:
 
 
 class RunRegistry:
-    """The run contexts of this process. `code_dir` is where the code of recipes is written, if it may be run."""
+    """The run contexts of this process. `code_dir` is where the code of recipes is written, if it may be run; `limits`
+    are those of foreign plug-ins.
+    """
 
-    def __init__(self, store: Store, *, code_dir: Path, allow_code: bool) -> None:
+    def __init__(self, store: Store, *, code_dir: Path, allow_code: bool, limits: PluginLimits) -> None:
         self._store = store
         self._code_dir = code_dir
         self._allow_code = allow_code
+        self._limits = limits
         self._contexts: dict[str, RunContext] = {}
         self.on_loaded: Callable[[RunContext], None] = lambda _: None
         """Called once with each context when it is loaded: starts the run's background work."""
         self.on_forgotten: Callable[[str], None] = lambda _: None
         """Called with each run that was deleted."""
-        self._lock = asyncio.Lock()
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """Of runs that are being loaded: one whose plug-ins hang holds up no other."""
         self._parsing = asyncio.Lock()
 
     async def create(self, run: run_pb2.Run) -> run_pb2.Run:
@@ -125,16 +170,21 @@ class RunRegistry:
         recipe = await self._parsed(run)
         # Also where it may not be run: nodes and trainers are given it as it is here.
         read_bundle(run.code, remedy="load the recipe again and create the run anew")
-        self._plugins(run, recipe)
         require_installed(recipe.dataflow.archive)
-        stored = await self._store.runs.create(
-            run,
-            admission=admission_of(recipe),
-            archive=archived_by(recipe),
-        )
-        async with self._parsing:
-            await asyncio.to_thread(require_same, stored, asked=run)
-        await self.get(run.run_id)
+        faults = PluginFaults()
+        made = await self._plugins(run, recipe, faults=faults)
+        try:
+            stored = await self._store.runs.create(
+                run,
+                admission=admission_of(recipe),
+                archive=archived_by(recipe),
+            )
+            async with self._parsing:
+                await asyncio.to_thread(require_same, stored, asked=run)
+            await self._get(run.run_id, made=made)
+        finally:
+            if (context := self._contexts.get(run.run_id)) is None or context.faults is not faults:
+                await made.close()
         return stored
 
     async def resolve(self, run_id: str) -> str:
@@ -150,11 +200,13 @@ class RunRegistry:
 
     async def get(self, run_id: str) -> RunContext:
         """Return the context of a run, loading it on first use. Raises NotFoundError."""
-        run_id = await self.resolve(run_id)
+        return await self._get(await self.resolve(run_id))
+
+    async def _get(self, run_id: str, *, made: DataPlugins | None = None) -> RunContext:
         if run_id not in self._contexts:
-            async with self._lock:
+            async with self._locks.setdefault(run_id, asyncio.Lock()):
                 if run_id not in self._contexts:
-                    self._contexts[run_id] = await self._load(run_id)
+                    self._contexts[run_id] = await self._load(run_id, made)
         return self._contexts[run_id]
 
     async def seal_key(self, run_id: str) -> str:
@@ -168,10 +220,7 @@ class RunRegistry:
             return
         log.info("run.forgotten", run_id=run_id)
         self.on_forgotten(run_id)
-        ending = [task for task in context.tasks if task is not asyncio.current_task()]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await self._end(context)
         context.wakeups.wake_all()
 
     async def look_again(self, lost: Connection) -> None:
@@ -190,10 +239,7 @@ class RunRegistry:
 
     async def close(self) -> None:
         """End the background work of all runs."""
-        running = [task for context in self._contexts.values() for task in context.tasks]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*map(self._end, self._contexts.values()))
 
     async def switch(self, run_id: str, recipe_yaml: str, *, by: str) -> None:
         """Go on with the plug-ins of another recipe, from the end of the step in hand on. Raises RecipeError,
@@ -205,7 +251,8 @@ class RunRegistry:
         newest = run.switched_recipe_yaml or run.recipe_yaml
         before = await self._parsed(run_pb2.Run(run_id=run.run_id, recipe_yaml=newest))
         if changes := plugin_changes(before, recipe):
-            self._plugins(run, recipe, source=source, text=recipe_yaml)
+            tried = await self._plugins(run, recipe, faults=PluginFaults(), source=source, text=recipe_yaml)
+            await tried.close()
             await self._store.runs.switch_plugins(
                 run.run_id, recipe_yaml, archive=archived_by(recipe), changes=changes, by=by
             )
@@ -216,19 +263,31 @@ class RunRegistry:
         and PluginError when this process cannot make them.
         """
         number = await self._store.runs.switch(context.run_id)
-        if number == context.switch:
+        if number == context.switch or not context.is_made:
             return
+        async with context.switching:
+            if number != context.switch:
+                await self._switch(context, number)
+
+    async def _switch(self, context: RunContext, number: int) -> None:
         text = context.run.recipe_yaml
         if number:
             text = await self._store.runs.switched_recipe(context.run_id, number)
         created = await self._parsed(context.run)
         recipe = await self._parsed(run_pb2.Run(run_id=context.run_id, recipe_yaml=text))
-        source = f"recipe of run {context.run_id}, switch {number}"
-        plugins = self._plugins(
-            context.run, recipe, source=source, text=text, before=context.plugins, created=created
+        before = context.plugins
+        plugins = await self._plugins(
+            context.run,
+            recipe,
+            faults=context.faults,
+            source=f"recipe of run {context.run_id}, switch {number}",
+            text=text,
+            before=before,
+            created=created,
         )
-        context.recipe, context.plugins, context.switch = recipe, plugins, number
-        context.rules = plugins.rules(recipe.dataflow)
+        context.take(plugins, recipe, switch=number)
+        if plugins.foreign is not before.foreign:
+            await before.close()
         log.info("run.switched", run_id=context.run_id, switch=number)
 
     async def refresh_versions(self, context: RunContext) -> None:
@@ -237,29 +296,30 @@ class RunRegistry:
             newest = await self._store.versions.newest(context.run_id, policy_id)
             context.newest_versions[policy_id] = -1 if newest is None else newest
 
-    async def _load(self, run_id: str) -> RunContext:
+    async def _load(self, run_id: str, made: DataPlugins | None) -> RunContext:
         with reading(run_id):
             run = await self._store.runs.get(run_id)
         read = await self._read(run)
         if added := new_settings(read):
             taken = {".".join(keys): value for keys, value in added.items()}
             log.info("run.new_settings", run_id=run_id, taken=taken)
-        recipe, plugins = read.recipe, self._plugins(run, read.recipe)
-        rules = plugins.rules(recipe.dataflow)
-        context = RunContext(run=run, recipe=recipe, plugins=plugins, rules=rules)
+        recipe = read.recipe
+        context = RunContext(run=run, recipe=recipe, faults=made.faults if made else PluginFaults())
+        if made is None:
+            making = asyncio.create_task(self._plugins(run, recipe, faults=context.faults))
+            done, _ = await asyncio.wait({making}, timeout=_PATIENCE_S)
+            made = making.result() if done else None
+        if made is None:
+            work = partial(self._make_late, context, making)
+            context.tasks.append(background.start(work, name="plugins", run_id=run_id))
+        else:
+            context.take(made, recipe)
 
-        async def after_outage() -> None:
-            await self._after_outage(context)
-
-        with reading(run_id):
-            await self.refresh_plugins(context)
-        reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
-        await reader.start()
-        with reading(run_id):
-            await self.refresh_versions(context)
-        context.data_incarnation = await self._store.connection.data_incarnation(context.run_id)
-        context.seal_key = await self._store.runs.seal_key(run_id)
-        context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
+        try:
+            await self._follow(context)
+        except BaseException:
+            await self._end(context)
+            raise
         self.on_loaded(context)
         log.info(
             "run.loaded",
@@ -267,6 +327,53 @@ class RunRegistry:
             life=run_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(),
         )
         return context
+
+    async def _follow(self, context: RunContext) -> None:
+        """Read what the run is at now, and follow its events."""
+
+        async def after_outage() -> None:
+            await self._after_outage(context)
+
+        run_id = context.run_id
+        with reading(run_id):
+            await self.refresh_plugins(context)
+        reader = EventReader(self._store.audits, run_id, context.wakeups, after_outage=after_outage)
+        await reader.start()
+        with reading(run_id):
+            await self.refresh_versions(context)
+        context.data_incarnation = await self._store.connection.data_incarnation(run_id)
+        context.seal_key = await self._store.runs.seal_key(run_id)
+        context.tasks.append(background.start(reader.run, name="events", run_id=run_id))
+
+    async def _end(self, context: RunContext) -> None:
+        """End the background work of a run, and the process of its plug-ins."""
+        ending = [task for task in context.tasks if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        if context.is_made:
+            await context.plugins.close()
+
+    async def _make_late(self, context: RunContext, making: asyncio.Task[DataPlugins]) -> None:
+        """Take plug-ins that are made slowly, or that must be made again: the run waits, and says for what."""
+        backoff_s = _FIRST_BACKOFF_S
+        while not context.is_made:
+            try:
+                context.take(await making, context.recipe)
+            except PluginError as error:
+                context.faults.note("dataset", context.recipe.run.data_name, error)
+                log.error("run.plugins_not_made", message=error.message, retry_s=backoff_s)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                making = asyncio.create_task(
+                    self._plugins(context.run, context.recipe, faults=context.faults)
+                )
+            except asyncio.CancelledError:
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+                raise
+        await self.refresh_plugins(context)
+        context.wakeups.wake_all()
 
     async def _after_outage(self, context: RunContext) -> None:
         """Look at everything again: events may have been missed, and Redis may have lost its last second."""
@@ -285,11 +392,12 @@ class RunRegistry:
         async with self._parsing:
             return await asyncio.to_thread(parse_recipe, run.recipe_yaml, source=source)
 
-    def _plugins(
+    async def _plugins(
         self,
         run: run_pb2.Run,
         recipe: Recipe,
         *,
+        faults: PluginFaults,
         source: str = "",
         text: str = "",
         before: DataPlugins | None = None,
@@ -298,7 +406,9 @@ class RunRegistry:
         folder = install_code(run.code, into=self._code_dir, allowed=self._allow_code)
         name = source or f"recipe of run {run.run_id}"
         place = RecipeSource(name=name, text=text or run.recipe_yaml, folder=folder)
-        return DataPlugins.make(recipe, place, before=before, created=created)
+        return await DataPlugins.isolated(
+            recipe, place, self._limits, faults=faults, before=before, created=created
+        )
 
 
 def admission_of(recipe: Recipe) -> Admission:

@@ -132,7 +132,7 @@ class Reporting:
         )
 
     def _shadows(self, context: RunContext) -> list[admin_service_pb2.ShadowPlugin]:
-        shadows = context.plugins.shadows.all()
+        shadows = context.plugins.shadows.all() if context.is_made else []
         self._gauges(context.run_id).shadows(shadows)
         return [admin_service_pb2.ShadowPlugin(**vars(shadow)) for shadow in shadows]
 
@@ -234,7 +234,7 @@ class Reporting:
         connected = [node.node_id for node in nodes if node.connected]
         refused = await self.store.admin.refused(context.run_id, connected)
         self._clock.look(audit.now_ms, monotonic_s=time.monotonic())
-        faults = context.plugins.faults
+        faults = context.faults
         self._gauges(context.run_id).plugin_faults(faults.all())
         waits = current_waits(
             audit,

@@ -7,27 +7,26 @@ set plug-in runs in a thread.
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 
 from astraflow._contract.rpcs import bounds_of
-from astraflow.chat import message_to_proto
-from astraflow.errors import PluginError
+from astraflow.errors import PluginError, UnavailableError
 from astraflow.plugins import Curator, Dataset, TaskSpec
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import StoredEvaluation, Supply
 from astraflow_dataflow.rules import evaluation
 from astraflow_dataflow.rules.faults import PluginFaults
 from astraflow_dataflow.rules.scores import task_line
-from astraflow_dataflow.rules.tasks import task_problem
+from astraflow_dataflow.rules.tasks import task_message, task_problem
 from astraflow_dataflow.runs.data_plugins import DataPlugin, with_states
+from astraflow_dataflow.runs.drawing import draw, name_of, training_tasks
+from astraflow_dataflow.runs.foreign.proxies import ForeignDataset
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.store.store import Store
 from astraflow_kit.log import get_logger
-from astraflow_kit.plugins import RAISED, describe
+from astraflow_kit.plugins import RAISED
 
 log = get_logger(__name__)
 
@@ -48,15 +47,13 @@ class Curation:
     async def feed_training(self, context: RunContext) -> Supply:
         """Queue training tasks until they cover the credit; return the figures found first. Raises PluginError."""
         first = supply = await self.store.tasks.supply(context.run_id)
-        train = training_tasks(context.plugins.dataset)
         for draws in range(FEEDS_PER_CALL):
             missing = missing_tasks(supply)
             if missing <= 0:
                 break
             # Each draw is larger than the one before, for curators may skip most of it.
             count = min(TASKS_PER_FEED, missing << draws)
-            with context.plugins.faults.running("dataset", context.recipe.run.data_name):
-                drawn, ended = await asyncio.to_thread(draw, train, start=supply.cursor, count=count)
+            drawn, ended = await self._drawn(context, "train", start=supply.cursor, count=count)
             specs = context.lengths.longest_first(await self._proposed(context, drawn))
             context.skipped = 0 if specs else context.skipped + len(drawn)
             flow = context.recipe.dataflow
@@ -77,18 +74,36 @@ class Curation:
                     f"has: {len(left_out)} tasks are left out; give each an id of its own"
                 )
             if tasks and not added:
+                source = _name_of(context.plugins.dataset)
                 raise PluginError(
-                    f"the data set's {_name_of(train)} gave task id {tasks[0].task_id!r} again; every index needs an "
-                    "id of its own, also when a task comes a second time"
+                    f"the data set's {source} gave task id {tasks[0].task_id!r} again; every index needs an id of its "
+                    "own, also when a task comes a second time"
                 )
             supply = await self.store.tasks.supply(context.run_id)
         return first
+
+    async def _drawn(
+        self, context: RunContext, method: str, *, start: int, count: int
+    ) -> tuple[list[TaskSpec], bool]:
+        """At most so many tasks, and whether the data set ended. Raises PluginError, UnavailableError."""
+        plugins, dataset = context.plugins, context.plugins.dataset
+        with plugins.faults.running("dataset", context.recipe.run.data_name):
+            if isinstance(dataset, ForeignDataset):
+                work = partial(dataset.draw, method, start=start, count=count)
+            else:
+                source = training_tasks(dataset) if method == "train" else dataset.heldout
+                work = partial(draw, source, start=start, count=count)
+            return await plugins.in_thread("dataset", work)
 
     async def _proposed(self, context: RunContext, drawn: Sequence[TaskSpec]) -> Sequence[TaskSpec]:
         """What the curators leave of drawn tasks, each asked about what those before it left."""
         chosen = drawn
         for curator in context.plugins.curators:
-            work = partial(asyncio.to_thread, propose, curator, chosen, context.plugins.faults)
+            work = partial(
+                context.plugins.in_thread,
+                "curator",
+                partial(propose, curator, chosen, context.plugins.faults),
+            )
             wanted = await with_states(self.store.plugin_states, context.run_id, [curator], work)
             if curator.shadow:
                 skipped = len(chosen) - len(wanted)
@@ -134,8 +149,7 @@ class Curation:
                 context.run_id, planned.evaluation_id, start=start, count=count
             )
             return own, len(own) < count
-        heldout = context.plugins.dataset.heldout
-        specs, ended = await asyncio.to_thread(draw, heldout, start=start, count=count)
+        specs, ended = await self._drawn(context, "heldout", start=start, count=count)
         purpose = task_pb2.PURPOSE_EVALUATION
         return [new_task(spec, purpose=purpose, group_size=1) for spec in specs], ended
 
@@ -145,17 +159,6 @@ def missing_tasks(supply: Supply) -> int:
     if supply.exhausted or not supply.active:
         return 0
     return max(0, supply.credit - supply.queued)
-
-
-def training_tasks(dataset: Dataset) -> Callable[[int], TaskSpec | None]:
-    """Return the data set's `train`, ended where its length, if it has one, says."""
-
-    @wraps(dataset.train)
-    def train(index: int) -> TaskSpec | None:
-        ended = isinstance(dataset, Sized) and index >= len(dataset)
-        return None if ended else dataset.train(index)
-
-    return train
 
 
 def propose(
@@ -171,32 +174,13 @@ def propose(
         names = [task.task_id for task in chosen]
         if len(set(names) & given.keys()) != len(names):
             raise ValueError(f"`propose` returned tasks that were not drawn, or one twice: {names[:5]}")
+    except UnavailableError:
+        raise
     except RAISED as error:  # a plug-in must not stop the run
         log.exception("curator.failed", curator=curator.name, task_ids=list(given)[:5])
         faults.note("curator", curator.name, error)
         return tasks
     return [given[name] for name in names]
-
-
-def draw(source: Callable[[int], TaskSpec | None], *, start: int, count: int) -> tuple[list[TaskSpec], bool]:
-    """Return (tasks from index `start`, whether the data set ended). Raises PluginError when the plug-in does."""
-    specs: list[TaskSpec] = []
-    for index in range(start, start + count):
-        try:
-            spec: object = source(index)
-            if not isinstance(spec, TaskSpec | None):
-                raise TypeError(f"it returned {type(spec).__name__}, not a TaskSpec or None")
-        except RAISED as error:
-            if specs:  # they are good work; the next draw begins at the fault
-                return specs, False
-            raise PluginError(
-                f"the data set's {_name_of(source)} raised at index {index}: {describe(error)}; mend it, "
-                "it is asked again at each sweep"
-            ) from error
-        if spec is None:
-            return specs, True
-        specs.append(spec)
-    return specs, False
 
 
 def new_task(spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size: int) -> task_pb2.Task:
@@ -205,15 +189,8 @@ def new_task(spec: TaskSpec, *, purpose: task_pb2.Purpose.ValueType, group_size:
         raise PluginError(
             f"the data set's task {spec.task_id!r} has priority {spec.priority}; give it one of 0 to {_MAX_PRIORITY}"
         )
-    message = task_pb2.Task(
-        task_id=spec.task_id,
-        messages=map(message_to_proto, spec.messages),
-        data_json=_json(spec),
-        purpose=purpose,
-        group_size=group_size,
-        source=spec.source,
-        priority=spec.priority,
-    )
+    message = task_message(spec)
+    message.purpose, message.group_size = purpose, group_size
     problem = task_problem(message, allow_evaluation=purpose == task_pb2.PURPOSE_EVALUATION)
     if problem:
         raise PluginError(f"the data set's task {spec.task_id!r} cannot be used: {problem}")
@@ -227,15 +204,5 @@ def _sample(task: task_pb2.Task, *, task_id: str) -> task_pb2.Task:
     return sample
 
 
-def _name_of(source: Callable[[int], TaskSpec | None]) -> str:
-    """`module.Class.method`, as its author would look for it."""
-    return f"{getattr(source, '__module__', '')}.{getattr(source, '__qualname__', repr(source))}"
-
-
-def _json(spec: TaskSpec) -> bytes:
-    try:
-        return json.dumps(dict(spec.data), separators=(",", ":"), allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise PluginError(
-            f"the data of task {spec.task_id!r} is not JSON: {error}; use plain numbers, strings, lists and mappings"
-        ) from error
+def _name_of(dataset: Dataset) -> str:
+    return dataset.name_of("train") if isinstance(dataset, ForeignDataset) else name_of(dataset.train)

@@ -35,6 +35,7 @@ class Observing:
 
     async def run(self) -> None:
         """Tell them until the run is gone or the task is cancelled."""
+        await self.context.made.wait()
         waiting = self.context.plugins.unobserved
         while True:
             groups = [await waiting.get()]
@@ -48,7 +49,8 @@ class Observing:
 
     async def _tell(self, curator: DataPlugin[Curator], groups: Sequence[Group]) -> None:
         """Have a curator observe groups, again while Redis is away. Raises NotFoundError when the run is gone."""
-        work = partial(asyncio.to_thread, observe, curator, groups, self.context.plugins.faults)
+        plugins = self.context.plugins
+        work = partial(plugins.in_thread, "curator", partial(observe, curator, groups, plugins.faults))
         while True:
             try:
                 return await with_states(self.store.plugin_states, self.context.run_id, [curator], work)
@@ -63,6 +65,8 @@ def observe(curator: DataPlugin[Curator], groups: Sequence[Group], faults: Plugi
         for group in groups:
             try:
                 curator.made.observe(group)
+            except UnavailableError:
+                raise
             except RAISED as error:
                 log.exception("curator.failed", curator=curator.name, group_id=group.group_id)
                 faults.note("curator", curator.name, error)

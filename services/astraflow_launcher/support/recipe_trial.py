@@ -32,8 +32,9 @@ from astraflow.recipe import Recipe
 from astraflow.recipe.file import LoadedRecipe
 from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.runs.data_plugins import DataPlugins
+from astraflow_dataflow.runs.drawing import draw
 from astraflow_dataflow.runs.mixed_dataset import MixedDataset
-from astraflow_dataflow.tasks.curation import draw, new_task
+from astraflow_dataflow.tasks.curation import new_task
 from astraflow_kit.log import configure
 from astraflow_kit.plugins import RAISED, RecipeSource, describe, make
 from astraflow_kit.recipe_code import install_code

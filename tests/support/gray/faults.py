@@ -7,6 +7,7 @@ doubled or torn. `support.gray.life` lives them; tests/chaos/test_gray_failures.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ def _frozen(role: str, seconds: float, *, loop: str, in_ci: bool = False, **seen
     )
 
 
+def _dropped(role: str, ways: Mapping[str, bool], ground: Ground) -> AbstractContextManager[None]:
+    return ground.dropped(role, **ways)
+
+
 def _clocks(hours: float, *roles: str, in_ci: bool) -> Fault:
     return Fault(
         name=f"clock {hours:+g} h: {', '.join(roles) or 'everybody'}",
@@ -75,6 +80,16 @@ _SEEN: dict[str, dict[str, Any]] = {
 """What is seen of a daemon that stands still for 30 s; after 45 s the launcher replaces it (docs/hangs.md)."""
 _BETWEEN_S = 15
 """Longer than nodes wait for a word of their server (`server_silence_s` + 2 s)."""
+_WAYS_OF_PACKETS: Mapping[str, Mapping[str, bool]] = {
+    "requests dropped": {"answers": False},
+    "answers dropped": {"requests": False},
+    "dropped both ways": {},
+}
+_DROPPED_IN_CI = (
+    ("dataflow", "answers dropped"),
+    ("dataflow", "dropped both ways"),
+    ("valkey", "dropped both ways"),
+)
 _SILENCE_HERE_S = 25
 """What the launcher waits in the loop that CI has, before it replaces a process."""
 _OTHERWISE_IN_CI = ("dataflow", "valkey", "node")
@@ -95,7 +110,8 @@ FAULTS = (
     ),
     *(_frozen(role, 30, loop="30 s", restarts=("engine",), **_SEEN[role]) for role in DAEMONS),
     *(
-        _frozen(role, 180, loop=f"180 s: {role}", restarts=tuple(DAEMONS[:-1]), **_SEEN[role])
+        _frozen(role, seconds, loop=f"{seconds} s: {role}", restarts=tuple(DAEMONS[:-1]), **_SEEN[role])
+        for seconds in (90, 180)
         for role in DAEMONS
     ),
     Fault(
@@ -168,36 +184,20 @@ FAULTS = (
             "ASTRAFLOW_TRAINING_STALL_S": "20",
         },
     ),
-    Fault(
-        name="server's port: requests dropped",
-        loop="in turn",
-        done=lambda ground: ground.dropped("dataflow", answers=False),
-        why=NO_SERVER,
-        lines=NO_SERVER,
-    ),
-    Fault(
-        name="server's port: answers dropped",
-        loop="in turn",
-        done=lambda ground: ground.dropped("dataflow", requests=False),
-        why=NO_SERVER,
-        lines=NO_SERVER,
-        in_ci=True,
-    ),
-    Fault(
-        name="server's port: dropped both ways",
-        loop="in turn",
-        done=lambda ground: ground.dropped("dataflow"),
-        why=NO_SERVER,
-        lines=NO_SERVER,
-        in_ci=True,
-    ),
-    Fault(
-        name="Redis' port: dropped both ways",
-        loop="in turn",
-        done=lambda ground: ground.dropped("valkey"),
-        why=("redis_silent",),
-        lines=("redis_silent",),
-        in_ci=True,
+    *(
+        Fault(
+            name=f"{owner}: {what}",
+            loop="in turn",
+            done=partial(_dropped, role, ways),
+            why=said,
+            lines=said,
+            in_ci=(role, what) in _DROPPED_IN_CI,
+        )
+        for owner, role, said in (
+            ("server's port", "dataflow", NO_SERVER),
+            ("Redis' port", "valkey", ("redis_silent",)),
+        )
+        for what, ways in _WAYS_OF_PACKETS.items()
     ),
     *(
         _clocks(hours, *roles, in_ci=not roles)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astraflow import plugin_state
-from astraflow.plugin_state import PluginState
+from astraflow.plugin_state import MAX_VALUE_BYTES, PluginState
 
 KEYS = st.text("abc", min_size=1, max_size=2)
 WRITES = st.lists(st.tuples(KEYS, st.none() | st.integers() | st.lists(st.text())), max_size=20)
@@ -58,3 +58,17 @@ def test_a_full_state_says_so_and_takes_more_after_a_key_was_deleted(monkeypatch
     del state["a"]
     state["b"] = 12345
     assert state.changes() == {"a": b"", "b": b"12345"}
+
+
+def test_changes_of_a_copy_are_taken_within_the_bounds() -> None:
+    state, copy = PluginState(), PluginState()
+    copy["a"], copy["b"] = 1, 2
+    state.merge(copy.changes())
+    copy.saved()
+    del copy["a"]
+    state.merge(copy.changes())
+    assert dict(state) == dict(copy) == {"b": 2}
+    assert state.changes() == {"a": b"", "b": b"2"}
+    with pytest.raises(ValueError, match="split the value"):
+        state.merge({"c": bytes(MAX_VALUE_BYTES + 1)})
+    assert dict(state) == {"b": 2}

@@ -49,4 +49,5 @@ def test_a_call_that_does_not_return_is_shown_while_it_runs() -> None:
         now_s = 12.0
         (fault,) = faults.current()
         assert (fault.name, fault.problem) == ("a:A", "a call has not returned for 12 s")
+        assert fault.hangs
     assert (faults.current(), faults.all()) == ([], [])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from astraflow.plugins import Dataset, TaskSpec
 from astraflow.recipe.file import parse_recipe
+from astraflow_dataflow.runs.drawing import draw
 from astraflow_dataflow.runs.mixed_dataset import MixedDataset, Part, Turns, make_dataset
-from astraflow_dataflow.tasks.curation import draw
 from astraflow_kit.plugins import RecipeSource
 
 

@@ -17,7 +17,8 @@ from astraflow.rollout.v1 import task_pb2
 from astraflow_dataflow.records import Supply
 from astraflow_dataflow.rules.faults import PluginFault, PluginFaults
 from astraflow_dataflow.runs.data_plugins import DataPlugin
-from astraflow_dataflow.tasks.curation import draw, missing_tasks, new_task, propose, training_tasks
+from astraflow_dataflow.runs.drawing import draw, training_tasks
+from astraflow_dataflow.tasks.curation import missing_tasks, new_task, propose
 
 Source = Callable[[int], TaskSpec | None]
 Answer = Callable[[Sequence[TaskSpec]], object]
