@@ -68,13 +68,13 @@ class Curation:
                 exhausted=ended,
                 tasks=tasks,
             )
+            source = _name_of(context.plugins.dataset)
             if left_out:
                 raise PluginError(
-                    f"the data set's {_name_of(train)} gave task id {left_out[0]!r}, which another task of the run "
+                    f"the data set's {source} gave task id {left_out[0]!r}, which another task of the run "
                     f"has: {len(left_out)} tasks are left out; give each an id of its own"
                 )
             if tasks and not added:
-                source = _name_of(context.plugins.dataset)
                 raise PluginError(
                     f"the data set's {source} gave task id {tasks[0].task_id!r} again; every index needs an id of its "
                     "own, also when a task comes a second time"
