@@ -40,15 +40,22 @@ class Authority:
 
 
 @contextmanager
-def tls_server(shown: Issued | None, *, client_ca: bytes | None = None) -> Iterator[str]:
-    """A gRPC server without services that shows a certificate, or speaks no TLS; yields its address."""
-    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+def tls_server(
+    shown: Issued | None,
+    *handlers: grpc.GenericRpcHandler,
+    client_ca: bytes | None = None,
+    address: str = "127.0.0.1:0",
+) -> Iterator[str]:
+    """A gRPC server, without services but of `handlers`, that shows a certificate, or speaks no TLS; yields its
+    address.
+    """
+    server = grpc.server(ThreadPoolExecutor(4), list(handlers), options=[("grpc.so_reuseport", 0)])
     if shown is None:
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(address)
     else:
         pair = (shown.key.read_bytes(), shown.certificate.read_bytes())
         credentials = grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
-        port = server.add_secure_port("127.0.0.1:0", credentials)
+        port = server.add_secure_port(address, credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -32,6 +32,7 @@ from google.protobuf.message import Message
 from astraflow import errors
 from astraflow._contract.bounds import require_bounds
 from astraflow._status import from_rpc_error, is_silence
+from astraflow.connecting.channels import MAX_MESSAGE_BYTES, async_channel, blocking_channel, channel_options
 from astraflow.connecting.compatibility import require_compatible
 from astraflow.connecting.connection import Connection
 from astraflow.connecting.trust import trust_problem
@@ -75,7 +76,6 @@ class _Page(Protocol):
 PageRequest = TypeVar("PageRequest", bound=_PageRequest)
 Page = TypeVar("Page", bound=_Page)
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_TIMEOUT_S = 10.0
 
 _HARMLESS = frozenset({options_pb2.RETRY_READ, options_pb2.RETRY_IDEMPOTENT})
@@ -100,51 +100,6 @@ def correlated(correlation_id: str) -> Iterator[None]:
         yield
     finally:
         _correlation_id.reset(before)
-
-
-def channel_options() -> list[tuple[str, int]]:
-    """Return the channel options every AstraFlow channel uses: message bounds, and keepalive that finds
-    half-open links."""
-    return [
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Several daemons of one laptop talk to one server: without this they would share one connection and
-        # its stream limit.
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        # Also the time a connection may take to be made: short ones never succeed over far or busy links.
-        ("grpc.min_reconnect_backoff_ms", 5_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        # A server that moved is asked for by its name again; 30 s otherwise.
-        ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    ]
-
-
-def async_channel(connection: Connection) -> grpc.aio.Channel:
-    """Open a channel for asyncio, with TLS where the connection says so. Tokens are sent by the clients, not by it."""
-    credentials, options = _credentials(connection), _options(connection)
-    if credentials is None:
-        return grpc.aio.insecure_channel(connection.address, options=options)
-    return grpc.aio.secure_channel(connection.address, credentials, options=options)
-
-
-def _credentials(connection: Connection) -> grpc.ChannelCredentials | None:
-    if not connection.is_secure:
-        return None
-    return grpc.ssl_channel_credentials(
-        connection.ca or None, connection.client_key or None, connection.client_cert or None
-    )
-
-
-def _options(connection: Connection) -> list[tuple[str, int | str]]:
-    options: list[tuple[str, int | str]] = list(channel_options())
-    if connection.server_name:
-        options.append(("grpc.ssl_target_name_override", connection.server_name))
-    return options
 
 
 @dataclass(frozen=True)
@@ -176,14 +131,23 @@ class _Calls:
     """What both twins share: the metadata of a call, and whether and when it may be repeated."""
 
     def __init__(self, target: str | Connection, *, retry: RetryPolicy | None) -> None:
-        self.connection = Connection.of(target) if isinstance(target, str) else target
-        self.address = self.connection.address
+        self._dialled = Connection.of(target) if isinstance(target, str) else target
         self._retry = retry or RetryPolicy()
         self._end_s = math.inf
         self.session = ""
         """Credential that JoinRun or ClaimPolicy returned, a secret: sent with every call from then on."""
         self.on_wait: Callable[[errors.AstraflowError, float], None] = lambda _error, _waited_s: None
         """Called before a call is repeated, in the thread of the call: why, and the seconds since it began."""
+
+    @property
+    def connection(self) -> Connection:
+        """How the server is reached, as the files that say so are now."""
+        return self._dialled.current()
+
+    @property
+    def address(self) -> str:
+        """Its `HOST:PORT`."""
+        return self.connection.address
 
     def end_within(self, seconds: float) -> None:
         """From now on no call is repeated later than `seconds` from now: whoever uses this client ends."""
@@ -193,7 +157,7 @@ class _Calls:
         return _Attempts(self, call, retry or self._retry, harmless=harmless or _retry_of(call) in _HARMLESS)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        token, correlation_id = self.connection.current_token(), _correlation_id.get()
+        token, correlation_id = self._dialled.current_token(), _correlation_id.get()
         authorization = (("authorization", f"Bearer {token}"),) if token else ()
         correlation = (("x-correlation-id", correlation_id),) if correlation_id else ()
         session = (("astraflow-session", self.session),) if self.session else ()
@@ -268,7 +232,7 @@ class AsyncClient(_Calls):
 
     def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
         super().__init__(target, retry=retry)
-        self.channel = async_channel(self.connection)
+        self.channel = async_channel(self._dialled)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)
@@ -361,12 +325,7 @@ class Client(_Calls):
 
     def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
         super().__init__(target, retry=retry)
-        credentials, options = _credentials(self.connection), _options(self.connection)
-        self.channel = (
-            grpc.secure_channel(self.address, credentials, options=options)
-            if credentials
-            else grpc.insecure_channel(self.address, options=options)
-        )
+        self.channel = blocking_channel(self._dialled)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
         self.tasks = task_service_pb2_grpc.TaskServiceStub(self.channel)
         self.trajectories = trajectory_service_pb2_grpc.TrajectoryServiceStub(self.channel)

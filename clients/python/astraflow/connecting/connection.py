@@ -1,16 +1,19 @@
 """How to reach a server: its address, whom to trust, and as whom to call.
 
-Invariant: a token is sent only over TLS or to this machine itself, and is asked for anew at each call, so it can be
-replaced while a process runs. Made by whoever dials; `client` opens it, `trust` explains why it does not work.
+Invariant: a token is sent only over TLS or to this machine itself. All that files say is asked for anew at each call:
+token, address, authorities and client certificate can be replaced while a process runs. Made by whoever dials;
+`channels` opens it, `trust` explains why it does not work.
 """
 
 import ipaddress
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from astraflow.connecting.watched import WatchedFiles
 from astraflow.errors import InvalidArgumentError, UnavailableError
 from astraflow.join import JoinString, is_join_string, parse_join, require_address
 
@@ -39,6 +42,8 @@ class Connection:
     client_key: bytes = field(default=b"", kw_only=True, repr=False)
     insecure: bool = field(default=False, kw_only=True)
     """Send the token without TLS, to whoever listens on the way. For closed test networks only."""
+    again: "Callable[[], Connection] | None" = field(default=None, kw_only=True, repr=False, compare=False)
+    """What the files that it was read from say now."""
 
     def __post_init__(self) -> None:
         require_address(self.address)
@@ -92,14 +97,19 @@ class Connection:
         """Whether a token that is refused now may be replaced by another one."""
         return not isinstance(self.token, str)
 
+    def current(self) -> "Connection":
+        """The same as its files are now, or were when they were usable last; one object until they change."""
+        return self.again() if self.again else self
+
     def current_token(self) -> str:
         """The token to send now; empty without one. Raises UnavailableError while its file cannot be read."""
-        if isinstance(self.token, Path):
+        token = self.current().token
+        if isinstance(token, Path):
             try:
-                return self.token.read_text().strip()
+                return token.read_text().strip()
             except OSError as error:
-                raise UnavailableError(f"token file {self.token} cannot be read: {error.strerror}") from error
-        return self.token if isinstance(self.token, str) else self.token()
+                raise UnavailableError(f"token file {token} cannot be read: {error.strerror}") from error
+        return token if isinstance(token, str) else token()
 
 
 def _named_connection(target: str) -> Connection:
@@ -109,24 +119,13 @@ def _named_connection(target: str) -> Connection:
         raise InvalidArgumentError(f"join: {error.message}") from error
 
 
-def _join_file_connection(path: Path) -> Connection:
-    """What the join string in a file says; its token is read from there again for each call.
-
-    Raises InvalidArgumentError naming the file.
-    """
-
-    def token() -> str:
-        try:
-            return parse_join(path.read_text()).token
-        except (OSError, InvalidArgumentError) as error:  # while it is replaced
-            raise UnavailableError(f"join file {path} cannot be read: {error}") from error
-
-    written = _file_content(path, name="join file").decode(errors="replace")
+def _join_file_connection(path: Path, content: bytes) -> Connection:
+    """What the join string in a file says. Raises InvalidArgumentError naming the file."""
     try:
-        first = Connection.joining(parse_join(written))
+        given = Connection.joining(parse_join(content.decode(errors="replace")))
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"join file {path}: {error.message}") from error
-    return replace(first, token=token) if first.token else first
+    return replace(given, token=partial(str, given.token)) if given.token else given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,22 +152,67 @@ def dial(target: str, *, join_file: Path | None, files: DialFiles) -> Connection
             f"{which} of join and join_file are given; give --join HOST:PORT, --join-file FILE with a join string, or "
             "set ASTRAFLOW_JOIN"
         )
-    given = _named_connection(target) if join_file is None else _join_file_connection(join_file)
-    token = given.token
     if files.token_file is not None:
         _file_content(files.token_file, name="token file")
-        token = files.token_file
-    ca = _file_content(files.ca_file, name="CA file") if files.ca_file else given.ca
-    return replace(
+    named = {
+        "join file": join_file,
+        "CA file": files.ca_file,
+        "client certificate": files.client_cert_file,
+        "client key": files.client_key_file,
+    }
+    paths = {name: path for name, path in named.items() if path is not None}
+    names = {path: name for name, path in paths.items()}
+
+    def parse(*contents: bytes) -> Connection:
+        content = dict(zip(paths, contents, strict=True))
+        described = _described(target, join_file=join_file, files=files, content=content)
+        return replace(described, again=lambda: watched.current())
+
+    def read(path: Path) -> bytes:
+        return _file_content(path, name=names[path])
+
+    watched = WatchedFiles(*paths.values(), read=read, parse=parse)
+    return watched.current()
+
+
+def _described(
+    target: str, *, join_file: Path | None, files: DialFiles, content: Mapping[str, bytes]
+) -> Connection:
+    given = (
+        _named_connection(target)
+        if join_file is None
+        else _join_file_connection(join_file, content["join file"])
+    )
+    described = replace(
         given,
-        token=token,
-        ca=b"" if files.public_ca and not files.ca_file else ca,
+        token=files.token_file or given.token,
+        ca=b"" if files.public_ca and not files.ca_file else content.get("CA file", given.ca),
         public_ca=files.public_ca or (given.public_ca and not files.ca_file),
         server_name=files.server_name or given.server_name,
-        client_cert=_content(files.client_cert_file, name="client certificate"),
-        client_key=_content(files.client_key_file, name="client key"),
+        client_cert=content.get("client certificate", b""),
+        client_key=content.get("client key", b""),
         insecure=files.insecure,
     )
+    _require_usable(described, files)
+    return described
+
+
+def _require_usable(described: Connection, files: DialFiles) -> None:
+    """Raise InvalidArgumentError for a file that TLS cannot use, as of a pair of which one half is replaced so far."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if files.ca_file:
+            context.load_verify_locations(cadata=described.ca.decode(errors="replace"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"CA file {files.ca_file} holds no certificate in PEM: {error}") from error
+    try:
+        if files.client_cert_file:
+            context.load_cert_chain(files.client_cert_file, files.client_key_file, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"client certificate {files.client_cert_file} and client key {files.client_key_file} are no pair in PEM "
+            f"without password: {error}; give the two that were issued together"
+        ) from error
 
 
 def _file_content(path: Path, *, name: str) -> bytes:
@@ -182,10 +226,6 @@ def _file_content(path: Path, *, name: str) -> bytes:
     if not content.strip():
         raise InvalidArgumentError(f"{name} {path} is empty")
     return content
-
-
-def _content(path: Path | None, *, name: str) -> bytes:
-    return b"" if path is None else _file_content(path, name=name)
 
 
 def is_loopback(host: str) -> bool:

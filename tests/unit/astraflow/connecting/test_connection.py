@@ -1,5 +1,6 @@
 """What a connection takes, where its token comes from, and what files beside a join string replace."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from astraflow.connecting.connection import Connection, DialFiles, dial
 from astraflow.errors import InvalidArgumentError, UnavailableError
 from astraflow.join import JoinString, format_join
+from support.tls import Authority
 
 JOIN = JoinString(address="dataflow.example:7070", ca=(b"\x30\x03\x02\x01\x05",), token="first")
 
@@ -66,23 +68,56 @@ def test_a_join_string_says_all_of_it() -> None:
     assert connection.ca.startswith(b"-----BEGIN CERTIFICATE-----")
 
 
-def test_the_token_of_a_join_file_is_read_again_for_each_call(tmp_path: Path) -> None:
+def test_a_join_file_is_read_again_for_each_call(tmp_path: Path) -> None:
     file = tmp_path / "join"
     file.write_text(format_join(JOIN) + "\n")
     connection = dial("", join_file=file, files=DialFiles())
+    assert connection.current() is connection, "nothing has changed"
     file.write_text(format_join(JoinString(address="other:1", public_ca=True, token="second")))
-    assert (connection.address, connection.current_token()) == (JOIN.address, "second")
+    assert connection.current_token() == "second"
+    assert (connection.current().address, connection.current().public_ca) == ("other:1", True)
+
+
+@pytest.mark.parametrize("broken", [b"", b"af1.abc", None])
+def test_a_join_file_that_is_not_usable_any_more_leaves_in_force_what_it_said(
+    tmp_path: Path, broken: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "join"
+    file.write_text(format_join(JOIN))
+    connection = dial("", join_file=file, files=DialFiles())
+    file.unlink() if broken is None else file.write_bytes(broken)
+    for _ in range(2):
+        assert (connection.current(), connection.current_token()) == (connection, "first")
+    (said,) = caplog.messages
+    assert f"join file {file}" in said
+    file.write_text(format_join(replace(JOIN, address="other:1")))
+    assert connection.current().address == "other:1"
+
+
+def test_a_certificate_is_not_shown_before_its_key_is_there(tmp_path: Path) -> None:
+    pairs = []
+    for name in ("old", "new"):
+        pair = Authority.create(tmp_path / name).client()
+        pairs.append((pair.certificate.read_bytes(), pair.key.read_bytes()))
+    files = DialFiles(public_ca=True, client_cert_file=tmp_path / "crt", client_key_file=tmp_path / "key")
+    (tmp_path / "crt").write_bytes(pairs[0][0])
+    (tmp_path / "key").write_bytes(pairs[0][1])
+    connection = dial("h:1", join_file=None, files=files)
+    (tmp_path / "crt").write_bytes(pairs[1][0])
+    assert (connection.current().client_cert, connection.current().client_key) == pairs[0]
+    (tmp_path / "key").write_bytes(pairs[1][1])
+    assert (connection.current().client_cert, connection.current().client_key) == pairs[1]
 
 
 def test_files_replace_what_a_join_string_says(tmp_path: Path) -> None:
     token, ca = tmp_path / "token", tmp_path / "ca.pem"
     token.write_text("mine")
-    ca.write_text("my authority")
+    ca.write_bytes(Authority.create(tmp_path / "authority").pem)
     files = DialFiles(token_file=token, ca_file=ca, server_name="inside")
     connection = dial(format_join(JOIN), join_file=None, files=files)
     assert (connection.current_token(), connection.ca, connection.server_name) == (
         "mine",
-        b"my authority",
+        ca.read_bytes(),
         "inside",
     )
     assert dial(format_join(JOIN), join_file=None, files=DialFiles(public_ca=True)).public_ca
@@ -104,3 +139,17 @@ def test_what_names_no_server_is_refused(tmp_path: Path, target: str, file: str 
     (tmp_path / "damaged").write_text("af1.abc")
     with pytest.raises(InvalidArgumentError, match=says):
         dial(target, join_file=tmp_path / file if file else None, files=DialFiles())
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"ca_file": "noise"}, "CA file .*noise holds no certificate in PEM"),
+        ({"public_ca": True, "client_cert_file": "noise", "client_key_file": "noise"}, "no pair in PEM"),
+    ],
+)
+def test_a_file_that_tls_cannot_use_is_refused(tmp_path: Path, files: dict[str, Any], says: str) -> None:
+    (tmp_path / "noise").write_text("noise")
+    found = {name: tmp_path / value if name.endswith("_file") else value for name, value in files.items()}
+    with pytest.raises(InvalidArgumentError, match=says):
+        dial("h:1", join_file=None, files=DialFiles(**found))

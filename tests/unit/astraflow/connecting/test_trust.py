@@ -122,8 +122,8 @@ def test_calls_go_over_tls_also_by_another_name_and_with_a_certificate(
     authority: Authority, good: Issued, client_pair: dict[str, Any]
 ) -> None:
     with tls_server(good, client_ca=authority.pem) as address:
-        for parts in ({}, {"server_name": "localhost"}):
-            connection = Connection(address, ca=authority.pem, token="t", **parts, **client_pair)
+        for name in ("", "localhost"):
+            connection = Connection(address, ca=authority.pem, token="t", server_name=name, **client_pair)
             # It has no services: that it says so came over the connection.
             with Client(connection, retry=ONCE) as client, pytest.raises(UnimplementedError):
                 client.server_info(timeout_s=5)
