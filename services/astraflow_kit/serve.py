@@ -112,8 +112,8 @@ class GrpcServer:
         share_port: bool = False,
     ) -> None:
         """`run_id` is the run that the daemon belongs to, if it does to one; `session_keys` prove as whom callers
-        speak, for rpcs whose contracts ask; `refusals` is told whose calls are refused; `revoked` returns ids of tokens
-        that were revoked otherwise than by the settings' file; `port_setting` is what people call the port; with
+        speak, for rpcs whose contracts ask; `refusals` remembers whose calls are refused; `revoked` returns ids of
+        tokens that were revoked otherwise than by the settings' file; `port_setting` is what people call the port; with
         `share_port` other processes may listen there too. Raises SettingsError for keys or certificates that cannot be
         used.
         """

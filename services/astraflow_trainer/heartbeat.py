@@ -58,7 +58,7 @@ def report_of(state: State) -> Report:
 
 
 def descriptors_report() -> Report | None:
-    """That the process can open nothing more: what fails of it then fails in many ways, none of which says why."""
+    """That the process can open nothing more: what fails of it then fails in many places, none of which says why."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = len(list(_OPEN.iterdir()))

@@ -12,7 +12,6 @@ from operator import itemgetter
 from astraflow.dataflow.v1.admin_service_pb2 import NodeStatus
 from astraflow.dataflow.v1.version_pb2 import WeightFault
 from astraflow_dataflow.records import (
-    ArchiveState,
     Audit,
     Life,
     PolicyState,
@@ -21,8 +20,6 @@ from astraflow_dataflow.records import (
     TrainerReport,
 )
 from astraflow_dataflow.rules.faults import PluginFault
-from astraflow_kit.identity.refusals import Refusal
-from astraflow_kit.identity.tokens import Identity, shown_time
 
 _BATCH_RELEASES = {
     "ready_groups": "nodes finish the outstanding groups; if there are none, see what `lease` waits for",
@@ -97,10 +94,7 @@ _PLUGIN_FAULTS = {
 }
 _FRESH_MS = 30_000
 """A node that meets an environment's service again within this time shows it, or does not ask it any more."""
-_GIVEN_UP_SHOWN_MS = 60_000
-"""What was given up is shown this long."""
 _MANY_SKIPPED = 1024
-_MAX_LISTED = 4
 _MANY_UNUSED = 0.02
 
 
@@ -160,60 +154,6 @@ def current_waits(
             )
             waits += _publish_waits(policy)
     return waits
-
-
-def archive_waits(archive: ArchiveState, *, now_ms: int) -> Iterator[Wait]:
-    """What keeps trajectories out of the archive; training goes on meanwhile."""
-    figures = (
-        f"{archive.waiting} trajectories ({archive.waiting_bytes / 2**20:.0f} MiB) wait, "
-        f"{archive.given_up} were given up"
-    )
-    if archive.problem:
-        yield Wait(
-            stage="archive",
-            reason="archive_failed",
-            detail=f"{archive.problem}; {figures}",
-            released_by="bring the store back, or make room in it; the archive goes on by itself, training meanwhile",
-            since_ms=archive.problem_ms,
-        )
-    elif now_ms - archive.given_up_ms < _GIVEN_UP_SHOWN_MS:
-        yield Wait(
-            stage="archive",
-            reason="archive_behind",
-            detail=f"more ends than is written: {figures}",
-            released_by="a smaller dataflow.archive.share, fewer reasons to keep, or a larger max_waiting_mib",
-        )
-
-
-def access_waits(refused: Sequence[Refusal], ending: Sequence[Identity]) -> Iterator[Wait]:
-    """Callers that this server refuses, and tokens that end soon, which people would else learn from a silent node."""
-    if refused:
-        callers = [
-            f"{item.subject}: {item.reason}, {item.count} times since {shown_time(item.first_s)}, last at "
-            f"{shown_time(item.last_s)}"
-            for item in refused
-        ]
-        yield Wait(
-            stage="access",
-            reason="callers_refused",
-            detail=f"this server refuses {_listed(callers)}",
-            released_by=refused[0].message,
-            since_ms=int(1000 * min(item.first_s for item in refused)),
-        )
-    if ending:
-        tokens = [f"{token.subject}: at {shown_time(token.expires_s)}" for token in ending]
-        yield Wait(
-            stage="access",
-            reason="token_ends",
-            detail=f"tokens in use that end soon: {_listed(tokens)}",
-            released_by="give these callers new tokens (astraflow token create, astraflow join-token) in the files "
-            "that they read",
-        )
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = f"; and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    return "; ".join(items[:_MAX_LISTED]) + more
 
 
 def _weight_faults(connected: Sequence[NodeStatus]) -> Iterator[Wait]:

@@ -18,9 +18,10 @@ from astraflow_dataflow.records import Audit, PolicyState, Recount, StoredEvalua
 from astraflow_dataflow.rules.conservation import corrected, drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
+from astraflow_dataflow.rules.service_waits import access_waits, archive_waits
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
-from astraflow_dataflow.rules.waits import Wait, access_waits, archive_waits, current_waits
+from astraflow_dataflow.rules.waits import Wait, current_waits
 from astraflow_dataflow.runs.registry import RunContext
 from astraflow_dataflow.runs.unreadable import reading
 from astraflow_dataflow.status.autoscaling import autoscaling_message, stored

@@ -20,7 +20,7 @@ from posixpath import normpath
 from typing import Any
 
 from astraflow_kit.sandbox.budget import Budget
-from astraflow_kit.sandbox.sessions import Session, start_session
+from astraflow_kit.sandbox.sessions import SandboxSession, start_session
 from astraflow_kit.sandbox.walls import Walls, system_paths
 
 _MAIN = "astraflow_environment.terminal.inside"
@@ -73,7 +73,7 @@ class CarryFailed(Exception):
 class ShellSandbox:
     """Made by `start`; `close` it."""
 
-    def __init__(self, session: Session, *, about: Mapping[str, Any], budget: Budget) -> None:
+    def __init__(self, session: SandboxSession, *, about: Mapping[str, Any], budget: Budget) -> None:
         self._session = session
         self._about, self._budget = about, budget
         self._asked = 0

@@ -59,7 +59,7 @@ class Identity:
     expires_s: float = math.inf
     """Seconds since the Unix epoch."""
     warned_from_s: float = math.inf
-    """From when operators are told that it ends: its last fifth, at most a day."""
+    """From when operators see that it ends: its last fifth, at most a day."""
 
     @property
     def is_narrow(self) -> bool:

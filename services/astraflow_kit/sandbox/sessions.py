@@ -20,7 +20,7 @@ log = get_logger(__name__)
 _END_S = 10.0
 
 
-class Session:
+class SandboxSession:
     """Made by `start_session`; `end` it."""
 
     def __init__(self, leader: asyncio.subprocess.Process, *, group: Path | None, wall_s: float) -> None:
@@ -59,7 +59,7 @@ class Session:
             return
 
 
-async def start_session(*argv: str, budget: Budget, **options: Any) -> Session:
+async def start_session(*argv: str, budget: Budget, **options: Any) -> SandboxSession:
     """`asyncio.create_subprocess_exec` as the leader of a session on a budget; cancelled, it ends all of it. Raises
     OSError.
 
@@ -80,7 +80,7 @@ def limited(limits: Mapping[str, int], *argv: str) -> tuple[str, ...]:
     return ("prlimit", *words, "--", *argv)
 
 
-async def _started(argv: tuple[str, ...], budget: Budget, options: dict[str, Any]) -> Session:
+async def _started(argv: tuple[str, ...], budget: Budget, options: dict[str, Any]) -> SandboxSession:
     group = make_group(budget)
     try:
         leader = await asyncio.create_subprocess_exec(
@@ -90,9 +90,9 @@ async def _started(argv: tuple[str, ...], budget: Budget, options: dict[str, Any
         if group is not None:
             await remove_group(group)
         raise
-    return Session(leader, group=group, wall_s=budget.wall_s)
+    return SandboxSession(leader, group=group, wall_s=budget.wall_s)
 
 
-async def _end_started(starting: asyncio.Task[Session]) -> None:
+async def _end_started(starting: asyncio.Task[SandboxSession]) -> None:
     with suppress(OSError):
         await (await starting).end()

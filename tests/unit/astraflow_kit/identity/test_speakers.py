@@ -191,7 +191,11 @@ def test_episodes_are_left_to_whoever_answers_for_each() -> None:
     )
 
 
-@pytest.mark.parametrize("shown", [None, "hello", issued(NODE_1, OTHER_KEY), issued(NODE_1, run_id="gone")])
+@pytest.mark.parametrize(
+    "shown",
+    [None, "hello", issued(NODE_1, OTHER_KEY), issued(NODE_1, run_id="gone")],
+    ids=["nothing", "no credential", "another server's", "a deleted run's"],
+)
 def test_whoever_joins_without_proof_is_somebody_new(shown: str | None) -> None:
     assert called(runs.JoinRunRequest(run_id="mine", node_id="n1"), shown) is None
 
