@@ -8,8 +8,10 @@ speaker through `speaker()`.
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import cache
 from typing import Protocol
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
@@ -129,10 +131,8 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
         _require_node(request.node_id, identity)
     if wanted is None:
         return
-    for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):
+    for path in _compared(request.DESCRIPTOR, wanted):
         field = path[-1]
-        if field.is_repeated or any(step.message_type is Episode.DESCRIPTOR for step in path[:-1]):
-            continue
         for holder in holders(request, path[:-1]):
             named = getattr(holder, field.name)
             if session is None:
@@ -145,6 +145,16 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
                     f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave "
                     f"the field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
                 )
+
+
+@cache
+def _compared(request: Descriptor, wanted: str) -> tuple[tuple[FieldDescriptor, ...], ...]:
+    """Paths to the fields of a request that say who its speaker is."""
+    return tuple(
+        path
+        for path in paths_to(request, frozenset(_NAMED_BY[wanted]))
+        if not path[-1].is_repeated and all(step.message_type is not Episode.DESCRIPTOR for step in path[:-1])
+    )
 
 
 def wrong_session(message: str) -> PermissionError_:
