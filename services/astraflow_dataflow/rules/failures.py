@@ -66,3 +66,9 @@ def why_stopped_by_steps(policy_id: str, failed: int, detail: str, *, max_failed
         f"{failed} batches of {policy_id} in a row failed in training (dataflow.max_failed_batches is {max_failed}) "
         f"and are quarantined; the last one: {detail}; correct it and continue the run, or start a new one"
     )
+
+
+def some_of(named: Sequence[str]) -> str:
+    """Return the first five of what is named, and how many more there are."""
+    more = f" (and {len(named) - 5} more)" if len(named) > 5 else ""
+    return f"{', '.join(named[:5])}{more}"
