@@ -159,11 +159,11 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
 
 def _require_held(request: pb.ClaimPolicyRequest, *, run_id: str) -> None:
-    """Raise PermissionError_ where another claims again, after a loss of Redis, in the name of the trainer that held."""
+    """Raise PermissionError_ where another than the trainer that held the policy claims it again, after a loss of Redis."""
     held = speaker()
     named = (run_id, request.policy_id, request.held_epoch)
     if held is None or held.speaker != TRAINER or (held.run_id, held.name, held.number) != named:
         raise wrong_session(
-            f"held_epoch {request.held_epoch} of {request.policy_id} is claimed again with the credential of that epoch; "
-            "send it as `astraflow-session`, or claim without held_epoch"
+            f"held_epoch {request.held_epoch} of {request.policy_id} is claimed again with the credential of that "
+            "epoch; send it as `astraflow-session`, or claim without held_epoch"
         )

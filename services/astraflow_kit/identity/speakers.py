@@ -130,19 +130,22 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
         if field.is_repeated or _is_anothers(path):
             continue
         for holder in holders(request, path[:-1]):
-            named = getattr(holder, field.name)
-            if session is None:
-                if named and field.name == "trainer_epoch":
-                    raise _no_session(contract, wanted)
-            elif not named and contract.speaker == "trainer_once_claimed" and field.name == "trainer_epoch":
-                continue  # it is listened to, and holds nothing
-            elif not named:
-                setattr(holder, field.name, getattr(session, _NAMED_BY[wanted][field.name]))
-            elif named != (own := getattr(session, _NAMED_BY[wanted][field.name])):
-                raise wrong_session(
-                    f"the request of {contract.name} names {field.name} {named!r}, its session is of {own!r}; leave "
-                    f"the field out, or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
-                )
+            if session is not None:
+                _hold_field(contract, holder, field.name, session)
+            elif field.name == "trainer_epoch" and getattr(holder, field.name):
+                raise _no_session(contract, wanted)
+
+
+def _hold_field(contract: RpcContract, holder: Message, name: str, session: Session) -> None:
+    named, own = getattr(holder, name), getattr(session, _NAMED_BY[session.speaker][name])
+    if named and named != own:
+        raise wrong_session(
+            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, or "
+            f"send the credential that {OPENED_BY[session.speaker]} returned for {named!r}"
+        )
+    # Without an epoch a trainer is listened to, and holds nothing.
+    if not (name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"):
+        setattr(holder, name, own)
 
 
 def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:
