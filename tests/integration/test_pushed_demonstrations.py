@@ -1,4 +1,4 @@
-"""A client that is no node pushes demonstrations, in token ids of its own, and the trainer learns them with `sft`."""
+"""A client without an engine joins as a node, pushes demonstrations in token ids of its own, and `sft` learns them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -28,14 +28,14 @@ SHOWN = (3, 1, 4, 1, 5, 9, 2, 6)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def _demonstration(task_id: str) -> trajectory_pb2.Episode:
+def _demonstration(lease: task_pb2.Lease, version: int) -> trajectory_pb2.Episode:
     """Two tokens of a prompt, and what is to be learned after them."""
-    mask = np.arange(len(SHOWN)) >= 2
+    mask, task_id = np.arange(len(SHOWN)) >= 2, lease.task.task_id
     columns = Columns(
         token_ids=np.asarray(SHOWN, dtype=np.int32),
         loss_mask=mask,
         logprobs=np.zeros(len(SHOWN), dtype=np.float32),
-        version_spans=((2, len(SHOWN), 0),),
+        version_spans=((2, len(SHOWN), version),),
     )
     body = encode_columns(columns, trajectory_id=f"shown-{task_id}")
     body.sampling.temperature = 1.0
@@ -44,12 +44,16 @@ def _demonstration(task_id: str) -> trajectory_pb2.Episode:
         policy_id=POLICY,
         num_tokens=len(SHOWN),
         num_trainable_tokens=int(mask.sum()),
+        min_version=version,
+        max_version=version,
         finish_reason="stop",
     )
     item = trajectory_pb2.TrajectoryItem(header=header, body=body.SerializeToString())
     return trajectory_pb2.Episode(
         run_id="run",
         task_id=task_id,
+        attempt=lease.attempt,
+        lease_id=lease.lease_id,
         episode_id=f"episode-{task_id}",
         status=trajectory_pb2.EPISODE_STATUS_FINISHED,
         trajectories=[item],
@@ -67,7 +71,7 @@ def _said_by(store_uri: str, version: int, folder: Path) -> list[int]:
 
 
 async def _push(world: World, count: int) -> None:
-    """Submit a task for each demonstration, and push it without a lease."""
+    """Submit a task for each demonstration, and push it under a lease of it and the version that is the newest."""
 
     async def has_a_version() -> bool:
         with suppress(UnavailableError):  # a busy machine's Redis may be silent for a while
@@ -77,9 +81,13 @@ async def _push(world: World, count: int) -> None:
     await until(has_a_version, within_s=90)
     names = [f"task-{index}" for index in range(count)]
     await world.ask(tasks.SubmitTasksResponse, tasks=[task_pb2.Task(task_id=name) for name in names])
-    for name in names:
-        answer = await world.ask(pushes.PushEpisodeResponse, episode=_demonstration(name))
-        assert answer.result.outcome == pushes.OUTCOME_ACCEPTED, answer.result
+    author = await world.node("author")
+    while count:
+        for lease in await author.lease(count):
+            version = (await world.status()).policies[0].version.version
+            result = await author.push(_demonstration(lease, version))
+            assert result.outcome == pushes.OUTCOME_ACCEPTED, result
+            count -= 1
 
 
 async def test_what_a_client_pushes_is_learned(world: World, tmp_path: Path) -> None:

@@ -50,3 +50,9 @@ def why_stopped(failures: Sequence[TaskFailures], *, most_in_a_row: int) -> str:
                 f"(first: task {failure.task_id} on {failure.node_id}); correct it and start a new run"
             )
     return ""
+
+
+def some_of(named: Sequence[str]) -> str:
+    """Return the first five of what is named, and how many more there are."""
+    more = f" (and {len(named) - 5} more)" if len(named) > 5 else ""
+    return f"{', '.join(named[:5])}{more}"

@@ -20,6 +20,7 @@ from astraflow_dataflow.records import (
     StoredEvaluation,
     TrainerReport,
 )
+from astraflow_dataflow.rules.failures import some_of
 from astraflow_dataflow.rules.faults import PluginFault
 
 _BATCH_RELEASES = {
@@ -219,7 +220,7 @@ def _poisonous(nodes: Sequence[NodeStatus]) -> Iterator[Wait]:
         yield Wait(
             stage="lease",
             reason="node_poison",
-            detail=f"drained for what they sent (dataflow.max_poison): {_some(found)}",
+            detail=f"drained for what they sent (dataflow.max_poison): {some_of(found)}",
             released_by="repair them (`episode.quarantined` in the server's log has the reasons), then "
             "`astraflow nodes undrain NODE`",
         )
@@ -232,25 +233,16 @@ def _not_leased(nodes: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
         yield Wait(
             stage="lease",
             reason="node_refused",
-            detail=f"they push what was not leased to them, and it is dropped: {_some(found)}",
-            released_by="push each episode with the `lease_id`, `attempt` and `hedge` of its lease; a node that acts "
-            "for others is taken out with its token (`astraflow token revoke`)",
+            detail=f"they push what was not leased to them, and it is dropped: {some_of(found)}",
+            released_by="they push with the lease that they were given; else revoke their tokens",
         )
-
-
-def _some(named: Sequence[str]) -> str:
-    more = f" (and {len(named) - 5} more)" if len(named) > 5 else ""
-    return f"{', '.join(named[:5])}{more}"
 
 
 def _environment_faults(connected: Sequence[NodeStatus], *, now_ms: int) -> Iterator[Wait]:
     """Nodes that lately gave tasks back because the service of their environment did not answer."""
-    found = [
-        node
-        for node in connected
-        if node.environment_fault and now_ms - node.environment_fault_time.ToMilliseconds() < _FRESH_MS
-    ]
-    if found:
+    since_ms = now_ms - _FRESH_MS
+    failed = (one for one in connected if one.environment_fault)
+    if found := [one for one in failed if one.environment_fault_time.ToMilliseconds() > since_ms]:
         more = f" (and {len(found) - 1} more nodes)" if len(found) > 1 else ""
         yield Wait(
             stage="lease",
@@ -352,11 +344,10 @@ def _starting_nodes(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
         f"{node.node_id} {STARTS[node.waiting_for]}" for node in connected if node.waiting_for in STARTS
     ]
     if starting:
-        more = f" (and {len(starting) - 5} more)" if len(starting) > 5 else ""
         yield Wait(
             stage="activate",
             reason="node_starting",
-            detail=f"{', '.join(starting[:5])}{more}",
+            detail=some_of(starting),
             released_by="it ends by itself, and takes minutes for a large model; the engine's log in the node's work "
             "folder says how far it is",
         )
@@ -378,7 +369,7 @@ def _node_waits(policy: PolicyState, connected: Sequence[NodeStatus]) -> Iterato
         name: version for name, version in served.items() if policy.version - version > policy.max_staleness
     }
     if behind:
-        names = ", ".join(f"{name} serves {version}" for name, version in list(behind.items())[:5])
+        names = some_of([f"{name} serves {version}" for name, version in behind.items()])
         yield Wait(
             stage="lease",
             policy_id=policy.policy_id,

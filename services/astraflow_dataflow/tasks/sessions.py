@@ -78,9 +78,7 @@ class WorkSession:
         durability: Durability,
         silence_s: float,
     ) -> None:
-        """`node` is the proven session of the node that speaks. A node from which nothing comes for `silence_s` has no
-        session any more.
-        """
+        """A node from which nothing comes for `silence_s` has no session any more."""
         self._context = context
         self._node, self._node_id = node, node.name
         self._seals = LeaseSeals(node, context.seal_key)

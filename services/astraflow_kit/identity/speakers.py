@@ -8,9 +8,10 @@ earlier one. Called by `gate`; servicers read the speaker through `speaker()`.
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from functools import cache
 from typing import Protocol
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow._contract.rpcs import RpcContract
@@ -125,10 +126,8 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
         _require_node(request.node_id, identity)
     if wanted is None:
         return
-    for path in paths_to(request.DESCRIPTOR, frozenset(_NAMED_BY[wanted])):
+    for path in _compared(request.DESCRIPTOR, wanted):
         field = path[-1]
-        if field.is_repeated or _is_anothers(path):
-            continue
         for holder in holders(request, path[:-1]):
             if session is not None:
                 _hold_field(contract, holder, field.name, session)
@@ -140,11 +139,11 @@ def _hold_field(contract: RpcContract, holder: Message, name: str, session: Sess
     named, own = getattr(holder, name), getattr(session, _NAMED_BY[session.speaker][name])
     if named and named != own:
         raise wrong_session(
-            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, or "
-            f"send the credential that {OPENED_BY[session.speaker]} returned for {named!r}"
+            f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, "
+            f"or send the credential that {OPENED_BY[session.speaker]} returned for {named!r}"
         )
-    # Without an epoch a trainer is listened to, and holds nothing.
-    if not (name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"):
+    is_only_told = name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"
+    if not named and not is_only_told:  # without an epoch a trainer is listened to, and holds nothing
         setattr(holder, name, own)
 
 
@@ -152,6 +151,16 @@ def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:
     """Whether a field says of somebody else what fields of its name say of the speaker."""
     within = [step.message_type for step in path[:-1]]
     return Episode.DESCRIPTOR in within or (Version.DESCRIPTOR in within and path[-1].name == "trainer_epoch")
+
+
+@cache
+def _compared(request: Descriptor, wanted: str) -> tuple[tuple[FieldDescriptor, ...], ...]:
+    """Paths to the fields of a request that say who its speaker is."""
+    return tuple(
+        path
+        for path in paths_to(request, frozenset(_NAMED_BY[wanted]))
+        if not path[-1].is_repeated and not _is_anothers(path)
+    )
 
 
 def wrong_session(message: str) -> PermissionError_:
