@@ -159,7 +159,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
 
 def _require_held(request: pb.ClaimPolicyRequest, *, run_id: str) -> None:
-    """Raise PermissionError_ where another than the trainer that held the policy claims it again, after a loss of Redis."""
+    """Raise PermissionError_ where another trainer than that which held the policy claims it again."""
     held = speaker()
     named = (run_id, request.policy_id, request.held_epoch)
     if held is None or held.speaker != TRAINER or (held.run_id, held.name, held.number) != named:
