@@ -285,13 +285,8 @@ async def shown_in(world: World) -> Shown:
         joined = await world.join(node_id, max_concurrent_tasks=1)
         trainer = await world.trainer(policy_id, publish_first=False)
         found[whom] = {"node": joined.session, "trainer": trainer.credential}
-    node = {
-        "node_id": "n1",
-        "incarnation": joined.incarnation,
-        "max_concurrent_tasks": 1,
-        "task_id": "t",
-        "sequence": 1,
-    }
+    fitting = {"max_concurrent_tasks": 1, "task_id": "t", "sequence": 1}
+    node = {"node_id": "n1", "incarnation": joined.incarnation} | fitting
     claim = {"policy_id": "solver", "trainer_epoch": trainer.epoch, "held_epoch": trainer.epoch}
     return Shown({NODE: {**RUN_SERVED, **node}, TRAINER: {**RUN_SERVED, **claim}}, found)
 

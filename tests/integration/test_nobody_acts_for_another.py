@@ -1,7 +1,7 @@
 """Nobody acts for another: what one member of an installation tries on another is refused, counted, and changes nothing
 of its victim, whose own next call succeeds.
 
-Two runs share a server that asks for tokens. In the first there are nodes, a trainer of each of two policies and one
+Two runs share a server that asks for tokens. In the first there are nodes, a trainer of each of two policies, and one
 that was replaced; each has a good token and session of its own, and knows all that is no secret. What agents and served
 environments try on one another is in `test_app` of the node's agents and in `test_environment_service`.
 """

@@ -35,15 +35,13 @@ class Driver:
     """One run through one server."""
 
     client: AsyncClient
-    trainer: AsyncClient
-    """The same connection, under the trainer's claim."""
     run_id: str
     group_size: int
     groups_per_step: int
     epoch: int = 0
     step: int = 0
     sessions: dict[str, str] = field(default_factory=dict)
-    """Credential of each node."""
+    """Credential of each node, and of the trainer of `POLICY`."""
 
     @classmethod
     async def create(
@@ -58,16 +56,10 @@ class Driver:
         text = recipe_text(run_id, group_size=group_size, groups_per_step=groups_per_step)
         run = run_pb2.Run(run_id=run_id, recipe_yaml=text, store_uri="file:///nowhere")
         await client.call(client.runs.CreateRun, runs.CreateRunRequest(run=run), timeout_s=_PATIENCE_S)
-        driver = cls(
-            client=client,
-            trainer=copy(client),
-            run_id=run_id,
-            group_size=group_size,
-            groups_per_step=groups_per_step,
-        )
+        driver = cls(client=client, run_id=run_id, group_size=group_size, groups_per_step=groups_per_step)
         claim = batches.ClaimPolicyRequest(run_id=run_id, policy_id=POLICY, trainer_id="bench")
         claimed = await client.call(client.batches.ClaimPolicy, claim)
-        driver.trainer.session, driver.epoch = claimed.session, claimed.trainer_epoch
+        driver.sessions[POLICY], driver.epoch = claimed.session, claimed.trainer_epoch
         await driver.publish(0)
         await driver.join(NODE)
         return driver
@@ -77,11 +69,16 @@ class Driver:
         request = runs.JoinRunRequest(run_id=self.run_id, node_id=node_id, max_concurrent_tasks=100_000)
         self.sessions[node_id] = (await self.client.call(self.client.runs.JoinRun, request)).session
 
-    def node(self, node_id: str = NODE) -> AsyncClient:
+    def node(self, name: str = NODE) -> AsyncClient:
         """The client as a node."""
         client = copy(self.client)
-        client.session = self.sessions[node_id]
+        client.session = self.sessions[name]
         return client
+
+    @property
+    def trainer(self) -> AsyncClient:
+        """The client under the trainer's claim."""
+        return self.node(POLICY)
 
     async def submit(self, count: int, *, prefix: str) -> None:
         """Submit tasks."""

@@ -171,11 +171,11 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
 
 def _require_held(request: pb.ClaimPolicyRequest, *, run_id: str) -> None:
-    """Raise PermissionError_ where another claims again, after a loss of Redis, in the name of who held it."""
+    """Raise PermissionError_ where another trainer than that which held the policy claims it again."""
     held = speaker()
     named = (run_id, request.policy_id, request.held_epoch)
     if held is None or held.speaker != TRAINER or (held.run_id, held.name, held.number) != named:
         raise wrong_session(
             f"held_epoch {request.held_epoch} of {request.policy_id} is claimed again with the credential of that "
-            "epoch: send it as `astraflow-session`, or claim without held_epoch"
+            "epoch; send it as `astraflow-session`, or claim without held_epoch"
         )

@@ -129,27 +129,22 @@ def hold(contract: RpcContract, request: Message, *, identity: Identity) -> None
     for path in _compared(request.DESCRIPTOR, wanted):
         field = path[-1]
         for holder in holders(request, path[:-1]):
-            _hold_field(contract, holder, field.name, wanted=wanted, session=session)
+            if session is not None:
+                _hold_field(contract, holder, field.name, session)
+            elif field.name == "trainer_epoch" and getattr(holder, field.name):
+                raise _no_session(contract, wanted)
 
 
-def _hold_field(
-    contract: RpcContract, holder: Message, name: str, *, wanted: str, session: Session | None
-) -> None:
-    named = getattr(holder, name)
-    if session is None:
-        if named and name == "trainer_epoch":
-            raise _no_session(contract, wanted)
-        return
-    own = getattr(session, _NAMED_BY[wanted][name])
-    if not named:
-        # A trainer that has not claimed yet is listened to, and holds nothing.
-        if name != "trainer_epoch" or contract.speaker != "trainer_once_claimed":
-            setattr(holder, name, own)
-    elif named != own:
+def _hold_field(contract: RpcContract, holder: Message, name: str, session: Session) -> None:
+    named, own = getattr(holder, name), getattr(session, _NAMED_BY[session.speaker][name])
+    if named and named != own:
         raise wrong_session(
             f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, "
-            f"or send the credential that {OPENED_BY[wanted]} returned for {named!r}"
+            f"or send the credential that {OPENED_BY[session.speaker]} returned for {named!r}"
         )
+    is_only_told = name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"
+    if not named and not is_only_told:  # without an epoch a trainer is listened to, and holds nothing
+        setattr(holder, name, own)
 
 
 def _is_anothers(path: tuple[FieldDescriptor, ...]) -> bool:

@@ -1,8 +1,8 @@
 """The node's endpoint for agents: one address on loopback, and a key for each episode.
 
 Invariant: a key of 256 random bits opens one episode's policies while the episode runs. Keys are found by their
-digests, so how long a refusal takes tells nothing of them. Where a fault, not the agent, ends an episode, its workflow
-sees that fault. Made by `server`, offered to the workflow that names `endpoint`.
+digests, so that how long a refusal takes tells nothing of them. Where a fault, not the agent, ends an episode, its
+workflow sees that fault. Made by `server`, offered to the workflow that names `endpoint`.
 """
 
 import asyncio

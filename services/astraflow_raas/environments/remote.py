@@ -116,7 +116,7 @@ class RemoteEnvironment:
         return self._seen(answer.observation)
 
     def _seen(self, seen: contract.Observation, tools: Sequence[contract.Tool] = ()) -> Observation:
-        """What the service shows, within the contract's bounds: this node would pay for a reward that is no number."""
+        """What the service shows, in the contract's bounds: a reward that is no number would cost this node, not it."""
         try:
             return observation_from_proto(seen, tools)
         except ValueError as error:

@@ -1,5 +1,5 @@
 """A node and an environment service that means harm: it learns nothing that is of use elsewhere, and what it answers
-costs it an episode and the node nothing.
+costs one episode and the node nothing.
 """
 
 import math
