@@ -77,7 +77,12 @@ func (f *following) answered() {
 func (f *following) judged(err error) error {
 	f.mutex.Lock()
 	defer f.mutex.Unlock()
-	if refused, isTyped := err.(*Error); isTyped && refused.Reason == UntrustedServer && f.reached && len(f.now.files) > 0 {
+	refused, isTyped := err.(*Error)
+	switch {
+	case !isTyped || refused.Kind() == Retryable:
+	case refused.Reason != UntrustedServer:
+		f.reached = true // a refusal is an answer
+	case f.reached && len(f.now.files) > 0:
 		return newError(Unavailable, "%s", refused.Message)
 	}
 	return err

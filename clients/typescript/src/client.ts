@@ -1,8 +1,6 @@
 /** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
-import { createGrpcTransport } from "@connectrpc/connect-node";
-import { endpointOf, type TrustOptions } from "./address.js";
-import { Connection } from "./connection.js";
+import type { TrustOptions } from "./address.js";
 import { IncompatibleError, InternalError } from "./errors.js";
 import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
 import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
@@ -12,6 +10,7 @@ import { SampleService } from "./gen/astraflow/dataflow/v1/sample_service_pb.js"
 import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { VersionService } from "./gen/astraflow/dataflow/v1/version_service_pb.js";
+import { FollowingTransport, type TrustFiles } from "./following.js";
 import { contract_version } from "./gen/astraflow/options/v1/options_pb.js";
 import {
   file_astraflow_server_v1_server_info,
@@ -25,11 +24,10 @@ import { serviceClient, type CallOptions, type ServiceClient } from "./service.j
 export const VERSION = "0.1.0";
 /** Contract version that this package was made for. */
 export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_server_info, contract_version);
-/** Largest message in either direction. */
-export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
+export { MAX_MESSAGE_BYTES } from "./following.js";
 
 /** Options of a client. */
-export interface ConnectOptions extends TrustOptions {
+export interface ConnectOptions extends TrustOptions, TrustFiles {
   /** How harmless calls are repeated while the server is unreachable. */
   retry?: Partial<RetryPolicy>;
   /**
@@ -52,25 +50,22 @@ export class Client {
   readonly evaluations: ServiceClient<typeof EvaluationService>;
   readonly samples: ServiceClient<typeof SampleService>;
   readonly admin: ServiceClient<typeof AdminService>;
-  /** `HOST:PORT`. */
-  readonly address: string;
-  readonly #connection: Connection;
+  readonly #transport: FollowingTransport;
 
   /**
    * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
-   * for options that do not fit.
+   * for options and files that do not fit.
    */
   constructor(target: string, { retry, session = "", ...trust }: ConnectOptions = {}) {
-    const { address, baseUrl, token, tls } = endpointOf(target, trust);
-    this.address = address;
-    this.#connection = new Connection(baseUrl, tls);
-    const transport = createGrpcTransport({
-      baseUrl,
-      sessionManager: this.#connection,
-      readMaxBytes: MAX_MESSAGE_BYTES,
-      writeMaxBytes: MAX_MESSAGE_BYTES,
-    });
-    const settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions: new Sessions() };
+    const transport = (this.#transport = new FollowingTransport(target, trust));
+    const settings = {
+      token: async () => {
+        const { token } = transport.endpoint;
+        return typeof token === "string" ? token : token();
+      },
+      retry: { ...DEFAULT_RETRY, ...retry },
+      sessions: new Sessions(),
+    };
     settings.sessions.add(session);
     this.runs = serviceClient(RunService, transport, settings);
     this.tasks = serviceClient(TaskService, transport, settings);
@@ -80,6 +75,11 @@ export class Client {
     this.evaluations = serviceClient(EvaluationService, transport, settings);
     this.samples = serviceClient(SampleService, transport, settings);
     this.admin = serviceClient(AdminService, transport, settings);
+  }
+
+  /** `HOST:PORT`, as files say it now. */
+  get address(): string {
+    return this.#transport.endpoint.address;
   }
 
   /** Asks the server who it is; needs no token. Throws IncompatibleError when this client cannot talk to it. */
@@ -93,7 +93,7 @@ export class Client {
 
   /** Closes the connection; calls in flight fail. */
   close(): void {
-    this.#connection.abort();
+    this.#transport.close();
   }
 
   [Symbol.dispose](): void {
@@ -101,7 +101,10 @@ export class Client {
   }
 }
 
-/** Returns a client of the server at `HOST:PORT`, or of a join string; the connection is made by the first call. */
+/**
+ * Returns a client of the server at `HOST:PORT`, of a join string, or of `joinFile` with an empty target; the connection
+ * is made by the first call.
+ */
 export function connect(target: string, options?: ConnectOptions): Client {
   return new Client(target, options);
 }
