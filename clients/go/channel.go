@@ -33,10 +33,9 @@ func Correlated(ctx context.Context, id string) context.Context {
 // channel is the connection as the generated clients see it: calls carry the token, end in typed errors, and are
 // repeated where the contract says that this is harmless.
 type channel struct {
-	connection *grpc.ClientConn
-	token      func() (string, error)
-	retry      RetryPolicy
-	sessions   sessions
+	following *following
+	retry     RetryPolicy
+	sessions  sessions
 }
 
 // Invoke is a unary call.
@@ -54,13 +53,14 @@ func (c *channel) Invoke(ctx context.Context, path string, request, reply interf
 	for failed := 1; ; failed++ {
 		err := c.attempt(ctx, timeout, path, request, reply, options)
 		if err == nil {
+			c.following.answered()
 			c.sessions.opened(reply)
 			return nil
 		}
 		if ctx.Err() == context.Canceled {
 			return ctx.Err()
 		}
-		refused := asError(err)
+		refused := asError(c.following.judged(typed(err)))
 		wait := c.retry.wait(failed, refused.RetryAfter)
 		mayHelp := refused.Reason == Unavailable || refused.Reason == PayloadMissing
 		if !mayHelp || !isHarmless(path) || time.Since(started)+wait > c.retry.Total || !pause(ctx, wait) {
@@ -77,30 +77,39 @@ func (c *channel) attempt(
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
-	ctx, err := c.outgoing(ctx, path)
+	used := c.following.take()
+	defer c.following.done(used)
+	ctx, err := c.outgoing(ctx, path, used)
 	if err != nil {
 		return err
 	}
-	return c.connection.Invoke(ctx, path, request, reply, options...)
+	return used.connection.Invoke(ctx, path, request, reply, options...)
 }
 
 // NewStream is a call that streams. It is never repeated, and has no deadline but that of ctx.
 func (c *channel) NewStream(
 	ctx context.Context, description *grpc.StreamDesc, path string, options ...grpc.CallOption,
 ) (grpc.ClientStream, error) {
-	ctx, err := c.outgoing(ctx, path)
+	used := c.following.take()
+	ctx, err := c.outgoing(ctx, path, used)
 	if err != nil {
+		c.following.done(used)
 		return nil, err
 	}
-	opened, err := c.connection.NewStream(ctx, description, path, options...)
+	opened, err := used.connection.NewStream(ctx, description, path, options...)
 	if err != nil {
-		return nil, typedOrEnd(ctx, err)
+		c.following.done(used)
+		return nil, c.following.judged(typedOrEnd(ctx, err))
 	}
-	return &stream{ClientStream: opened, caller: ctx}, nil
+	go func() {
+		<-opened.Context().Done()
+		c.following.done(used)
+	}()
+	return &stream{ClientStream: opened, caller: ctx, following: c.following}, nil
 }
 
-func (c *channel) outgoing(ctx context.Context, path string) (context.Context, error) {
-	token, err := c.token()
+func (c *channel) outgoing(ctx context.Context, path string, used *opened) (context.Context, error) {
+	token, err := used.token()
 	if err != nil {
 		return nil, err
 	}
@@ -118,15 +127,20 @@ func (c *channel) outgoing(ctx context.Context, path string) (context.Context, e
 
 type stream struct {
 	grpc.ClientStream
-	caller context.Context // the stream's own context is cancelled whenever the stream ends
+	caller    context.Context // the stream's own context is cancelled whenever the stream ends
+	following *following
 }
 
 func (s *stream) RecvMsg(message interface{}) error {
-	return typedOrEnd(s.caller, s.ClientStream.RecvMsg(message))
+	err := s.ClientStream.RecvMsg(message)
+	if err == nil {
+		s.following.answered()
+	}
+	return s.following.judged(typedOrEnd(s.caller, err))
 }
 
 func (s *stream) SendMsg(message interface{}) error {
-	return typedOrEnd(s.caller, s.ClientStream.SendMsg(message))
+	return s.following.judged(typedOrEnd(s.caller, s.ClientStream.SendMsg(message)))
 }
 
 // typedOrEnd keeps io.EOF, and the error of a context that the caller cancelled.

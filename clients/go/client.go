@@ -50,12 +50,14 @@ type Client struct {
 	// Channel is what the services call through, for rpcs that none of them has.
 	Channel grpc.ClientConnInterface
 
-	address    string
-	connection *grpc.ClientConn
+	following *following
 }
 
 type settings struct {
 	join       Join
+	joinFile   string
+	files      []string // read so far, with the address and what it takes to trust and be trusted
+	content    string   // of these files
 	token      func() (string, error)
 	tls        *tls.Config
 	isInsecure bool
@@ -72,6 +74,12 @@ func WithToken(token string) Option {
 		s.token = func() (string, error) { return token, nil }
 		return nil
 	}
+}
+
+// WithJoinFile takes the join string in the file in place of a target. Like all files of these options it is read again
+// when it changes: calls from then on go where it says, with its authorities and its token.
+func WithJoinFile(path string) Option {
+	return func(s *settings) error { s.joinFile = path; return nil }
 }
 
 // WithTokenFile sends the token in the file, which is read again for each call, so that it can be replaced.
@@ -91,9 +99,9 @@ func WithTokenFile(path string) Option {
 // WithCAFile uses TLS and trusts the authorities in the PEM file, and no other.
 func WithCAFile(path string) Option {
 	return func(s *settings) error {
-		content, err := os.ReadFile(path)
+		content, err := s.readFile(path, "CA file")
 		if err != nil {
-			return newError(InvalidArgument, "the CA file cannot be read: %v; mount it or fix its mode", err)
+			return err
 		}
 		pool := x509.NewCertPool()
 		if !pool.AppendCertsFromPEM(content) {
@@ -117,7 +125,15 @@ func WithServerName(name string) Option {
 // WithClientCertificate shows the certificate in the PEM file to a server that asks for one.
 func WithClientCertificate(certificateFile, keyFile string) Option {
 	return func(s *settings) error {
-		pair, err := tls.LoadX509KeyPair(certificateFile, keyFile)
+		certificate, err := s.readFile(certificateFile, "client certificate")
+		if err != nil {
+			return err
+		}
+		key, err := s.readFile(keyFile, "client key")
+		if err != nil {
+			return err
+		}
+		pair, err := tls.X509KeyPair(certificate, key)
 		if err != nil {
 			return newError(InvalidArgument, "the client certificate and its key do not load: %v", err)
 		}
@@ -136,6 +152,16 @@ func WithRetry(policy RetryPolicy) Option {
 	return func(s *settings) error { s.retry = policy; return nil }
 }
 
+func (s *settings) readFile(path, name string) ([]byte, error) {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil, newError(InvalidArgument, "the %s cannot be read: %v; mount it or fix its mode", name, err)
+	}
+	s.files = append(s.files, path)
+	s.content += string(content) + "\x00"
+	return content, nil
+}
+
 func (s *settings) secure() *tls.Config {
 	if s.tls == nil {
 		s.tls = &tls.Config{MinVersion: tls.VersionTLS12}
@@ -144,12 +170,14 @@ func (s *settings) secure() *tls.Config {
 }
 
 // Connect returns a client of the server at target, which is HOST:PORT (in plain text unless an option says whom to
-// trust) or a join string. The connection is made by the first call.
+// trust), a join string, or empty with WithJoinFile. The connection is made by the first call. Files that options name
+// are read again when they change.
 func Connect(target string, options ...Option) (*Client, error) {
-	chosen, err := settingsOf(target, options)
+	connections, err := follow(func() (*settings, error) { return settingsOf(target, options) })
 	if err != nil {
 		return nil, err
 	}
+<<<<<<< HEAD
 	security := grpc.WithInsecure() //nolint:staticcheck // Debian 12 has a gRPC without credentials/insecure
 	if chosen.tls != nil {
 		chosen.tls.ServerName = chosen.join.ServerName
@@ -181,6 +209,11 @@ func (c *Client) As(credential string) *Client {
 
 func newClient(calls *channel, address, credential string) *Client {
 	calls.sessions.add(credential)
+=======
+	chosen := connections.now
+	calls := &channel{following: connections, retry: chosen.retry}
+	calls.sessions.add(chosen.session)
+>>>>>>> rotate
 	return &Client{
 		Runs:         dataflowv1.NewRunServiceClient(calls),
 		Tasks:        dataflowv1.NewTaskServiceClient(calls),
@@ -191,23 +224,46 @@ func newClient(calls *channel, address, credential string) *Client {
 		Samples:      dataflowv1.NewSampleServiceClient(calls),
 		Admin:        dataflowv1.NewAdminServiceClient(calls),
 		Channel:      calls,
+<<<<<<< HEAD
 		address:      address,
 		connection:   calls.connection,
 	}
+=======
+		following:    connections,
+	}, nil
+>>>>>>> rotate
+}
+
+func (s *settings) dial() (*grpc.ClientConn, error) {
+	security := grpc.WithInsecure() //nolint:staticcheck // Debian 12 has a gRPC without credentials/insecure
+	if s.tls != nil {
+		s.tls.ServerName = s.join.ServerName
+		security = grpc.WithTransportCredentials(credentials.NewTLS(s.tls))
+	}
+	pause := backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second}
+	connection, err := grpc.Dial("dns:///"+s.join.Address, security, //nolint:staticcheck // as above: no NewClient
+		grpc.WithUserAgent("astraflow-go/"+Version),
+		grpc.WithDisableServiceConfig(),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: pause, MinConnectTimeout: 5 * time.Second}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time: 20 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true,
+		}),
+		grpc.WithDefaultCallOptions(
+			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
+	)
+	if err != nil {
+		return nil, newError(InvalidArgument, "cannot connect to %s: %v", s.join.Address, err)
+	}
+	return connection, nil
 }
 
 func settingsOf(target string, options []Option) (*settings, error) {
-	chosen := &settings{join: Join{Address: target}, retry: DefaultRetry}
-	if IsJoin(target) {
-		join, err := ParseJoin(target)
-		if err != nil {
-			return nil, err
-		}
-		chosen.join = *join
-		if chosen.secure().RootCAs, err = join.pool(); err != nil {
-			return nil, err
-		}
-	} else if err := requireAddress(target); err != nil {
+	chosen := &settings{}
+	for _, option := range options { // for the join file only; what they set besides comes after what a join string says
+		_ = option(chosen)
+	}
+	chosen = &settings{joinFile: chosen.joinFile, retry: DefaultRetry}
+	if err := chosen.aim(target); err != nil {
 		return nil, err
 	}
 	_ = WithToken(chosen.join.Token)(chosen)
@@ -216,11 +272,37 @@ func settingsOf(target string, options []Option) (*settings, error) {
 			return nil, err
 		}
 	}
+	target = chosen.join.Address
 	if token, _ := chosen.token(); token != "" && chosen.tls == nil && !chosen.isInsecure && !isLoopback(target) {
 		return nil, newError(InvalidArgument, "the token for %s would travel in the clear; say whom to trust (a join "+
 			"string, a CA file, or a public CA), or accept the risk with WithInsecure", target)
 	}
 	return chosen, nil
+}
+
+// aim takes over what a target or the join file says.
+func (s *settings) aim(target string) error {
+	if s.joinFile != "" {
+		if target != "" {
+			return newError(InvalidArgument, "both a target and a join file are given; give one of them")
+		}
+		content, err := s.readFile(s.joinFile, "join file")
+		if err != nil {
+			return err
+		}
+		target = string(content)
+	}
+	if s.joinFile == "" && !IsJoin(target) {
+		s.join.Address = target
+		return requireAddress(target)
+	}
+	join, err := ParseJoin(target)
+	if err != nil {
+		return err
+	}
+	s.join = *join
+	s.secure().RootCAs, err = join.pool()
+	return err
 }
 
 // ServerInfo asks the server who it is; needs no token. The error is Incompatible when this package cannot talk to it.
@@ -233,9 +315,9 @@ func (c *Client) ServerInfo(ctx context.Context, options ...grpc.CallOption) (*s
 	oldest, newest := server.GetOldestContractVersion(), server.GetContractVersion()
 	switch {
 	case oldest > ContractVersion:
-		return nil, incompatible(c.address, server, "client")
+		return nil, incompatible(c.following.current().join.Address, server, "client")
 	case newest < ContractVersion:
-		return nil, incompatible(c.address, server, "server")
+		return nil, incompatible(c.following.current().join.Address, server, "server")
 	}
 	return server, nil
 }
@@ -248,5 +330,5 @@ func incompatible(address string, server *serverv1.ServerInfo, older string) *Er
 
 // Close closes the connection; calls in flight fail.
 func (c *Client) Close() error {
-	return c.connection.Close()
+	return c.following.close()
 }

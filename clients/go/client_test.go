@@ -40,26 +40,51 @@ func (s *server) ListRuns(ctx context.Context, _ *dataflowv1.ListRunsRequest) (*
 	return &dataflowv1.ListRunsResponse{}, nil
 }
 
-func startServer(t *testing.T) (address string, certificate []byte, running *server) {
+// proof is a certificate of its own authority, and its key.
+type proof struct {
+	certificate []byte
+	key         *ecdsa.PrivateKey
+}
+
+func newProof(t *testing.T, name string) proof {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	failOn(t, err)
 	template := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test"}, DNSNames: []string{"central.example"},
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name}, DNSNames: []string{name},
 		NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
 		KeyUsage: x509.KeyUsageDigitalSignature | x509.KeyUsageCertSign,
 	}
-	certificate, err = x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	certificate, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
 	failOn(t, err)
-	pair := tls.Certificate{Certificate: [][]byte{certificate}, PrivateKey: key}
-	serving := grpc.NewServer(grpc.Creds(credentials.NewServerTLSFromCert(&pair)))
-	running = &server{}
+	return proof{certificate, key}
+}
+
+// serve shows a certificate at an address, and wants one of clients where it is given their authority.
+func serve(t *testing.T, address string, shown proof, clients *proof) (string, *server, func()) {
+	t.Helper()
+	config := &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{shown.certificate}, PrivateKey: shown.key}}}
+	if clients != nil {
+		authority, err := x509.ParseCertificate(clients.certificate)
+		failOn(t, err)
+		config.ClientCAs, config.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+		config.ClientCAs.AddCert(authority)
+	}
+	serving := grpc.NewServer(grpc.Creds(credentials.NewTLS(config)))
+	running := &server{}
 	dataflowv1.RegisterRunServiceServer(serving, running)
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	listener, err := net.Listen("tcp", address)
 	failOn(t, err)
 	go func() { _ = serving.Serve(listener) }()
 	t.Cleanup(serving.Stop)
-	return listener.Addr().String(), certificate, running
+	return listener.Addr().String(), running, serving.Stop
+}
+
+func startServer(t *testing.T) (address string, certificate []byte, running *server) {
+	t.Helper()
+	shown := newProof(t, "central.example")
+	address, running, _ = serve(t, "127.0.0.1:0", shown, nil)
+	return address, shown.certificate, running
 }
 
 func joinString(t *testing.T, fields map[string]interface{}) string {

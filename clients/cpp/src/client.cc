@@ -1,11 +1,16 @@
 #include "astraflow/client.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cmath>
+#include <ctime>
 #include <fstream>
 #include <iterator>
 #include <random>
 #include <thread>
+
+#include <grpc/support/log.h>
 
 #include "astraflow/join.h"
 #include "astraflow/options/v1/options.pb.h"
@@ -51,10 +56,18 @@ grpc::ChannelArguments arguments_of(const std::string& server_name) {
   return arguments;
 }
 
-// What a target and options say together.
-Join joined(const std::string& target, const ConnectOptions& options) {
+// What a target and options say together, with the content of their files.
+struct Said {
+  std::string address, server_name, token, content;
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
+};
+
+Join joined(const std::string& target, const ConnectOptions& options, const std::string& join_content) {
   Join join;
-  if (is_join(target)) {
+  if (!options.join_file.empty()) {
+    if (!target.empty()) refuse("both a target and a join file are given; give one of them");
+    join = parse_join(join_content);
+  } else if (is_join(target)) {
     join = parse_join(target);
   } else {
     require_address(join.address = target);
@@ -68,15 +81,46 @@ Join joined(const std::string& target, const ConnectOptions& options) {
   return join;
 }
 
-std::shared_ptr<grpc::ChannelCredentials> credentials_of(const Join& join, const ConnectOptions& options) {
+Said read_all(const std::string& target, const ConnectOptions& options) {
+  Said said;
+  const auto content_of = [&said](const std::string& path, const char* name) {
+    const std::string content = path.empty() ? "" : file_content(path, name);
+    said.content += content + '\0';
+    return content;
+  };
+  const Join join = joined(target, options, content_of(options.join_file, "join file"));
   grpc::SslCredentialsOptions tls;
-  tls.pem_root_certs = options.ca_file.empty() ? join.ca_pem() : file_content(options.ca_file, "CA file");
-  if (tls.pem_root_certs.empty() && !join.public_ca) return nullptr;
-  if (!options.client_cert_file.empty()) {
-    tls.pem_cert_chain = file_content(options.client_cert_file, "client certificate");
-    tls.pem_private_key = file_content(options.client_key_file, "client key");
+  const std::string ca = content_of(options.ca_file, "CA file");
+  tls.pem_root_certs = ca.empty() ? join.ca_pem() : ca;
+  tls.pem_cert_chain = content_of(options.client_cert_file, "client certificate");
+  tls.pem_private_key = content_of(options.client_key_file, "client key");
+  if (!tls.pem_root_certs.empty() || join.public_ca) said.credentials = grpc::SslCredentials(tls);
+  const bool has_token = !join.token.empty() || !options.token_file.empty();
+  if (!said.credentials && (!join.server_name.empty() || !options.client_cert_file.empty())) {
+    refuse("a server name and a client certificate are for TLS; say whom to trust: a CA file, or public_ca");
   }
-  return grpc::SslCredentials(tls);
+  if (has_token && !said.credentials && !options.insecure && !is_loopback(join.address)) {
+    refuse("the token for " + join.address + " would travel in the clear; say whom to trust (a join string, a CA file, " +
+           "or public_ca), or accept the risk with insecure");
+  }
+  said.address = join.address, said.server_name = join.server_name, said.token = join.token;
+  return said;
+}
+
+// Changes with every replacement of the files, also of a link's target. Empty while they may change unseen: when one is
+// away, or was written so lately that its clock may not tell another write apart.
+std::string stamp_of(const ConnectOptions& options) {
+  std::string stamp = "/";
+  for (const auto* path : {&options.join_file, &options.ca_file, &options.client_cert_file, &options.client_key_file}) {
+    if (path->empty()) continue;
+    struct stat found {};
+    if (::stat(path->c_str(), &found) != 0 || std::time(nullptr) - found.st_ctim.tv_sec < 2) return "";
+    for (const auto each : {static_cast<long>(found.st_ino), static_cast<long>(found.st_size),
+                            static_cast<long>(found.st_ctim.tv_sec), static_cast<long>(found.st_ctim.tv_nsec)}) {
+      stamp += std::to_string(each) + "/";
+    }
+  }
+  return stamp;
 }
 
 double random_up_to(double most) {
@@ -110,24 +154,84 @@ Seconds RetryPolicy::wait(int attempt, std::optional<std::chrono::nanoseconds> h
   return std::min(max_wait, doubled) * (0.5 + random_up_to(0.5));
 }
 
-Client::Client(const std::string& target, const ConnectOptions& options) : retry_(options.retry) {
-  const Join join = joined(target, options);
-  address_ = join.address;
-  auto credentials = credentials_of(join, options);
-  token_ = [token = join.token, path = options.token_file] {
-    return path.empty() ? token : without_line_end(file_content(path, "token file", "UNAVAILABLE"));
+// Calls and streams that began over an earlier channel hold it until they end. Files that are not usable are logged and
+// leave in force what was before.
+class Following {
+ public:
+  // A channel, and what the files said when it was made.
+  struct Opened {
+    Said said;
+    std::shared_ptr<grpc::Channel> channel;
   };
-  const bool has_token = !join.token.empty() || !options.token_file.empty();
-  if (!credentials && (!join.server_name.empty() || !options.client_cert_file.empty())) {
-    refuse("a server name and a client certificate are for TLS; say whom to trust: a CA file, or public_ca");
+
+  Following(const std::string& target, const ConnectOptions& options)
+      : target_(target), options_(options), now_(opened(read_all(target, options))) {}
+
+  std::shared_ptr<const Opened> current() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::string stamp = stamp_of(options_);
+    if (stamp.empty() || stamp != stamp_) {
+      stamp_ = stamp;
+      read_again();
+    }
+    return now_;
   }
-  if (has_token && !credentials && !options.insecure && !is_loopback(address_)) {
-    refuse("the token for " + address_ + " would travel in the clear; say whom to trust (a join string, a CA file, or " +
-           "public_ca), or accept the risk with insecure");
+
+  std::string token() {
+    if (options_.token_file.empty()) return current()->said.token;
+    return without_line_end(file_content(options_.token_file, "token file", "UNAVAILABLE"));
   }
+
+  void answered() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    was_reached_ = true;
+  }
+
+  bool trust_may_return() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return was_reached_ && !(options_.join_file + options_.ca_file + options_.client_cert_file).empty();
+  }
+
+ private:
+  static std::shared_ptr<const Opened> opened(Said said) {
+    auto channel = grpc::CreateCustomChannel(said.address, said.credentials ? said.credentials : grpc::InsecureChannelCredentials(),
+                                             arguments_of(said.server_name));
+    return std::make_shared<Opened>(Opened{std::move(said), std::move(channel)});
+  }
+
+  void read_again() {
+    try {
+      Said said = read_all(target_, options_);
+      if (said.content != now_->said.content) now_ = opened(std::move(said));
+      problem_.clear();
+    } catch (const Error& error) {
+      if (problem_ != error.what()) gpr_log(GPR_ERROR, "what was before stays in force: %s", error.what());
+      problem_ = error.what();
+    }
+  }
+
+  const std::string target_;
+  const ConnectOptions options_;
+  std::mutex mutex_;
+  std::shared_ptr<const Opened> now_;
+  std::string stamp_, problem_;
+  bool was_reached_ = false;
+};
+
+Client::Client(const std::string& target, const ConnectOptions& options)
+    : retry_(options.retry), following_(std::make_shared<Following>(target, options)) {
   sessions_->add(options.session);
-  channel_ = grpc::CreateCustomChannel(address_, credentials ? credentials : grpc::InsecureChannelCredentials(),
-                                       arguments_of(join.server_name));
+}
+
+std::shared_ptr<grpc::Channel> Client::channel() const { return following_->current()->channel; }
+
+Error Client::error_of(const grpc::Status& status) const {
+  Error error = typed_error(status);
+  if (error.reason() == "UNTRUSTED_SERVER") {
+    return following_->trust_may_return() ? Error("UNAVAILABLE", error.what()) : error;
+  }
+  if (error.kind() != Kind::kRetryable) following_->answered();  // a refusal is an answer
+  return error;
 }
 
 void Client::Sessions::add(const std::string& credential) {
@@ -148,7 +252,7 @@ Client Client::as(const std::string& credential) const {
 std::unique_ptr<grpc::ClientContext> Client::new_context(const CallOptions& options,
                                                          const google::protobuf::Descriptor* request) const {
   auto context = std::make_unique<grpc::ClientContext>();
-  const std::string token = token_();
+  const std::string token = following_->token();
   if (!token.empty()) context->AddMetadata("authorization", "Bearer " + token);
   if (request != nullptr) {
     const std::lock_guard<std::mutex> lock(sessions_->mutex);
@@ -178,8 +282,8 @@ void Client::repeat(const google::protobuf::MethodDescriptor& method, const Call
     context->set_deadline(std::chrono::system_clock::now() +
                           std::chrono::duration_cast<std::chrono::nanoseconds>(options.timeout));
     const grpc::Status status = attempt(context.get());
-    if (status.ok()) return;
-    const Error error = typed_error(status);
+    if (status.ok()) return following_->answered();
+    const Error error = error_of(status);
     const Seconds wait = retry_.wait(failed, error.retry_after());
     const bool may_help = error.reason() == "UNAVAILABLE" || error.reason() == "PAYLOAD_MISSING";
     const bool is_in_time = std::chrono::steady_clock::now() + wait - started <= retry_.total;
@@ -194,7 +298,7 @@ server::v1::ServerInfo Client::server_info(const CallOptions& options) const {
   const uint32_t mine = server.descriptor()->file()->options().GetExtension(options::v1::contract_version);
   const uint32_t oldest = server.oldest_contract_version(), newest = server.contract_version();
   if (oldest <= mine && mine <= newest) return server;
-  raise(Error("INCOMPATIBLE", "the server at " + address_ + " (astraflow " + server.product_version() +
+  raise(Error("INCOMPATIBLE", "the server at " + following_->current()->said.address + " (astraflow " + server.product_version() +
                                   ") speaks contract version " + std::to_string(oldest) + " to " + std::to_string(newest) +
                                   ", this client (C++ " + kVersion + ") " + std::to_string(mine) + ": update the " +
                                   (oldest > mine ? "client" : "server")));

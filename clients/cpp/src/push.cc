@@ -129,7 +129,7 @@ bool PushStream::converse() {
   // On the next stream in the old order: the server recognises what it has.
   unsent_.insert(unsent_.begin(), in_flight_.begin(), in_flight_.end());
   in_flight_.clear();
-  if (!wrong && !status.ok() && !is_stopped_) wrong = typed_error(status);
+  if (!wrong && !status.ok() && !is_stopped_) wrong = client_.error_of(status);
   if (wrong && !(was_answered && Client::may_come_back(*wrong))) throw *wrong;
   return was_answered;
 }

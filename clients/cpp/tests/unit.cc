@@ -6,6 +6,7 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <vector>
 
 #include <google/protobuf/struct.pb.h>
@@ -113,6 +114,162 @@ class Running {
   std::optional<astraflow::Client> client_;
 };
 
+// A certificate of its own authority for a name, and its key, in PEM.
+struct Proof {
+  explicit Proof(const std::string& name) {
+    char folder[] = "/tmp/astraflow-XXXXXX";
+    check(mkdtemp(folder) != nullptr, "no temporary folder");
+    const std::string at = folder;
+    const std::string command = "cd " + at + " && openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 " +
+                                "-subj /CN=" + name + " -addext subjectAltName=DNS:" + name + " -keyout key -out cert 2> log";
+    check(std::system(command.c_str()) == 0, command);
+    cert = content(at + "/cert"), key = content(at + "/key");
+    check(std::system(("rm -r " + at).c_str()) == 0, "rm " + at);
+  }
+
+  static std::string content(const std::string& path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+
+  std::string cert, key;
+};
+
+// Keeps the tokens that it was called with.
+class TokenServer final : public astraflow::dataflow::v1::RunService::Service {
+ public:
+  grpc::Status ListRuns(grpc::ServerContext* context, const astraflow::dataflow::v1::ListRunsRequest*,
+                        astraflow::dataflow::v1::ListRunsResponse*) override {
+    const auto sent = context->client_metadata().find("authorization");
+    token = sent == context->client_metadata().end() ? "" : std::string(sent->second.data(), sent->second.size());
+    return grpc::Status::OK;
+  }
+
+  std::string token;
+};
+
+// What a server shows and asks for, and what the files of its callers say.
+struct State {
+  const Proof* shown;
+  const Proof* clients = nullptr;
+  bool moves = false;
+  std::string server_name = "localhost", token = "";
+};
+
+// A server that can become another one, and the files by which a client reaches it.
+class World {
+ public:
+  World() {
+    char folder[] = "/tmp/astraflow-XXXXXX";
+    check(mkdtemp(folder) != nullptr, "no temporary folder");
+    folder_ = folder;
+  }
+  ~World() {
+    if (server_) server_->Shutdown();
+    check(std::system(("rm -r " + folder_).c_str()) == 0, "rm " + folder_);
+  }
+
+  void serve(const State& state) {
+    if (server_) server_->Shutdown(std::chrono::system_clock::now());
+    server_.reset();
+    grpc::SslServerCredentialsOptions tls(state.clients ? GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY
+                                                        : GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE);
+    tls.pem_key_cert_pairs.push_back({state.shown->key, state.shown->cert});
+    if (state.clients) tls.pem_root_certs = state.clients->cert;
+    grpc::ServerBuilder builder;
+    const std::string address = "127.0.0.1:" + std::to_string(state.moves ? 0 : port_);
+    builder.AddListeningPort(address, grpc::SslServerCredentials(tls), &port_).RegisterService(&service);
+    server_ = builder.BuildAndStart();
+    check(server_ != nullptr, "no server at " + address);
+  }
+
+  void write(const State& state) const {
+    Struct said;
+    (*said.mutable_fields())["address"].set_string_value("127.0.0.1:" + std::to_string(port_));
+    (*said.mutable_fields())["server_name"].set_string_value(state.server_name);
+    (*said.mutable_fields())["token"].set_string_value(state.token);
+    std::string der;
+    std::istringstream lines(state.shown->cert);
+    for (std::string line; std::getline(lines, line);) der += line[0] == '-' ? "" : line;
+    (*said.mutable_fields())["ca"].mutable_list_value()->add_values()->set_string_value(der);
+    std::string json;
+    check(google::protobuf::util::MessageToJsonString(said, &json).ok(), "no JSON");
+    put("join", "af1." + base64url(json));
+    put("ca", state.shown->cert);
+    if (state.clients) put("cert", state.clients->cert), put("key", state.clients->key);
+  }
+
+  void put(const std::string& name, const std::string& content) const { std::ofstream(path(name)) << content; }
+  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+
+  TokenServer service;
+
+ private:
+  static std::string base64url(const std::string& text) {
+    static const char kAlphabet[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+    std::string written;
+    unsigned bits = 0, count = 0;
+    for (const unsigned char each : text) {
+      for (bits = bits << 8 | each, count += 8; count >= 6; count -= 6) written += kAlphabet[bits >> (count - 6) & 63];
+    }
+    if (count > 0) written += kAlphabet[bits << (6 - count) & 63];
+    return written;
+  }
+
+  std::string folder_;
+  int port_ = 0;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+void reach(const astraflow::Client& client) {
+  client.call(&astraflow::dataflow::v1::RunService::Stub::ListRuns, astraflow::dataflow::v1::ListRunsRequest());
+}
+
+void what_changes_in_the_files_is_in_force_with_the_next_call() {
+  const Proof one("localhost"), two("localhost"), renamed("other.example");
+  const std::vector<std::pair<std::string, std::vector<State>>> changes = {
+      {"address", {{&one}, {&one, nullptr, true}}},
+      {"authority", {{&one}, {&two}}},
+      {"server name", {{&one}, {&renamed, nullptr, false, "other.example"}}},
+      {"token", {{&one, nullptr, false, "localhost", "t"}, {&one, nullptr, false, "localhost", "u"}}},
+      {"CA file", {{&one}, {&two}}},
+      {"client certificate", {{&one, &one}, {&one, &two}}},
+  };
+  for (const auto& [name, states] : changes) {
+    World world;
+    std::optional<astraflow::Client> client;
+    for (const State& state : states) {
+      world.serve(state);
+      world.write(state);
+      astraflow::ConnectOptions options;
+      options.join_file = world.path("join");
+      if (name == "CA file") options.ca_file = world.path("ca");
+      if (state.clients) options.client_cert_file = world.path("cert"), options.client_key_file = world.path("key");
+      if (!client) client.emplace("", options);
+      reach(*client);
+      check(world.service.token == (state.token.empty() ? "" : "Bearer " + state.token), name + ": " + world.service.token);
+    }
+    world.put("join", "af1.torn");
+    reach(*client);  // by what was before
+  }
+}
+
+void a_server_is_awaited_whose_certificate_is_replaced_before_the_files_are() {
+  const Proof one("localhost"), two("localhost");
+  World world;
+  world.serve({&one});
+  world.write({&one});
+  astraflow::ConnectOptions options;
+  options.join_file = world.path("join");
+  const astraflow::Client client("", options);
+  reach(client);
+  world.serve({&two});
+  auto reached = std::async(std::launch::async, [&] { reach(client); });
+  check(reached.wait_for(std::chrono::milliseconds(200)) == std::future_status::timeout, "the call waits");
+  world.write({&two});
+  reached.get();
+}
+
 // Goes away on its first stream once it may, and cannot take "c" in on the second one.
 class PushServer final : public astraflow::dataflow::v1::TrajectoryService::Service {
  public:
@@ -217,6 +374,8 @@ void what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again() 
 int main(int, char** arguments) {
   join_strings_are_read_as_in_every_language(arguments[1]);
   a_token_does_not_travel_in_the_clear();
+  what_changes_in_the_files_is_in_force_with_the_next_call();
+  a_server_is_awaited_whose_certificate_is_replaced_before_the_files_are();
   columns_are_views_of_their_message();
   what_waits_is_pushed_together_and_what_could_not_be_taken_in_comes_again();
   one_response_may_acknowledge_several_pushes_and_one_that_is_not_to_what_was_sent_none();

@@ -1,9 +1,13 @@
 /** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
+<<<<<<< HEAD
 import type { Transport } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { endpointOf, type TrustOptions } from "./address.js";
 import { Connection } from "./connection.js";
+=======
+import type { TrustOptions } from "./address.js";
+>>>>>>> rotate
 import { IncompatibleError, InternalError } from "./errors.js";
 import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
 import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
@@ -13,6 +17,7 @@ import { SampleService } from "./gen/astraflow/dataflow/v1/sample_service_pb.js"
 import { TaskService } from "./gen/astraflow/dataflow/v1/task_service_pb.js";
 import { TrajectoryService } from "./gen/astraflow/dataflow/v1/trajectory_service_pb.js";
 import { VersionService } from "./gen/astraflow/dataflow/v1/version_service_pb.js";
+import { FollowingTransport, type TrustFiles } from "./following.js";
 import { contract_version } from "./gen/astraflow/options/v1/options_pb.js";
 import {
   file_astraflow_server_v1_server_info,
@@ -26,11 +31,10 @@ import { serviceClient, type CallOptions, type CallSettings, type ServiceClient 
 export const VERSION = "0.2.0";
 /** Contract version that this package was made for. */
 export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_server_info, contract_version);
-/** Largest message in either direction. */
-export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
+export { MAX_MESSAGE_BYTES } from "./following.js";
 
 /** Options of a client. */
-export interface ConnectOptions extends TrustOptions {
+export interface ConnectOptions extends TrustOptions, TrustFiles {
   /** How harmless calls are repeated while the server is unreachable. */
   retry?: Partial<RetryPolicy>;
   /**
@@ -53,16 +57,21 @@ export class Client {
   readonly evaluations: ServiceClient<typeof EvaluationService>;
   readonly samples: ServiceClient<typeof SampleService>;
   readonly admin: ServiceClient<typeof AdminService>;
+<<<<<<< HEAD
   /** `HOST:PORT`. */
   readonly address: string;
   readonly #connection: Connection;
   readonly #transport: Transport;
   readonly #settings: CallSettings;
+=======
+  readonly #transport: FollowingTransport;
+>>>>>>> rotate
 
   /**
    * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
-   * for options that do not fit.
+   * for options and files that do not fit.
    */
+<<<<<<< HEAD
   constructor(target: string | Client, { retry, session = "", ...trust }: ConnectOptions = {}) {
     const sessions = new Sessions();
     sessions.add(session);
@@ -84,6 +93,19 @@ export class Client {
       this.#settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions };
     }
     const [transport, settings] = [this.#transport, this.#settings];
+=======
+  constructor(target: string, { retry, session = "", ...trust }: ConnectOptions = {}) {
+    const transport = (this.#transport = new FollowingTransport(target, trust));
+    const settings = {
+      token: async () => {
+        const { token } = transport.endpoint;
+        return typeof token === "string" ? token : token();
+      },
+      retry: { ...DEFAULT_RETRY, ...retry },
+      sessions: new Sessions(),
+    };
+    settings.sessions.add(session);
+>>>>>>> rotate
     this.runs = serviceClient(RunService, transport, settings);
     this.tasks = serviceClient(TaskService, transport, settings);
     this.trajectories = serviceClient(TrajectoryService, transport, settings);
@@ -92,6 +114,11 @@ export class Client {
     this.evaluations = serviceClient(EvaluationService, transport, settings);
     this.samples = serviceClient(SampleService, transport, settings);
     this.admin = serviceClient(AdminService, transport, settings);
+  }
+
+  /** `HOST:PORT`, as files say it now. */
+  get address(): string {
+    return this.#transport.endpoint.address;
   }
 
   /** Asks the server who it is; needs no token. Throws IncompatibleError when this client cannot talk to it. */
@@ -110,7 +137,7 @@ export class Client {
 
   /** Closes the connection; calls in flight fail. */
   close(): void {
-    this.#connection.abort();
+    this.#transport.close();
   }
 
   [Symbol.dispose](): void {
@@ -118,7 +145,10 @@ export class Client {
   }
 }
 
-/** Returns a client of the server at `HOST:PORT`, or of a join string; the connection is made by the first call. */
+/**
+ * Returns a client of the server at `HOST:PORT`, of a join string, or of `joinFile` with an empty target; the connection
+ * is made by the first call.
+ */
 export function connect(target: string, options?: ConnectOptions): Client {
   return new Client(target, options);
 }

@@ -142,8 +142,8 @@ def _hold_field(contract: RpcContract, holder: Message, name: str, session: Sess
             f"the request of {contract.name} names {name} {named!r}, its session is of {own!r}; leave the field out, "
             f"or send the credential that {OPENED_BY[session.speaker]} returned for {named!r}"
         )
-    is_only_told = name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"
-    if not named and not is_only_told:  # without an epoch a trainer is listened to, and holds nothing
+    is_unclaimed = name == "trainer_epoch" and contract.speaker == "trainer_once_claimed"
+    if not named and not is_unclaimed:  # without an epoch a trainer is listened to, and holds nothing
         setattr(holder, name, own)
 
 

@@ -41,8 +41,10 @@ struct RetryPolicy {
   std::chrono::duration<double> wait(int attempt, std::optional<std::chrono::nanoseconds> hint) const;
 };
 
-// How to reach a server, beside its address. A join string says most of it itself; what is set here comes first.
+// How to reach a server, beside its address. A join string says most of it itself; what is set here comes first. Files are
+// read again when they change, for the calls from then on.
 struct ConnectOptions {
+  std::string join_file;    // holds a join string; in place of a target, which is then empty
   std::string token;        // sent as bearer token
   std::string token_file;   // in place of it: read again for each call, so that it can be replaced
   std::string ca_file;      // PEM: use TLS and trust these authorities, and no other
@@ -62,12 +64,16 @@ struct CallOptions {
   std::string correlation_id;
 };
 
+// A client's channel as its files say now.
+class Following;
+
 // What a server-streaming rpc sends. Leaving it, by its destructor, ends the call.
 template <class Response>
 class Stream {
  public:
-  Stream(std::unique_ptr<grpc::ClientContext> context, std::unique_ptr<grpc::ClientReader<Response>> reader)
-      : context_(std::move(context)), reader_(std::move(reader)) {}
+  Stream(std::unique_ptr<grpc::ClientContext> context, std::unique_ptr<grpc::ClientReader<Response>> reader,
+         std::function<Error(const grpc::Status&)> error_of = typed_error)
+      : context_(std::move(context)), reader_(std::move(reader)), error_of_(std::move(error_of)) {}
   Stream(Stream&&) = default;
   ~Stream() {
     if (!reader_) return;
@@ -80,7 +86,7 @@ class Stream {
     if (!reader_) return false;
     if (reader_->Read(message)) return true;
     const grpc::Status status = std::exchange(reader_, nullptr)->Finish();
-    if (!status.ok()) raise(typed_error(status));
+    if (!status.ok()) raise(error_of_(status));
     return false;
   }
 
@@ -90,6 +96,7 @@ class Stream {
  private:
   std::unique_ptr<grpc::ClientContext> context_;
   std::unique_ptr<grpc::ClientReader<Response>> reader_;
+  std::function<Error(const grpc::Status&)> error_of_;
 };
 
 // One connection to one dataflow server, made by the first call. Safe to share between threads. It speaks as the node
@@ -103,10 +110,11 @@ class Client {
   template <class Stub, class Request, class Response>
   Response call(grpc::Status (Stub::*rpc)(grpc::ClientContext*, const Request&, Response*), const Request& request,
                 const CallOptions& options = {}) const {
-    Stub stub(channel_);
     Response response;
-    repeat(method_of(*Request::descriptor()), options,
-           [&](grpc::ClientContext* context) { return (stub.*rpc)(context, request, &response); });
+    repeat(method_of(*Request::descriptor()), options, [&](grpc::ClientContext* context) {
+      Stub stub(channel());
+      return (stub.*rpc)(context, request, &response);
+    });
     constexpr bool kJoins = std::is_same_v<Response, dataflow::v1::JoinRunResponse>;
     if constexpr (kJoins || std::is_same_v<Response, dataflow::v1::ClaimPolicyResponse>) {
       sessions_->add(response.session());
@@ -118,10 +126,11 @@ class Client {
   template <class Stub, class Request, class Response>
   Stream<Response> stream(std::unique_ptr<grpc::ClientReader<Response>> (Stub::*rpc)(grpc::ClientContext*, const Request&),
                           const Request& request, const CallOptions& options = {}) const {
-    Stub stub(channel_);
+    Stub stub(channel());
     auto context = new_context(options, Request::descriptor());
     auto reader = (stub.*rpc)(context.get(), request);
-    return Stream<Response>(std::move(context), std::move(reader));
+    return Stream<Response>(std::move(context), std::move(reader),
+                            [client = *this](const grpc::Status& status) { return client.error_of(status); });
   }
 
   // Calls `each` with what a server stream sends until it returns false, and opens the stream anew when it is lost or
@@ -157,7 +166,10 @@ class Client {
   // the request, also with the credential of the node or trainer that speaks in its rpc.
   std::unique_ptr<grpc::ClientContext> new_context(const CallOptions& options = {},
                                                    const google::protobuf::Descriptor* request = nullptr) const;
-  const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
+  // The channel as files say now; ask for each call.
+  std::shared_ptr<grpc::Channel> channel() const;
+  // The error of a call. A server that is not trusted any more, where files may bring its new authority, is UNAVAILABLE.
+  Error error_of(const grpc::Status& status) const;
 
   // Whether a stream that failed so is opened anew: the server is away, or has a defect; it did not refuse.
   static bool may_come_back(const Error& error);
@@ -178,11 +190,9 @@ class Client {
   void repeat(const google::protobuf::MethodDescriptor& method, const CallOptions& options,
               const std::function<grpc::Status(grpc::ClientContext*)>& attempt) const;
 
-  std::string address_;
-  std::function<std::string()> token_;
   RetryPolicy retry_;
   std::shared_ptr<Sessions> sessions_ = std::make_shared<Sessions>();
-  std::shared_ptr<grpc::Channel> channel_;
+  std::shared_ptr<Following> following_;
 };
 
 }  // namespace astraflow
