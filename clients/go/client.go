@@ -177,43 +177,18 @@ func Connect(target string, options ...Option) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-<<<<<<< HEAD
-	security := grpc.WithInsecure() //nolint:staticcheck // Debian 12 has a gRPC without credentials/insecure
-	if chosen.tls != nil {
-		chosen.tls.ServerName = chosen.join.ServerName
-		security = grpc.WithTransportCredentials(credentials.NewTLS(chosen.tls))
-	}
-	pause := backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second}
-	connection, err := grpc.Dial("dns:///"+chosen.join.Address, security, //nolint:staticcheck // as above: no NewClient
-		grpc.WithUserAgent("astraflow-go/"+Version),
-		grpc.WithDisableServiceConfig(),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: pause, MinConnectTimeout: 5 * time.Second}),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{
-			Time: 20 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true,
-		}),
-		grpc.WithDefaultCallOptions(
-			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
-	)
-	if err != nil {
-		return nil, newError(InvalidArgument, "cannot connect to %s: %v", chosen.join.Address, err)
-	}
-	calls := &channel{connection: connection, token: chosen.token, retry: chosen.retry}
-	return newClient(calls, chosen.join.Address, chosen.session), nil
+	chosen := connections.now
+	return newClient(&channel{following: connections, retry: chosen.retry}, chosen.session), nil
 }
 
 // As returns a client over the same connection that speaks as the holder of a credential of JoinRun or ClaimPolicy.
 func (c *Client) As(credential string) *Client {
 	own := c.Channel.(*channel)
-	return newClient(&channel{connection: own.connection, token: own.token, retry: own.retry}, c.address, credential)
+	return newClient(&channel{following: own.following, retry: own.retry}, credential)
 }
 
-func newClient(calls *channel, address, credential string) *Client {
+func newClient(calls *channel, credential string) *Client {
 	calls.sessions.add(credential)
-=======
-	chosen := connections.now
-	calls := &channel{following: connections, retry: chosen.retry}
-	calls.sessions.add(chosen.session)
->>>>>>> rotate
 	return &Client{
 		Runs:         dataflowv1.NewRunServiceClient(calls),
 		Tasks:        dataflowv1.NewTaskServiceClient(calls),
@@ -224,14 +199,8 @@ func newClient(calls *channel, address, credential string) *Client {
 		Samples:      dataflowv1.NewSampleServiceClient(calls),
 		Admin:        dataflowv1.NewAdminServiceClient(calls),
 		Channel:      calls,
-<<<<<<< HEAD
-		address:      address,
-		connection:   calls.connection,
+		following:    calls.following,
 	}
-=======
-		following:    connections,
-	}, nil
->>>>>>> rotate
 }
 
 func (s *settings) dial() (*grpc.ClientConn, error) {

@@ -8,7 +8,6 @@ import secrets
 import signal
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 

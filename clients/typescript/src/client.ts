@@ -1,13 +1,6 @@
 /** The client of the dataflow server: its services over one connection, and whether both sides match. */
 import { getOption } from "@bufbuild/protobuf";
-<<<<<<< HEAD
-import type { Transport } from "@connectrpc/connect";
-import { createGrpcTransport } from "@connectrpc/connect-node";
-import { endpointOf, type TrustOptions } from "./address.js";
-import { Connection } from "./connection.js";
-=======
 import type { TrustOptions } from "./address.js";
->>>>>>> rotate
 import { IncompatibleError, InternalError } from "./errors.js";
 import { AdminService } from "./gen/astraflow/dataflow/v1/admin_service_pb.js";
 import { BatchService } from "./gen/astraflow/dataflow/v1/batch_service_pb.js";
@@ -57,55 +50,28 @@ export class Client {
   readonly evaluations: ServiceClient<typeof EvaluationService>;
   readonly samples: ServiceClient<typeof SampleService>;
   readonly admin: ServiceClient<typeof AdminService>;
-<<<<<<< HEAD
-  /** `HOST:PORT`. */
-  readonly address: string;
-  readonly #connection: Connection;
-  readonly #transport: Transport;
-  readonly #settings: CallSettings;
-=======
   readonly #transport: FollowingTransport;
->>>>>>> rotate
+  readonly #settings: CallSettings;
 
   /**
    * Connects with the first call. Throws InvalidArgumentError for what is neither `HOST:PORT` nor a join string, and
    * for options and files that do not fit.
    */
-<<<<<<< HEAD
   constructor(target: string | Client, { retry, session = "", ...trust }: ConnectOptions = {}) {
     const sessions = new Sessions();
     sessions.add(session);
     if (target instanceof Client) {
-      this.address = target.address;
-      this.#connection = target.#connection;
       this.#transport = target.#transport;
       this.#settings = { ...target.#settings, sessions };
     } else {
-      const { address, baseUrl, token, tls } = endpointOf(target, trust);
-      this.address = address;
-      this.#connection = new Connection(baseUrl, tls);
-      this.#transport = createGrpcTransport({
-        baseUrl,
-        sessionManager: this.#connection,
-        readMaxBytes: MAX_MESSAGE_BYTES,
-        writeMaxBytes: MAX_MESSAGE_BYTES,
-      });
+      const following = (this.#transport = new FollowingTransport(target, trust));
+      const token = async () => {
+        const { token } = following.endpoint;
+        return typeof token === "string" ? token : token();
+      };
       this.#settings = { token, retry: { ...DEFAULT_RETRY, ...retry }, sessions };
     }
     const [transport, settings] = [this.#transport, this.#settings];
-=======
-  constructor(target: string, { retry, session = "", ...trust }: ConnectOptions = {}) {
-    const transport = (this.#transport = new FollowingTransport(target, trust));
-    const settings = {
-      token: async () => {
-        const { token } = transport.endpoint;
-        return typeof token === "string" ? token : token();
-      },
-      retry: { ...DEFAULT_RETRY, ...retry },
-      sessions: new Sessions(),
-    };
-    settings.sessions.add(session);
->>>>>>> rotate
     this.runs = serviceClient(RunService, transport, settings);
     this.tasks = serviceClient(TaskService, transport, settings);
     this.trajectories = serviceClient(TrajectoryService, transport, settings);
