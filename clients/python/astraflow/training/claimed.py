@@ -53,9 +53,9 @@ class ClaimedBatch:
 
 
 class ClaimedPolicy:
-    """Claims in its constructor, which fences every older trainer; its client speaks under this claim from then on. Every
-    call raises FencedError once another trainer has claimed. Steps are counted from 1; what is acked `trained` and not
-    yet `durable` is handed out again.
+    """Claims in its constructor, which fences every older trainer; its client speaks under this claim from then on.
+    Every call raises FencedError once another trainer has claimed. Steps are counted from 1; what is acked `trained`
+    and not yet `durable` is handed out again.
 
         policy = ClaimedPolicy(client, trainer_id="mine")
         batch = policy.next_batch(step=1, base_version=0)
