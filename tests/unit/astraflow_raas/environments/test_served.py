@@ -75,7 +75,10 @@ async def test_a_service_learns_no_name_that_it_could_use_at_another() -> None:
             for name, service in (("A", first), ("B", second))
         }
         for number in (1, 2):  # a restart of the node is known to each
-            served, credential = ServedEnvironments(connections), issue(replace(node, number=number), key=new_key())
+            served, credential = (
+                ServedEnvironments(connections),
+                issue(replace(node, number=number), key=new_key()),
+            )
             served.speak_as(credential)
             for name in connections:
                 await served.open(name, turn_timeout_s=20).reset(TASK)
@@ -92,7 +95,10 @@ async def test_a_service_learns_no_name_that_it_could_use_at_another() -> None:
 
 
 ANSWERS: dict[str, tuple[Shown, str]] = {
-    "a reward that is no number": (lambda seen: setattr(seen, "reward", math.nan), "reward nan is not finite"),
+    "a reward that is no number": (
+        lambda seen: setattr(seen, "reward", math.nan),
+        "reward nan is not finite",
+    ),
     "an endless reward": (lambda seen: setattr(seen, "reward", -math.inf), "reward -inf is not finite"),
     "an endless metric": (lambda seen: seen.metrics.update({"score": math.inf}), r"not so: \['score'\]"),
     "too many messages": (
