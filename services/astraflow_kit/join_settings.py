@@ -34,7 +34,8 @@ class JoinSettings(DaemonSettings):
     ] = ""
     """Address of the dataflow server; as the variable also a join string."""
     join_file: Path | None = None
-    """File holding a join string: address, authority and token in one (`astraflow join-token`)."""
+    """File holding a join string: address, authority and token in one (`astraflow join-token`). Like the other files,
+    read again when it changes."""
     token_file: Path | None = None
     """File holding the token to call with; read again for each call."""
     ca_file: Path | None = None

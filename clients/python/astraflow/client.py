@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 import grpc
@@ -130,8 +131,8 @@ _ONCE = RetryPolicy(total_s=0.0)
 class _Calls:
     """What both twins share: the metadata of a call, and whether and when it may be repeated."""
 
-    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None) -> None:
-        self._dialled = Connection.of(target) if isinstance(target, str) else target
+    def __init__(self, target: str | Path | Connection, *, retry: RetryPolicy | None) -> None:
+        self._dialled = target if isinstance(target, Connection) else Connection.of(target)
         self._retry = retry or RetryPolicy()
         self._end_s = math.inf
         self.session = ""
@@ -230,7 +231,7 @@ class AsyncClient(_Calls):
     """Asyncio client. Safe to share between tasks of one event loop; close it, or use it as a context
     manager."""
 
-    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, target: str | Path | Connection, *, retry: RetryPolicy | None = None) -> None:
         super().__init__(target, retry=retry)
         self.channel = async_channel(self._dialled)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)
@@ -323,7 +324,7 @@ class AsyncClient(_Calls):
 class Client(_Calls):
     """Blocking twin of `AsyncClient`; safe to share between threads."""
 
-    def __init__(self, target: str | Connection, *, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, target: str | Path | Connection, *, retry: RetryPolicy | None = None) -> None:
         super().__init__(target, retry=retry)
         self.channel = blocking_channel(self._dialled)
         self.runs = run_service_pb2_grpc.RunServiceStub(self.channel)

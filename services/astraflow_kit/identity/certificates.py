@@ -99,6 +99,8 @@ class ServerCertificate:
         pair = self.current()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Who resumes a session shows no certificate, so another authority of clients would not count for it.
+        context.num_tickets = 0
         context.load_cert_chain(self._cert, self._key)
         if pair.client_ca:
             context.load_verify_locations(cadata=pair.client_ca.decode())

@@ -1,6 +1,7 @@
 """Who reads a daemon's pages, over what, and what probes are told."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from astraflow_kit.identity.certificates import ServerCertificate
 from astraflow_kit.lifecycle import Lifecycle
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
@@ -111,6 +113,42 @@ async def test_pages_speak_tls_1_3_and_show_a_replaced_certificate(
         async with httpx.AsyncClient(base_url=f"https://{pages.address}", verify=trusted) as old:
             with pytest.raises(httpx.ConnectError):
                 await old.get("/status")
+
+
+def test_pages_forget_a_client_whose_authority_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_kit.identity.watched.LOOK_EVERY_S", 0.0)
+    pairs = {}
+    for name in ("server", "old", "new"):
+        (tmp_path / name).mkdir()
+        pairs[name] = self_signed(tmp_path / name)
+    in_force = tmp_path / "clients.pem"
+    in_force.write_bytes(pairs["old"]["tls_cert_file"].read_bytes())
+    settings = DaemonSettings(**pairs["server"], tls_client_ca_file=in_force)  # type: ignore[arg-type]
+    context = ServerCertificate(settings).ssl_context()
+    client = ssl.create_default_context(cafile=str(pairs["server"]["tls_cert_file"]))
+    client.load_cert_chain(pairs["old"]["tls_cert_file"], pairs["old"]["tls_key_file"])
+    session = shaken(context, client, None)
+    in_force.write_bytes(pairs["new"]["tls_cert_file"].read_bytes())
+    for resumed in (None, session):
+        with pytest.raises(ssl.SSLError):
+            shaken(context, client, resumed)
+
+
+def shaken(
+    server: ssl.SSLContext, client: ssl.SSLContext, resumed: ssl.SSLSession | None
+) -> ssl.SSLSession | None:
+    """Shake hands, and say a word to each other; what the client could resume."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = server.wrap_bio(to_server, to_client, server_side=True)
+    theirs = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=resumed)
+    steps = [theirs.do_handshake, ours.do_handshake, theirs.do_handshake, ours.do_handshake]
+    steps += [lambda: ours.write(b"hello"), lambda: theirs.read(5)]  # type: ignore[list-item]
+    for step in steps:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            step()
+    return theirs.session
 
 
 @pytest.mark.parametrize(

@@ -460,6 +460,33 @@ async def test_mutual_tls_wants_a_certificate_of_the_clients_authority(tmp_path:
             assert (await say(channel, "hello")).value == "hello"
 
 
+async def test_a_replaced_authority_of_clients_decides_over_the_next_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("astraflow_kit.identity.watched.LOOK_EVERY_S", 0.0)
+    pairs = {}
+    for name in ("server", "old", "new"):
+        (tmp_path / name).mkdir()
+        pairs[name] = self_signed(tmp_path / name)
+    in_force = tmp_path / "clients.pem"
+    in_force.write_bytes(pairs["old"]["tls_cert_file"].read_bytes())
+    root = pairs["server"]["tls_cert_file"].read_bytes()
+    async with serving(load(DaemonSettings, {**pairs["server"], "tls_client_ca_file": in_force})) as (
+        server,
+        _,
+    ):
+        for known, stranger in (("old", "new"), ("new", "old")):
+            in_force.write_bytes(pairs[known]["tls_cert_file"].read_bytes())
+            for name in (stranger, known):
+                shown = [pairs[name][part].read_bytes() for part in ("tls_key_file", "tls_cert_file")]
+                credentials = grpc.ssl_channel_credentials(root, *shown)
+                async with grpc.aio.secure_channel(server.address, credentials) as channel:
+                    if name == known:
+                        assert (await say(channel, "hello")).value == "hello"
+                    else:
+                        await refusal(say(channel, "hello"), errors.UnavailableError)
+
+
 async def test_a_reachable_address_says_what_it_gives_up() -> None:
     lines = logged()
     async with serving(DaemonSettings(host="0.0.0.0", insecure=True)):

@@ -62,8 +62,10 @@ class Connection:
             )
 
     @classmethod
-    def of(cls, target: str) -> Self:
-        """What an address (without TLS), or a join string, says."""
+    def of(cls, target: str | Path) -> "Connection":
+        """What an address (without TLS), a join string, or the file of one says."""
+        if isinstance(target, Path):
+            return dial("", join_file=target, files=DialFiles())
         return cls.joining(parse_join(target)) if is_join_string(target) else cls(target)
 
     @classmethod

@@ -71,7 +71,7 @@ def test_a_join_string_says_all_of_it() -> None:
 def test_a_join_file_is_read_again_for_each_call(tmp_path: Path) -> None:
     file = tmp_path / "join"
     file.write_text(format_join(JOIN) + "\n")
-    connection = dial("", join_file=file, files=DialFiles())
+    connection = Connection.of(file)
     assert connection.current() is connection, "nothing has changed"
     file.write_text(format_join(JoinString(address="other:1", public_ca=True, token="second")))
     assert connection.current_token() == "second"
