@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -22,12 +22,25 @@ from pydantic import TypeAdapter
 
 from astraflow.plugins import Episode, Message, Observation, Score, TaskSpec
 from astraflow_environment.adapters.terminal import Terminal
+from astraflow_kit.sandbox import groups
 from astraflow_raas.agents.program import AgentFailed
 from astraflow_raas.rewards.code_tests import CodeTests
 from astraflow_raas.workflows.agent_process import AgentProcess, AgentProcessSettings
 from support.agents import ScriptedPolicy, serving_agents
-from support.escapes import AGENTS, CODE, HOGS, TERMINAL, TerminalEscape, code_program, shell_task
+from support.escapes import (
+    AGENTS,
+    CODE,
+    HOGS,
+    IN_CI,
+    TERMINAL,
+    AgentEscape,
+    CodeEscape,
+    TerminalEscape,
+    code_program,
+    shell_task,
+)
 from support.sandbox import needs_bubblewrap, without_override_of_permissions
+from support.scripted_dataflow import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.ci, needs_bubblewrap]
 
@@ -39,6 +52,14 @@ __attribute__((constructor)) static void forge(void) {
   if (fd >= 0 && write(fd, "1", 1) == 1) _exit(0);
 }
 """
+
+
+def rows(surface: str, table: Collection[str]) -> pytest.MarkDecorator:
+    """Those of ci, and the others for soak."""
+    in_ci = set(" ".join(IN_CI[surface].split()).split("; "))
+    assert in_ci <= set(table), in_ci - set(table)
+    marked = [pytest.param(name, marks=() if name in in_ci else pytest.mark.soak) for name in table]
+    return pytest.mark.parametrize("attempt", marked)
 
 
 @dataclass(frozen=True)
@@ -93,27 +114,31 @@ def many_open_files() -> Iterator[None]:
             os.close(number)
 
 
-async def earned(program: str, wanted: str, *, seconds: float = 15.0) -> float:
-    data = {"test_list": [f"assert f() == {wanted}  # SECRET={wanted}"]}
-    reward = CodeTests(test_s=seconds, wall_s=2 * seconds, memory_mb=256)
+async def passed(program: str, *tests: str, seconds: float = 60.0) -> float:
+    reward = CodeTests(reward="fraction", test_s=seconds, wall_s=2 * seconds, memory_mb=256)
     with many_open_files():
-        score = await reward(TaskSpec("t", (), data), f"```python\n{program}\n```")
+        score = await reward(TaskSpec("t", (), {"test_list": tests}), f"```python\n{program}\n```")
     assert score.metrics["has_code"] == 1.0
     return score.reward
 
 
+async def escaped(escape: CodeEscape, host: Host) -> float:
+    """The share of what it must not earn; it must have shown its sign."""
+    signs = ("assert shows_sign()",) if escape.sign else ()
+    loots = f"assert loot() == {host.secret!r}  # SECRET={host.secret!r}"
+    program = host.fill(code_program(escape))
+    share = await passed(program, *signs, loots, seconds=60.0 if escape.sign else 1.0)
+    return share * (1 + len(signs)) - len(signs)
+
+
 async def test_a_program_that_knows_the_answer_earns_it(host: Host) -> None:
-    assert await earned(f"def f(): return {host.secret!r}", repr(host.secret)) == 1.0
-    assert await earned("def f(): return 1", repr(host.secret)) == 0.0
+    for answer, share in ((host.secret, 1.0), ("no", 0.0)):
+        assert await passed(f"def f(): return {answer!r}", f"assert f() == {host.secret!r}") == share
 
 
-@pytest.mark.parametrize("attempt", CODE)
+@rows("code", CODE)
 async def test_a_program_that_escapes_earns_nothing(attempt: str, host: Host) -> None:
-    escape = CODE[attempt]
-    if escape.sign:
-        assert await earned(host.fill(code_program(escape, show_sign=True)), "True") == 1.0, "was not refused"
-    program = host.fill(code_program(escape, show_sign=False))
-    assert await earned(program, repr(host.secret), seconds=15.0 if escape.sign else 1.0) == 0.0
+    assert await escaped(CODE[attempt], host) == 0.0, "1 is earned; -1 was not refused"
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +176,7 @@ async def test_a_shell_that_writes_the_answer_earns_it(host: Host, evil: bytes) 
         assert (end.done, end.reward, end.metrics["graded"]) == (True, reward, 1.0)
 
 
-@pytest.mark.parametrize("attempt", TERMINAL)
+@rows("terminal", TERMINAL)
 async def test_a_shell_that_escapes_earns_nothing(attempt: str, host: Host, evil: bytes) -> None:
     escape = TERMINAL[attempt]
     printed, end = await played(escape, host, evil)
@@ -181,24 +206,25 @@ def alive_with(mark: str) -> list[psutil.Process]:
 
 def free_readers(folder: Path) -> None:
     """End whoever waits for a writer of a result, so that the loop can end."""
-    for path in folder.glob("*/result.json"):
+    for path in folder.glob("*/work/*/result.json"):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
-async def run_agent(program: str, host: Host, scratch: Path) -> Episode:
+async def run_agent(escape: AgentEscape, host: Host, scratch: Path) -> Episode:
     async def judged(task: TaskSpec, completion: str, *, policies: object = None) -> Score:
         return Score(float(completion == task.data["answer"]))
 
-    (recipe := scratch / "recipe").mkdir()
-    (recipe / "agent.py").write_text(f"import os, signal, sys, time\n{host.fill(program)}")
-    (work := scratch / "work").mkdir()
+    own = Path(tempfile.mkdtemp(dir=scratch))
+    (recipe := own / "recipe").mkdir()
+    (recipe / "agent.py").write_text(f"import os, signal, sys, time\n{host.fill(escape.program)}")
+    (work := own / "work").mkdir()
     async with serving_agents() as endpoint:
         workflow = AgentProcess(
             settings=AgentProcessSettings(
                 command=("python", "agent.py"),
                 hidden_data=("answer",),
-                timeout_s=4.0,
+                timeout_s=escape.seconds,
                 env={"MARK": host.mark},
             ),
             reward=judged,
@@ -218,80 +244,91 @@ async def test_an_agent_that_asks_its_policy_earns_what_that_says(host: Host, sc
         "request.add_header('authorization', 'Bearer ' + os.environ['OPENAI_API_KEY'])\n"
         "urllib.request.urlopen(request)"
     )
-    assert (await run_agent(program, host, scratch)).trajectories[0].reward == 1.0
+    assert (await run_agent(AgentEscape(program, ""), host, scratch)).trajectories[0].reward == 1.0
 
 
-# An agent is the author's program and runs as the node's user: where no control group holds it, it may kill its guard.
-UNGUARDED = pytest.mark.xfail(strict=False, reason="only control groups hold a daemon that killed its guard")
+def is_held(attempt: str) -> bool:
+    """An agent runs as the node's user and may kill its guard: then only a control group holds its daemons."""
+    return attempt != "a daemon without its guard" or "by control groups" in groups.describe()
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [pytest.param(name, marks=UNGUARDED) if "without its guard" in name else name for name in AGENTS],
-)
+@rows("agents", AGENTS)
 async def test_an_agent_that_escapes_fails_by_name_and_leaves_nothing(
     attempt: str, host: Host, scratch: Path
 ) -> None:
     escape = AGENTS[attempt]
-    failing = asyncio.create_task(run_agent(escape.program, host, scratch))
+    failing = asyncio.create_task(run_agent(escape, host, scratch))
     try:
-        await asyncio.wait((failing,), timeout=30)
+        await asyncio.wait((failing,), timeout=150)
         assert failing.done(), "the episode does not end"
         with pytest.raises(AgentFailed, match=f"(?s){escape.failure}"):
             failing.result()
-        assert alive_with(host.mark) == []
-        assert list((scratch / "work").iterdir()) == []
+        assert (alive_with(host.mark) == []) is is_held(attempt)
+        assert list(scratch.glob("*/work/*")) == []  # noqa: ASYNC240 - not a disk
     finally:
-        free_readers(scratch / "work")
+        free_readers(scratch)
         for process in alive_with(host.mark):
             process.kill()
 
 
-@pytest.mark.parametrize("hog", HOGS)
-async def test_who_runs_beside_an_escape_does_not_wait_for_it(hog: str, host: Host) -> None:
+def cpu_s_beside(known: Collection[psutil.Process]) -> float:
+    """CPU seconds of this process's descendants but the known ones."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += 0.0 if process in known else sum(process.cpu_times()[:2])
+    return total
+
+
+@rows("hogs", HOGS)
+async def test_who_runs_beside_an_escape_does_not_wait_for_it(attempt: str, host: Host) -> None:
     reward = CodeTests(test_s=600, wall_s=600, memory_mb=256, concurrency=2)
     data = {"stdio": [{"stdin": "", "stdout": "yes"}]}
-    greedy = asyncio.create_task(reward(TaskSpec("t", (), data), f"```python\n{HOGS[hog]}\n```"))
+    before = set(psutil.Process().children(recursive=True))
+    greedy = asyncio.create_task(reward(TaskSpec("t", (), data), f"```python\n{HOGS[attempt]}\n```"))
+    await eventually(lambda: greedy.done() or cpu_s_beside(before) > 0.5, what="it keeps the processor busy")
     for _ in range(3):
         assert (await reward(TaskSpec("t", (), data), "```python\nprint('yes')\n```")).reward == 1.0
-    if hog != "output without end":
-        assert not greedy.done()
+    assert not greedy.done()
     greedy.cancel()
     await asyncio.wait((greedy,))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-async def test_all_escapes_at_once_beside_honest_work(host: Host, evil: bytes) -> None:
+async def test_all_escapes_at_once_beside_honest_work(host: Host, evil: bytes, scratch: Path) -> None:
     """Three times over: each earns nothing, each honest one between them 1."""
     slots = asyncio.Semaphore(8)
 
-    async def program(name: str) -> tuple[str, float]:
-        async with slots:
-            return name, await earned(
-                host.fill(code_program(CODE[name], show_sign=False)), repr(host.secret), seconds=2
-            )
+    async def program(name: str) -> float:
+        return await escaped(CODE[name], host)
 
-    async def shell(name: str) -> tuple[str, float]:
-        async with slots:
-            return name, (await played(TERMINAL[name], host, evil))[1].reward
+    async def shell(name: str) -> float:
+        return (await played(TERMINAL[name], host, evil))[1].reward
 
-    async def honest() -> tuple[str, float]:
+    async def agent(name: str) -> float:
+        with pytest.raises(AgentFailed):
+            await run_agent(AGENTS[name], host, scratch)
+        return 0.0
+
+    async def honest(_: str) -> float:
         answer = TerminalEscape((f"echo '\"{host.secret}\"' > answer.json",), "")
+        assert (await played(answer, host, evil))[1].reward == 1.0
+        return await passed(f"def f(): return {host.secret!r}", f"assert f() == {host.secret!r}") - 1.0
+
+    async def tried(run: Callable[[str], Awaitable[float]], name: str) -> tuple[str, float]:
         async with slots:
-            assert (await played(answer, host, evil))[1].reward == 1.0
-            return "honest", await earned(f"def f(): return {host.secret!r}", repr(host.secret)) - 1.0
+            return name, await run(name)
 
     for _ in range(3):
         found = await asyncio.gather(
             *(
-                work
-                for code, other in zip_longest(CODE, TERMINAL)
-                for work in (
-                    *((program(code),) if code else ()),
-                    *((shell(other),) if other else ()),
-                    honest(),
-                )
+                tried(run, name)
+                for names in zip_longest(CODE, TERMINAL, AGENTS)
+                for run, name in zip((program, shell, agent, honest), (*names, "honest"), strict=True)
+                if name
             )
         )
         assert [name for name, reward in found if reward] == []
+    for process in alive_with(host.mark):
+        process.kill()

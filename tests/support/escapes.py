@@ -58,8 +58,8 @@ CODE: dict[str, CodeEscape] = {
     ),
     "the tests in /proc/self": _code("return open('/proc/self/cmdline').read()", _REFUSED),
     "the tests through the files of the harness": _code(
-        "found = ''\nfor root, _, files in os.walk('/harness'):\n for name in files:\n  found += open(os.path.join(root, name), errors='replace').read()\n"
-        "import re\nhit = re.search(r'SECRET=.([0-9a-f]+)', found)\nreturn hit and hit[1]",
+        "found = ''\nfor root, _, files in os.walk('/run/astraflow'):\n for name in files:\n  found += open(os.path.join(root, name), errors='replace').read()\n"
+        "import re\nassert 'close_descriptors' in found\nhit = re.search(r'SECRET=.([0-9a-f]+)', found)\nreturn hit and hit[1]",
         "value is None",
     ),
     "the tests in every file that can be read": _code(
@@ -67,6 +67,19 @@ CODE: dict[str, CodeEscape] = {
         " try: hit = re.search(r'SECRET=.([0-9a-f]+)', open(path, errors='replace').read(2**20))\n except OSError: continue\n"
         " if hit: return hit[1]",
         "value is None",
+    ),
+    "the tests in memory and frames": _code(
+        "import gc, re\nframe, seen = sys._getframe(), gc.get_objects()\nwhile frame: seen += [frame.f_locals, frame.f_globals]; frame = frame.f_back\n"
+        "for each in seen:\n hit = re.search('SECRET' + '=.([0-9a-f]+)', repr(each)[:9999])\n if hit: return hit[1]",
+        "value is None",
+    ),
+    "the environment of the node": _code("return os.environ.get('NODE_SECRET')", "value is None"),
+    "reading a file of the host": _code("return open('{path}').read()", _REFUSED),
+    "writing to a file of the host": _code("open('{path}', 'w').write('gone')", _REFUSED),
+    "users of the machine": _code("return open('/etc/passwd').read()", _REFUSED),
+    "programs of the machine and the harness": _code(
+        "refused = 0\nfor path in ('/usr/lib/x', '/run/astraflow/x', '/x', sys.executable):\n try: open(path, 'ab')\n except OSError: refused += 1\nreturn refused",
+        "value == 4",
     ),
     "ptrace of everybody": _code(
         "call.restype = ctypes.c_long\nerrors = [call(101, 16, pid, 0, 0) for pid in range(1, 64)]\nassert set(errors) == {-1}\nreturn ''",
@@ -77,6 +90,7 @@ CODE: dict[str, CodeEscape] = {
     "signals to the parent": _code("os.kill(os.getppid(), 9)", _REFUSED),
     "stopping the parent": _code("os.kill(os.getppid(), 19)", _REFUSED),
     "signals to the group of the parent": _code("os.killpg(os.getpgid(os.getppid()), 9)", _REFUSED),
+    "signals to everybody": _code("os.kill(-1, 9)", _REFUSED),
     "signals by a queue": _call("call(129, os.getppid(), 9, 0)"),
     "a preload for the next program": _code(
         "os.environ['LD_PRELOAD'] = '/tmp/x.so'\nos.execve('/usr/bin/id', ['id'], os.environ)", _REFUSED
@@ -110,6 +124,7 @@ CODE: dict[str, CodeEscape] = {
     "a server on loopback": _code(
         "import socket\nreturn socket.create_connection(('127.0.0.1', {port}), 2).recv(99).decode()", _REFUSED
     ),
+    "the network": _code("import socket\nsocket.create_connection(('192.0.2.1', 53), 1)", _REFUSED),
     "raw sockets": _code("import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)", _REFUSED),
     "abstract sockets of the host": _code(
         "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(b'\\0{mark}')\nreturn s.recv(99).decode()",
@@ -122,7 +137,7 @@ CODE: dict[str, CodeEscape] = {
         _REFUSED,
     ),
     "fork bomb": _code("for _ in range(500): os.fork()", _REFUSED),
-    "fork bomb by clone and vfork": _call("call(56, 17, 0, 0, 0, 0)"),
+    "fork bomb by system calls": _call("max(call(57), call(58), call(56, 17, 0, 0, 0, 0), call(435, 0, 0))"),
     "zombie flood": _code(
         "for _ in range(500):\n if os.posix_spawn('/usr/bin/true', ['true'], {{}}) == 0: os._exit(0)".replace(
             "{{}}", "{}"
@@ -412,14 +427,12 @@ TERMINAL: dict[str, TerminalEscape] = {
 """Against a task whose tests compare /app/answer.json with a secret."""
 
 
-def code_program(escape: CodeEscape, *, show_sign: bool) -> str:
-    """`f` tries it, and returns its loot; or else whether the attempt showed its sign."""
-    if not show_sign:
-        return f"{escape.attempt}\ndef f():\n    return attempt()\n"
+def code_program(escape: CodeEscape) -> str:
+    """`loot` tries it and returns what it got; `shows_sign` tries it, and raises unless the attempt showed its sign."""
     return (
-        f"{escape.attempt}\ndef f():\n    error = value = None\n    try:\n        value = attempt()\n"
-        f"    except BaseException as raised:\n        error = raised\n"
-        f"    if not ({escape.sign}): raise ValueError(f'{{error!r}} {{value!r}}')\n    return True\n"
+        f"{escape.attempt}\nloot = attempt\ndef shows_sign():\n    error = value = None\n    try:\n"
+        f"        value = attempt()\n    except BaseException as raised:\n        error = raised\n"
+        f"    if not ({escape.sign or None}): raise ValueError(f'{{error!r}} {{value!r}}')\n    return True\n"
     )
 
 
@@ -444,6 +457,8 @@ class AgentEscape:
 
     program: str
     failure: str
+    seconds: float = 120.0
+    """That it may take; few where it takes all."""
 
 
 _DAEMON = (
@@ -456,10 +471,10 @@ _DAEMON = (
 AGENTS: dict[str, AgentEscape] = {
     "a daemon that is deaf": AgentEscape(_DAEMON + "sys.exit(3)", "status 3.*daemon"),
     "a daemon without its guard": AgentEscape(
-        _DAEMON + "os.kill(os.getppid(), 9); time.sleep(600)", "daemon"
+        _DAEMON + "os.kill(os.getppid(), 9); time.sleep(600)", "daemon", seconds=4.0
     ),
     "a daemon of a guard that is stopped": AgentEscape(
-        _DAEMON + "os.kill(os.getppid(), 19); time.sleep(600)", "did not end within.*daemon"
+        _DAEMON + "os.kill(os.getppid(), 19); time.sleep(600)", "did not end within.*daemon", seconds=4.0
     ),
     "a daemon that holds the output": AgentEscape(
         _DAEMON + "os.kill(os.getpid(), 11)", "signal SIGSEGV.*daemon"
@@ -474,7 +489,9 @@ AGENTS: dict[str, AgentEscape] = {
         "made",
     ),
     "giant output": AgentEscape("while True: print('x' * 2**20)", "wrote more than"),
-    "time": AgentEscape("print('sleeps', flush=True); time.sleep(600)", "did not end within.*sleeps"),
+    "time": AgentEscape(
+        "print('sleeps', flush=True); time.sleep(600)", "did not end within.*sleeps", seconds=4.0
+    ),
     "a result that nobody writes": AgentEscape(
         "os.mkfifo(os.environ['ASTRAFLOW_RESULT'])", "ASTRAFLOW_RESULT"
     ),
@@ -527,10 +544,32 @@ AGENTS: dict[str, AgentEscape] = {
 """Each ends as an AgentFailed with a name; a node runs its agents as its own user, so what that user may is no escape."""
 HOGS: dict[str, str] = {
     "an endless loop": "while True: pass",
-    "threads that never rest": "import threading\ndef f():\n while True: pass\nfor _ in range(30): threading.Thread(target=f).start()",
-    "output without end": "while True: print('x' * 10**6)",
+    "threads that never rest": "import threading\nthreading.stack_size(2**16)\ndef f():\n while True: pass\nfor _ in range(30): threading.Thread(target=f).start()\nprint('30')\nf()",
     "memory again and again": "while True: bytearray(2**27)",
     "files again and again": "while True:\n with open('/tmp/x', 'wb') as file: file.write(bytes(2**23))",
     "processes again and again": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
 }
 """Programs that never end; others at their side do not wait for them."""
+IN_CI = {
+    "code": """
+verdict by the descriptor in argv; verdict by every descriptor to 4096; verdict by every descriptor, then silence;
+descriptors handed over by pidfd; a verdict in the parent's /proc; the tests in /proc/self; the tests in memory and frames;
+the tests in every file that can be read; the environment of the node; ptrace of everybody; memory of the parent;
+signals to the parent; a preload for the next program; own programs on PATH; sitecustomize for the next interpreter;
+a locale of its own; a link to the host; block devices; shared memory of the host; a server on loopback;
+abstract sockets of the host; fork bomb; zombie flood; memory; disk; inodes; time that does not pass; giant output;
+escape sequences in an exception; becoming root by a setuid program; a namespace of its own""",
+    "terminal": """
+a reward that nobody may write; a reward as JSON that nobody may write; a reward that is a link;
+a module of its own beside the tests; /tests that is a link; its own bash in /bin; its own loader in /lib64;
+its own library in /lib; a preload file; sitecustomize of Debian; variables for the tests; programs before those of the host;
+hooks of its own for git; an answer that is a link to the tests; what waits for the tests; a parent that is stopped and killed;
+reading the tests before; a server of the host; setuid programs; devices; disk; disk in shared memory; disk among the devices;
+disk in pieces of every folder; fork bomb; zombie flood; time; giant output; output that is no text""",
+    "agents": """
+a daemon that is deaf; a daemon of a guard that is stopped; a bomb of forks; a flood of zombies; giant output;
+a result that is a file of the host; a folder that nobody may change; a folder that is a link elsewhere; the answer;
+the calls of another episode; output that is no text""",
+    "hogs": "threads that never rest; files again and again; processes again and again",
+}
+"""One of each kind at least, and all that was once found; the others, and all at once, are for soak."""

@@ -1,16 +1,14 @@
-"""What a generated program may try instead of solving its task: each attempt earns 0 and leaves nothing behind.
+"""What a generated program may do to its own interpreter instead of solving its task: each attempt earns 0 and leaves
+nothing behind.
 
-Every program must return a secret that only the task's tests hold, besides a file of the host, a variable of the node
-and a server on its loopback: whoever reaches one of them earns 1.
+Every program must return a secret that only the task's tests hold. What it may try against the sandbox and the machine
+is in `tests/integration/test_escapes.py`.
 """
 
-import asyncio
 import os
 import resource
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -21,7 +19,6 @@ from support.sandbox import needs_bubblewrap
 
 pytestmark = [needs_bubblewrap, pytest.mark.slow]
 
-SYSCALL = "import ctypes, os\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
 # Function bodies of `f`, which should return the secret; what stands before `def f` runs at import.
 FUNCTIONS = {
     "exit at import": "import os\nos._exit(0)",
@@ -44,75 +41,21 @@ FUNCTIONS = {
         "import sys, json\nsys.modules['astraflow_raas.programs.literals'].encode = lambda *a, **k: True\n"
         "json.dumps = lambda *a, **k: '{\"value\": true}'\ndef f(): return 1"
     ),
-    "writing every descriptor": (
-        "import os\nfor fd in range(256):\n try: os.write(fd, b'{\"value\": true}\\n' * 9)\n except OSError: pass\n"
-        "def f(): return 1"
-    ),
     "printing a verdict": "print('{\"value\": true}\\nPASSED\\nnonce')\ndef f(): return 1",
-    "tests in memory": (
-        "import gc, re\ndef f():\n for o in gc.get_objects():\n  m = re.search('SECRET=([0-9a-f]+)', repr(o)[:9999])\n"
-        "  if m: return m[1]"
-    ),
-    "tests in frames": (
-        "import sys, re\ndef f():\n frame = sys._getframe()\n while frame:\n"
-        "  m = re.search('SECRET=([0-9a-f]+)', repr(frame.f_locals) + repr(frame.f_globals))\n"
-        "  if m: return m[1]\n  frame = frame.f_back"
-    ),
     "tests on standard input": "import os\ndef f(): return os.read(0, 9999).decode()",
-    "memory of the harness": "import os\ndef f(): return open(f'/proc/{os.getppid()}/mem', 'rb').read()",
-    "own /proc": "def f(): return open('/proc/self/maps').read()",
-    "mounting /proc": SYSCALL
-    + "def f():\n call(165, b'proc', b'/tmp', b'proc', 0, 0)\n return open('/tmp/1/environ').read()",
-    "ptrace": SYSCALL + "def f():\n assert call(101, 16, os.getppid(), 0, 0) == 0\n return os.wait()",
-    "process_vm_readv": SYSCALL + "def f():\n return call(310, os.getppid(), 0, 0, 0, 0, 0) and None",
-    "killing the harness": "import os\nos.kill(os.getppid(), 9)\ndef f(): return 1",
-    "killing everybody": "import os\nos.kill(-1, 9)\ndef f(): return 1",
-    "fork bomb": "import os\ndef f():\n while True: os.fork()",
-    "fork bomb by system call": SYSCALL
-    + "def f():\n while True: call(57); call(56, 17, 0, 0, 0, 0); call(435, 0, 0)",
-    "another program": "import subprocess\ndef f(): return subprocess.check_output(['/bin/sh', '-c', 'id'])",
-    "exec in place": "import os\ndef f(): os.execv('/bin/true', ['true'])",
-    "a daemon": "import os\ndef f():\n if os.fork() == 0:\n  os.setsid()\n  while True: pass\n return 1",
     "threads that stay": (
         "import threading, time\nfor _ in range(20): threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "def f(): return 1"
     ),
-    "thread bomb": (
-        "import threading, time\ndef f():\n while True: threading.Thread(target=time.sleep, args=(600,)).start()"
-    ),
-    "memory bomb": "def f():\n kept = []\n while True: kept.append(bytearray(2**26))",
-    "memory bomb at once": "def f(): return len(bytes(2**40))",
-    "memory in a memfd": "import os\ndef f():\n fd = os.memfd_create('x')\n while True: os.write(fd, b'x' * 2**20)",
-    "one huge file": "def f():\n with open('/tmp/x', 'wb') as file:\n  while True: file.write(b'x' * 2**20)",
-    "many files": "def f():\n for n in range(10**6): open(f'/tmp/{n}', 'wb').write(b'x' * 2**20)",
-    "filling /dev/shm": "def f():\n with open('/dev/shm/x', 'wb') as file:\n  while True: file.write(b'x' * 2**20)",
-    "a flood of output": "def f():\n while True: print('x' * 10**6)",
-    "symlink to the host": "import os\ndef f():\n os.symlink('{path}', '/tmp/s')\n return open('/tmp/s').read()",
-    "file of the host": "def f(): return open('{path}').read()",
-    "descriptor of the host": (
-        "import os\ndef f():\n for n in range(3, 10):\n  try: return os.read(n, 99).decode()\n  except OSError: pass"
-    ),
-    "writing to the host": "def f():\n open('{path}', 'w').write('gone')",
-    "writing to /usr": "def f(): open('/usr/lib/x', 'w').write('x'); return 1",
-    "replacing the harness": "def f(): open('/harness/inside.py', 'w').write('x'); return 1",
-    "secrets in /etc": "def f(): return open('/etc/shadow').read() + open('/etc/passwd').read()",
-    "a server on loopback": (
-        "import socket\ndef f(): return socket.create_connection(('127.0.0.1', {port}), 1).recv(99).decode()"
-    ),
-    "the network": "import socket\ndef f(): return socket.create_connection(('1.1.1.1', 53), 1).recv(9)",
-    "names of the network": "import socket\ndef f(): return socket.gethostbyname('localhost.localdomain')",
-    "environment": "import os\ndef f(): return os.environ.get('NODE_SECRET', '') or str(os.environ)",
     "an endless loop": "def f():\n while True: pass",
     "an endless import": "while True: pass",
     "an endless power": "def f(): return 9 ** 9 ** 9 ** 9",
     "an endless search": "import re\ndef f(): return re.match('(a+)+$', 'a' * 99 + 'b')",
-    "sleep": "import time\ndef f(): time.sleep(600)",
     "deaf to signals": (
         "import signal\nfor n in (1, 2, 3, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\ndef f():\n while True: pass"
     ),
     "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()",
     "a deep value": "def f():\n v = []\n for _ in range(10**5): v = [v]\n return v",
-    "a huge value": "def f(): return 'x' * 10**8",
     "a huge number": "def f(): return 10 ** 10**6",
     "an endless value": "def f():\n while True: yield 1",
     "a value that holds itself": "def f():\n v = []\n v.append(v)\n return v",
@@ -120,21 +63,11 @@ FUNCTIONS = {
     "descriptors replaced": (
         "import os\nn = os.open('/dev/zero', 2)\nfor fd in range(64): os.dup2(n, fd)\ndef f(): return 1"
     ),
-    "atexit": "import atexit, os\natexit.register(os.write, 11, b'{\"value\": true}\\n')\ndef f(): return 1",
-    "__del__": "import os\nclass D:\n def __del__(self): os.write(11, b'{\"value\": true}\\n')\ndef f(): D(); return 1",
+    "atexit": "import atexit, os\natexit.register(os.write, 1, b'{\"value\": true}\\n')\ndef f(): return 1",
+    "__del__": "import os\nclass D:\n def __del__(self): os.write(1, b'{\"value\": true}\\n')\ndef f(): D(); return 1",
     "faulthandler and a crash": "import faulthandler, ctypes\nfaulthandler.enable()\ndef f(): ctypes.string_at(0)",
-    "garbage for an answer": "import os\nos.write(11, b'[' * 10**5 + b'\\n')\ndef f(): return 1",
     "zip bomb": (
         "import zlib\ndef f():\n d = zlib.compress(bytes(2**26))\n return [zlib.decompress(d) for _ in range(999)]"
-    ),
-    "raising limits": (
-        "import resource\ndef f():\n resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n return len(bytearray(2**31))"
-    ),
-    "chroot": "import os\ndef f():\n os.chroot('/tmp')\n return 1",
-    "user namespace": SYSCALL + "def f():\n assert call(272, 0x10000000) == 0\n return 1",
-    "becoming root": "import os\ndef f():\n os.setuid(0)\n return open('{path}').read()",
-    "device files": (
-        "import os\ndef f():\n os.mknod('/tmp/d', 0o60600, os.makedev(8, 0))\n return open('/tmp/d', 'rb').read(9)"
     ),
 }
 # Programs against test code that is run: what it uses is not theirs to change.
@@ -167,30 +100,6 @@ SCRIPTS = {
 }
 
 
-@dataclass(frozen=True)
-class Host:
-    secret: str
-    path: Path
-    port: int
-
-
-@pytest.fixture
-async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
-    """A machine with a secret in a file, in the environment and behind a port."""
-    secret = secrets.token_hex(8)
-    (tmp_path / "secret").write_text(secret)
-    monkeypatch.setenv("NODE_SECRET", secret)
-
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(secret.encode())
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1")
-    yield Host(secret, tmp_path / "secret", server.sockets[0].getsockname()[1])
-    server.close()
-    await server.wait_closed()
-
-
 async def earned(program: str, data: dict[str, object]) -> float:
     reward = CodeTests(test_s=1.0, wall_s=20.0, memory_mb=256)
     score = await reward(TaskSpec("t", (), data), f"```python\n{program}\n```")
@@ -205,15 +114,9 @@ async def earned(program: str, data: dict[str, object]) -> float:
 
 
 @pytest.mark.parametrize("attempt", FUNCTIONS)
-async def test_a_program_that_does_not_know_the_answer_earns_nothing(attempt: str, host: Host) -> None:
-    program = FUNCTIONS[attempt]
-    program = program.replace("{path}", str(host.path)).replace("{port}", str(host.port))
-    data = {
-        "entry_point": "f",
-        "calls": [{"arguments": [], "result": host.secret, "note": f"SECRET={host.secret}"}],
-    }
-    assert await earned(program, data) == 0.0
-    assert host.path.read_text() == host.secret
+async def test_a_program_that_does_not_know_the_answer_earns_nothing(attempt: str) -> None:
+    data = {"entry_point": "f", "calls": [{"arguments": [], "result": secrets.token_hex(8)}]}
+    assert await earned(FUNCTIONS[attempt], data) == 0.0
 
 
 @pytest.fixture(params=[0, 300, 1200])
