@@ -1,8 +1,11 @@
 """An agent as a program: started for one episode, and ended with everything it started.
 
-Invariant: no process of an agent outlives its episode or the node, and nothing that it writes or does not do reaches
-other episodes: output is bounded, and every end but status 0 is an `AgentFailed` that says which. Called by
-`workflows.agent_process`.
+Invariant: no process of an agent outlives its episode or the node, unless it kills the guard before it where there are
+no control groups; nothing that it writes or does not do reaches other episodes: output is bounded, and every end but
+status 0 is an `AgentFailed` that says which. Called by `workflows.agent_process`.
+
+A pid namespace would keep the guard out of reach, but a node that is not root needs a user namespace for one: in that,
+sudo does nothing and files of root are nobody's. Where a container masks parts of /proc, a new one cannot be mounted.
 """
 
 import asyncio
