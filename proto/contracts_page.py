@@ -104,7 +104,7 @@ COUNTERS: dict[str, str] = {
     "Credits.serving_versions": "for status, and to offer evaluations of exactly that version",
     "LeaseTasksRequest.serving_versions": "as of Credits",
     "WeightFault.version": "for status",
-    "JoinRunRequest.incarnation": "the server's clock in nanoseconds + a day",
+    "JoinRunRequest.incarnation": "0, or the number in the credential that the node shows",
     "ResetRequest.holder_incarnation": "the service's clock in nanoseconds + a day",
     "incarnation": "the one that the node joined with, else FENCED",
     "PushRequest.sequence": "of the stream alone: it is acknowledged as it was sent",

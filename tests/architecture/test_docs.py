@@ -171,8 +171,9 @@ def test_a_command_line_that_would_be_refused_is_seen() -> None:
 
 
 def test_every_wait_that_the_server_names_has_its_rank() -> None:
-    rules = REPOSITORY / "services" / "astraflow_dataflow" / "rules"
-    source = "".join((rules / name).read_text() for name in ("waits.py", "redis_health.py"))
+    server = REPOSITORY / "services" / "astraflow_dataflow"
+    rooms = ("rules/waits.py", "rules/redis_health.py", "status/service_waits.py")
+    source = "".join((server / name).read_text() for name in rooms)
     reasons = set(re.findall(r'reason="(\w+)"|_lease\(\s*"(\w+)"|^    "(\w+)": [("]', source, re.M))
     plugins = {f"{kind}_failed" for kind in ("curator", "filter", "selector")}
     named = {name for found in reasons for name in found if name} - {"curator", "filter"}

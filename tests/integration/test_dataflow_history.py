@@ -47,7 +47,7 @@ async def test_calls_of_tools_and_those_that_failed_are_counted_once_an_accepted
     assert [await node.outcome(episode) for _ in range(2)] == ["ACCEPTED", "DUPLICATE"]
     assert await node.outcome(node.episode(first, 0, episode_id="other", metrics=used)) == "SUPERSEDED"
     assert await node.outcome(node.episode(first, 1, reward=1.0)) == "ACCEPTED"
-    absurd = {"environment.tool_calls": 1e300, "environment.tool_errors": -5.0}
+    absurd = {"environment.tool_calls": 1e6, "environment.tool_errors": -5.0}
     await node.complete(second, metrics=absurd)  # at most a million an episode
     batch = (await trainer.acquire(1)).batch
     await trainer.ack(batch, TRAINED, metrics={"reward_mean": 0.5})

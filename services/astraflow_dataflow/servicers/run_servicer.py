@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from astraflow._contract.bounds import require_incarnation
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2_grpc
 from astraflow.dataflow.v1 import run_service_pb2 as pb
 from astraflow.errors import (
@@ -127,7 +126,6 @@ class RunServicer(run_service_pb2_grpc.RunServiceServicer):
         return pb.DeleteRunResponse(trajectories=last_count(counters), deleted_keys=deleted)
 
     async def JoinRun(self, request: pb.JoinRunRequest, context: Context) -> pb.JoinRunResponse:
-        require_incarnation(request.incarnation)
         run = await self.registry.get(request.run_id)
         session = await self.store.nodes.join(run.run_id, request, shown=_shown(request, run.run_id))
         joined = pb.JoinRunResponse(

@@ -18,7 +18,6 @@ from astraflow_dataflow.records import Audit, PolicyState, Recount, StoredEvalua
 from astraflow_dataflow.rules.conservation import corrected, drift, recount
 from astraflow_dataflow.rules.failures import TaskFailures
 from astraflow_dataflow.rules.redis_health import ClockJumps
-from astraflow_dataflow.rules.service_waits import access_waits, archive_waits
 from astraflow_dataflow.rules.snapshots import Ratings
 from astraflow_dataflow.rules.staleness import summarize
 from astraflow_dataflow.rules.waits import Wait, current_waits
@@ -29,6 +28,7 @@ from astraflow_dataflow.status.balance import STEPS, balance, fleet
 from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch
+from astraflow_dataflow.status.service_waits import access_waits, archive_waits
 from astraflow_dataflow.status.step_history import Columns, StepHistory
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.status.wait_book import WaitBook

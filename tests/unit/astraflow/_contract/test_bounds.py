@@ -135,8 +135,8 @@ def test_what_is_refused_has_field_value_and_limit_for_every_client() -> None:
 
 PASSING: list[Message] = [
     batches.ClaimPolicyRequest(known_epoch=MAX_INTEGER),
-    tasks.LeaseTasksRequest(max_tasks=1, serving_versions={"solver": MAX_INTEGER}, incarnation=LARGEST),
-    runs.JoinRunRequest(node_id="n1", incarnation=LARGEST, max_concurrent_tasks=1),
+    tasks.LeaseTasksRequest(max_tasks=1, serving_versions={"solver": MAX_INTEGER}, incarnation=MAX_INTEGER),
+    runs.JoinRunRequest(node_id="n1", incarnation=MAX_INTEGER, max_concurrent_tasks=1),
     batches.AcquireBatchRequest(step=1, wait_duration=Duration(seconds=30)),
     tasks.FailTaskRequest(failure=tasks.LeaseFailure(detail="two\nlines")),
     admin.RevokeTokenRequest(token={"token_id": "a", "expire_time": Timestamp(seconds=-1, nanos=1)}),
