@@ -31,8 +31,8 @@ DAEMONS: Mapping[str, tuple[str, ...]] = {
     "raas": ("--join", NOWHERE),
     "engine": ("--model-path", "{folder}/no-model"),
 }
-CLAIM = re.compile("lock|incarnation|store-.*")
-"""What a daemon writes to know its folder and its store again."""
+CLAIM = re.compile("lock|run|store-.*")
+"""What a daemon writes to know its folder, its store and its session in the run `run` again."""
 """A node's name in its work folder, which it keeps for the next start."""
 STATUSES = {
     int(status) for status in re.findall(r"(?m)^\| (\d+) \|", (REPOSITORY / "docs" / "kit.md").read_text())

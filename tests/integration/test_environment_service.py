@@ -117,8 +117,13 @@ async def test_a_node_that_is_started_again_ends_the_sessions_of_the_killed_one(
 
 # What another caller may know of a session that it was not told: how far it is, who plays what, but no secret.
 TAKEOVERS = {
-    "the highest incarnation of another holder": ("", {"holder": "h" * 32, "holder_incarnation": 2**64 - 1}),
-    "the highest incarnation of none": ("", {"holder_incarnation": 2**64 - 1}),
+    "the highest incarnation of another holder": (
+        "INVALID_ARGUMENT",
+        {"holder": "h" * 32, "holder_incarnation": 2**64 - 1},
+    ),
+    "the highest incarnation of none": ("INVALID_ARGUMENT", {"holder_incarnation": 2**64 - 1}),
+    "a higher incarnation of another holder": ("", {"holder": "h" * 32, "holder_incarnation": 2}),
+    "a higher incarnation of none": ("", {"holder_incarnation": 2}),
     "a guessed holder": ("INVALID_ARGUMENT", {"holder": "n1", "holder_incarnation": 2**64 - 1}),
     "a short id": ("INVALID_ARGUMENT", {"session_id": "1" * 21}),
 }

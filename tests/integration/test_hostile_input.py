@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
-from astraflow.dataflow.v1 import run_pb2, version_pb2, version_service_pb2
+from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
@@ -31,11 +31,6 @@ EPISODE = trajectory_pb2.Episode(
 )
 REQUESTS: dict[str, Message] = {
     "known_epoch": request_of(batches.ClaimPolicyRequest, known_epoch=2**64 - 1),
-    "trainer_epoch": request_of(batches.HoldPolicyRequest, trainer_epoch=BEYOND),
-    "version.sequence": request_of(
-        version_service_pb2.PublishRequest,
-        version=version_pb2.Version(policy_id="solver", manifest_sha256=b"." * 32, sequence=BEYOND),
-    ),
     "serving_versions[solver]": request_of(
         tasks.LeaseTasksRequest, max_tasks=1, serving_versions={"solver": BEYOND}
     ),

@@ -52,6 +52,7 @@ from astraflow.options.v1 import options_pb2
 from astraflow.server.v1 import server_info_pb2
 
 __all__ = [
+    "MAX_MESSAGE_BYTES",
     "AsyncClient",
     "Client",
     "Connection",

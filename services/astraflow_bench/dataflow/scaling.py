@@ -77,7 +77,6 @@ def _push(address: str, run_id: str, sessions: dict[str, str], leased: Sequence[
         async with AsyncClient(address) as client:
             driver = Driver(
                 client=client,
-                trainer=client,
                 run_id=run_id,
                 group_size=GROUP,
                 groups_per_step=65_536,

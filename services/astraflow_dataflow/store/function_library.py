@@ -46,6 +46,7 @@ _READS = (
 # Free memory, or are on the way of the trainer that frees it: allowed when memory is full.
 _RELEASES = (
     "claim",
+    "seal_key",
     "hold",
     "release_policy",
     "acquire",
