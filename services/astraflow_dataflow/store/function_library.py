@@ -92,7 +92,6 @@ _WRITES = (
     "pin",
     "requeue",
     "join",
-    "seal_key",
     "note_refused",
     "report",
     "plan_evaluation",
