@@ -86,7 +86,10 @@ async def send_more_than_the_server_reads(scene: Scene) -> object:
         stub = TrajectoryServiceStub(channel)
         episode = scene.episode(episode_id=HUGE)
         try:
-            return await stub.PushEpisode(trajectory_service_pb2.PushEpisodeRequest(episode=episode))
+            return await stub.PushEpisode(
+                trajectory_service_pb2.PushEpisodeRequest(episode=episode),
+                metadata=(("astraflow-session", scene.node.credential),),
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
