@@ -30,7 +30,13 @@ def test_only_the_owner_of_a_run_has_code_run_by_its_server(tmp_path: Path) -> N
             stranger.call(stranger.runs.CreateRun, CreateRunRequest(run=run))
         assert not marker.exists()
         assert server.connection(DialFiles()).current_token()
+        wait_for(lambda: asked(files, "status").returncode == 0, what="the run of the launcher")
         for command in ("status", "why"):
-            asked = [sys.executable, "-m", "astraflow.cli", command, "--data-dir", str(files.data_dir)]
-            told = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+            told = asked(files, command)
             assert (told.returncode, "run quickstart is active" in told.stdout) == (0, True), told.stderr
+
+
+def asked(files: RunFiles, command: str) -> "subprocess.CompletedProcess[str]":
+    """What the owner is told, whose token is in the run's folder."""
+    words = [sys.executable, "-m", "astraflow.cli", command, "--data-dir", str(files.data_dir)]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)

@@ -43,10 +43,13 @@ MOMENTS = {
 
 
 @asynccontextmanager
-async def pushing(address: str, folder: Path) -> AsyncIterator[Pusher]:
-    """A node's pusher, whose packs are of a whole group; at the end it is gone at once, as if it was killed."""
+async def pushing(address: str, folder: Path, credential: str) -> AsyncIterator[Pusher]:
+    """The pusher of the node with this credential, whose packs are of a whole group; at the end it is gone at once,
+    as if it was killed.
+    """
     limits = SpoolLimits(window_episodes=SIZE)
     async with AsyncClient(address) as client:
+        client.session = credential
         pusher = Pusher(client, metrics=Metrics(), limits=limits, files=SpoolFiles(folder / "spool"))
         running = asyncio.create_task(pusher.run())
         try:
@@ -56,12 +59,12 @@ async def pushing(address: str, folder: Path) -> AsyncIterator[Pusher]:
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def leased(process: DataflowProcess) -> list[Episode]:
-    """Three groups, finished and not pushed yet."""
+async def leased(process: DataflowProcess) -> tuple[str, list[Episode]]:
+    """A node's credential, and three groups that it finished and did not push yet."""
     async with process.world(retry_s=30) as world:
         _, node = await world.started(*TASKS, group_size=SIZE)
         leases = await node.lease(len(TASKS))
-        return [node.episode(lease, member) for lease in leases for member in lease.members]
+        return node.credential, [node.episode(lease, member) for lease in leases for member in lease.members]
 
 
 def push(pusher: Pusher, episodes: Sequence[Episode]) -> "list[asyncio.Task[object]]":
@@ -90,8 +93,9 @@ async def test_a_server_killed_in_a_pack_gets_its_episodes_again_and_counts_each
 ) -> None:
     options = ["--payloads", f"file://{tmp_path}/outside"] if moment.outside else []
     process.start(failpoints=f"{moment.failpoint}=kill@{moment.hit}", options=options)
-    async with pushing(process.address, tmp_path) as pusher:
-        waiting = push(pusher, await leased(process))
+    credential, episodes = await leased(process)
+    async with pushing(process.address, tmp_path, credential) as pusher:
+        waiting = push(pusher, episodes)
         await asyncio.to_thread(process.wait_until_ended)
         died_at(process, moment)
         process.start(options=options)
@@ -105,14 +109,15 @@ async def test_a_node_and_a_server_killed_in_a_pack_lose_nothing_either(
 ) -> None:
     moment = MOMENTS["after the commit, none answered"]
     process.start(failpoints=f"{moment.failpoint}=kill@{moment.hit}")
-    async with pushing(process.address, tmp_path) as pusher:
-        waiting = push(pusher, await leased(process))
+    credential, episodes = await leased(process)
+    async with pushing(process.address, tmp_path, credential) as pusher:
+        waiting = push(pusher, episodes)
         await asyncio.to_thread(process.wait_until_ended)
         for task in waiting:
             task.cancel()
     died_at(process, moment)
     process.start()
-    async with pushing(process.address, tmp_path) as pusher:
+    async with pushing(process.address, tmp_path, credential) as pusher:
         assert pusher.num_kept == SIZE * len(TASKS)  # none is safe yet, so all are in its files
         assert await pusher.flush(deadline_s=60)
     await has_all(process)

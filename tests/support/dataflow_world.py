@@ -651,7 +651,7 @@ def make_episode(
 async def served(url: str, folder: Path, **settings: object) -> AsyncIterator[World]:
     """A dataflow server over the Redis at `url`, in this loop."""
     # Sessions of tests say what the test is about, not that they live.
-    patient: dict[str, object] = {"node_silence_s": 600.0, "in_process_plugins": ("support",)}
+    patient: dict[str, object] = {"node_silence_s": 600.0, "in_process_plugins": ("support", "roles_page")}
     configured = DataflowServerSettings(redis=url, work_dir=folder, **patient | settings)  # type: ignore[arg-type]
     dataflow = Dataflow.assemble(configured)
     keeper = RunKeeper(dataflow)
