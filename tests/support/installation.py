@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -56,14 +56,14 @@ class Installation:
         join = JoinString(
             address=f"{SERVER}:7070",
             ca=read_authorities(self._authority),
-            token=self.token("rollout", pool=pool),
+            token=self.token("rollout", pool=pool, nodes=(f"{pool}-*",)),
         )
         self.podman.keep_secret(f"join-{pool}", {"join": format_join(join).encode()})
         return f"join-{pool}"
 
-    def token(self, role: str, *, pool: str = "*") -> str:
-        """A token for the run, signed by the installation's key."""
-        grant = Grant(role=role, runs=("*",), pools=(pool,))
+    def token(self, role: str, *, pool: str = "*", nodes: Sequence[str] = ()) -> str:
+        """A token for the run, signed by the installation's key; nodes of Kubernetes are called as their pods."""
+        grant = Grant(role=role, runs=("*",), pools=(pool,), nodes=nodes)
         return issue_token(grant, ttl=timedelta(hours=1), key=self._key)
 
     def install(self, release: str, chart: str, values: Mapping[str, Any]) -> None:

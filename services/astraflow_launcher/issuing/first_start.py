@@ -20,6 +20,8 @@ _VALID = timedelta(days=365)
 _RENEWED_BEFORE_END = timedelta(days=60)
 # Folder of each party that calls, and the role of its token.
 _CALLERS = {"trainer": "trainer", "raas": "rollout", "operator": "operator", "observe": "viewer"}
+# Nodes are called by the host name that they have in common, and a number.
+_NODES = {"raas": ("node-*",)}
 # Who shows a certificate and verifies tokens.
 _SERVERS = ("dataflow", "trainer", "raas")
 _GROUP_READS = 0o640
@@ -53,7 +55,7 @@ def make_missing(folder: Path, *, names: Sequence[str], now: datetime | None = N
     for party, role in _CALLERS.items():
         _copy(authority / "ca.pem", folder / party / "ca.crt", secret=False)
         if _token_is_due(folder / party / "token", now=now):
-            grant = Grant(role=role, runs=("*",), subject=party)
+            grant = Grant(role=role, runs=("*",), subject=party, nodes=_NODES.get(party, ()))
             token = issue_token(grant, ttl=_VALID, key=signing_key, now=now)
             write_file(folder / party / "token", f"{token}\n".encode())
             yield f"a token of role {role}, valid until {now + _VALID:%Y-%m-%d}"

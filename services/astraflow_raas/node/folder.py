@@ -132,5 +132,6 @@ def _own_names(granted: Sequence[str]) -> Iterator[str]:
             f"the token is for nodes named {begins}{ALL}, and no node can be: names have letters, digits, `.`, `_` and "
             "`-`, at most 64; ask for a token with --node PATTERN"
         )
+    stem = host if f"{host}-".startswith(begins) else f"{begins}{host}"
     for number in range(1, _MAX_NAMES):
-        yield f"{f'{begins}{host}'[:_NAME_LENGTH]}-{number}"
+        yield f"{stem[:_NAME_LENGTH]}-{number}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from cryptography import x509
 
 from astraflow_kit.identity.keys import read_keys
-from astraflow_kit.identity.tokens import verify
+from astraflow_kit.identity.tokens import nodes_said_by, verify
 from astraflow_launcher.issuing.first_start import make_missing
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -47,6 +47,11 @@ def test_tokens_have_the_role_of_their_party_and_the_servers_know_their_key(tmp_
         "operator": {"operator"},
         "observe": {"viewer"},
     }
+
+
+def test_nodes_are_called_by_the_host_name_that_they_have_in_common(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert nodes_said_by((tmp_path / "raas" / "token").read_text().strip()) == ("node-*",)
 
 
 def test_what_signs_stays_with_the_authority_and_secrets_are_not_readable_by_others(tmp_path: Path) -> None:

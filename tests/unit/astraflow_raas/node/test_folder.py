@@ -58,6 +58,25 @@ def test_unnamed_nodes_of_one_host_get_different_names(tmp_path: Path) -> None:
     second.release()
 
 
+@pytest.mark.parametrize(
+    ("granted", "name"),
+    [
+        (("*",), "node-1"),
+        (("node-*",), "node-1"),
+        (("no*",), "node-1"),
+        (("raas", "raas-*"), "raas-node-1"),
+        (("eu-7",), "eu-7"),
+    ],
+)
+def test_an_unnamed_node_is_called_by_its_host_and_what_its_token_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granted: tuple[str, ...], name: str
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    folder = claim_folder(tmp_path, node_id="", granted=granted)
+    folder.release()
+    assert folder.node_id == name
+
+
 def test_mirrors_of_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     folder = claim_folder(tmp_path, node_id="node-1")
     places = {folder.mirror(run, policy, root=None) for run in ("r1", "r2") for policy in ("a", "b")}
