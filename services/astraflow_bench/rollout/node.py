@@ -155,7 +155,7 @@ def _child(run: psutil.Popen, module: str) -> psutil.Process | None:
             words = child.cmdline()
         except psutil.Error:
             continue
-        if words[1:4] == ["-P", "-m", module]:
+        if [word for word in words[1:4] if word != "-P"][:2] == ["-m", module]:  # engines have it from their environment
             return child
     return None
 
