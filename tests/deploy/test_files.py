@@ -113,7 +113,9 @@ def test_each_alert_is_played_has_a_remedy_and_a_severity() -> None:
     for rule in alerts():
         page, _, heading = rule["annotations"]["runbook"].partition("#")
         titles = re.findall(r"^#+ (.*)$", (REPOSITORY / page).read_text(), re.MULTILINE)
-        assert not heading or heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading in [
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+        ]
         assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
 
 

@@ -155,7 +155,8 @@ def _child(run: psutil.Popen, module: str) -> psutil.Process | None:
             words = child.cmdline()
         except psutil.Error:
             continue
-        if [word for word in words[1:4] if word != "-P"][:2] == ["-m", module]:  # engines have it from their environment
+        # Engines are kept from the current folder by their environment, not by -P.
+        if [word for word in words[1:4] if word != "-P"][:2] == ["-m", module]:
             return child
     return None
 
