@@ -33,7 +33,7 @@ BUSY_ROLES = ("node", "engine", "environment", "agent")
 # First part of a failpoint's name -> the role that runs it.
 _HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine": "engine"}
 _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
-_ENGINE_MODULE, _SERVER = "-m astraflow_engine", "-m astraflow_dataflow"
+_ENGINE_MODULE, _SERVER = "-m astraflow_engine", "-m astraflow_dataflow "
 _LOOK_S = 0.01
 _SERVICE, _AGENT = f"{sys.executable} -m astraflow_environment", "asking_agent.py"
 # A run whose episodes need every kind of process; what is killed costs attempts.
