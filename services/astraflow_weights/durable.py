@@ -21,9 +21,11 @@ def write_synced(path: Path, *chunks: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def replace_synced(path: Path, data: bytes | memoryview) -> None:
-    """Give `path` this content, atomically: whoever dies leaves the content before or this one."""
-    draft = path.with_name(f"{path.name}{DRAFT_SUFFIX}")
+def replace_synced(path: Path, data: bytes | memoryview, *, writer: str = "") -> None:
+    """Give `path` this content, atomically: whoever dies leaves the content before or this one. Where several may
+    replace it at once, each has a `writer` of its own, which is part of its draft's name.
+    """
+    draft = path.with_name(f"{path.name}{writer}{DRAFT_SUFFIX}")
     draft.unlink(missing_ok=True)
     write_synced(draft, data)
     draft.replace(path)

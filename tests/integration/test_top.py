@@ -8,12 +8,14 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
+from astraflow._contract.printable import printable
 from astraflow.client import Client, RetryPolicy
 from astraflow.commands.top import Looking, Top
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from support.cli import run
 from support.dataflow_process import DataflowProcess
 from support.dataflow_world import World
+from support.hostile_texts import HOSTILE, PICTURED
 
 pytestmark = pytest.mark.integration
 SIZES = ((80, 24), (200, 60))
@@ -75,6 +77,20 @@ async def test_every_page_fits_and_is_reached_by_its_key(
         assert max(map(len, text_of(app).splitlines())) <= size[0]
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running)
+
+
+async def test_what_a_node_says_of_a_failure_acts_on_no_screen(
+    served: World, process: DataflowProcess
+) -> None:
+    (lease,) = await served.nodes["n1"].lease(1)
+    await served.nodes["n1"].fail(lease, "exception", retryable=False, detail=HOSTILE)
+    async with shown(process.address, SIZES[1]) as (app, pilot):
+        for page in "123456":
+            await pilot.press(page)
+            await pilot.pause(0.3)
+            assert printable(text_of(app)) == text_of(app)
+        await pilot.press("5")
+        await until(pilot, lambda: PICTURED.partition("é")[0] in text_of(app))
 
 
 async def test_the_screen_follows_and_a_pause_stands_still(served: World, process: DataflowProcess) -> None:

@@ -35,7 +35,7 @@ _HOSTS = {"dataflow": "dataflow", "raas": "node", "trainer": "trainer", "engine"
 _WEIGHTS_HOSTS = {"publish": "trainer", "mirror": "node"}
 _ENGINE_MODULE, _SERVER = "-m astraflow_engine", "-m astraflow_dataflow "
 _LOOK_S = 0.01
-_SERVICE, _AGENT = f"{sys.executable} -m astraflow_environment", "asking_agent.py"
+_SERVICE, _AGENT = "-m astraflow_environment", "asking_agent.py"
 # A run whose episodes need every kind of process; what is killed costs attempts.
 _BUSY = (
     *("--set", "raas.workflow=busy_workflow:Busy", "--set", "dataflow.max_attempts=100"),

@@ -140,7 +140,8 @@ class FileStore:
             raise self._translated(error, key=_IDENTITY) from error
         if found and not expected:
             if self._known is not None:
-                replace_synced(self._known, found)
+                # Stores of other threads and processes see it for the first time, too.
+                replace_synced(self._known, found, writer=f".{secrets.token_hex(8)}")
             self._identity = expected = found
         if found != expected:
             instead = "another store is there" if found else "there is no store"

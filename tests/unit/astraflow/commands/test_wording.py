@@ -26,6 +26,7 @@ from astraflow.commands.wording import (
 )
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
 from astraflow.dataflow.v1 import run_pb2, version_pb2
+from support.hostile_texts import HOSTILE, PICTURED
 
 
 def test_json_has_every_field_of_the_message_and_null_where_nothing_is_set() -> None:
@@ -76,9 +77,6 @@ def test_a_sparkline_spans_its_range_and_leaves_gaps() -> None:
 
 
 MARKS = "\u061c\u200e\u200f"
-HOSTILE = "a\x1b]0;owned\x1b\\b\x1b[2Jc\x9b1mé[/b][red]\u202e\u2067b\u2028d"
-"""Sets a title, clears the screen, becomes bold, ends markup and begins some, turns around, begins a line."""
-PICTURED = "a␛]0;owned␛\\b␛[2Jc\ufffd1mé[/b][red]\ufffd\ufffdb␤d"
 
 
 def test_what_would_act_on_a_terminal_is_a_picture() -> None:

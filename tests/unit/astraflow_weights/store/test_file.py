@@ -3,7 +3,9 @@
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -37,6 +39,23 @@ def test_a_store_that_another_thread_makes_meanwhile_is_the_same_one(
     monkeypatch.setattr(Path, "read_bytes", find_none_and_be_overtaken)
     assert store.put_if_absent("ours", b"1") is PutResult.CREATED
     assert (store.get("ours"), store.get("theirs")) == (b"1", b"2")
+
+
+def test_many_who_see_a_store_for_the_first_time_remember_it_side_by_side(tmp_path: Path) -> None:
+    file.FileStore(tmp_path / "store").put("a", b"1")
+    for number in range(20):
+        known, at_once = tmp_path / f"known-{number}", Barrier(8)
+
+        def first_sight(known: Path = known, at_once: Barrier = at_once) -> bytes:
+            store = file.FileStore(tmp_path / "store", known=known)
+            at_once.wait()
+            return store.get("a")
+
+        with ThreadPoolExecutor(8) as pool:
+            assert [done.result() for done in [pool.submit(first_sight) for _ in range(8)]] == [b"1"] * 8
+        assert [
+            path.name for path in tmp_path.glob("known-*") if path.name.startswith(f"{known.name}.")
+        ] == []
 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_the_first_put(tmp_path: Path) -> None:
