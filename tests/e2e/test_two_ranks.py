@@ -142,6 +142,26 @@ def test_the_last_process_of_each_rank_ended_well(run: Run) -> None:
         assert ends[-1]["exit_code"] == 0
 
 
+def test_a_batch_that_fails_twice_alike_on_one_rank_is_quarantined_and_the_launch_goes_on(
+    tmp_path: Path,
+) -> None:
+    loss = "policies.solver.trainer.algorithm.loss=stumbling:Stumbling"
+    arguments = ("--steps", "3", "--trainer-ranks", "2", "--set", loss)
+    with dev(tmp_path, *arguments, variables={"STUMBLED": str(tmp_path / "stumbled")}) as launcher:
+        summary = finish(launcher, tmp_path, timeout_s=400)
+    files = RunFiles(tmp_path)
+    assert (summary["steps"], summary["conservation_error"]) == (3, 0)
+    starts = [child for child, _ in files.starts()]
+    assert starts.count(f"trainer-{POLICY}") == starts.count(f"trainer-{POLICY}-rank-1") == 3
+    logs = {
+        name: (files.data_dir / "logs" / f"{name}.log").read_text()
+        for name in ("dataflow", f"trainer-{POLICY}")
+    }
+    assert logs["dataflow"].count('"event": "batch.quarantined"') == 1
+    said = "2 of 2 times alike): loss plug-in 'stumbling:Stumbling' raised ValueError: this rank has stumbled"
+    assert f"rank 1 of 2 ended: step 1 failed on batch solver-1-1 ({said}" in logs[f"trainer-{POLICY}"]
+
+
 def test_torchrun_starts_the_ranks_of_a_trainer(tmp_path: Path) -> None:
     """The trainer that the launcher leaves out is started as on a cluster."""
     with dev(tmp_path, "--steps", "2", "--without", "trainer") as launcher:
