@@ -8,12 +8,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from astraflow.client import AsyncClient, Connection, RetryPolicy
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import run_service_pb2 as runs
+from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.errors import AstraflowError
 from astraflow.join import JoinString, format_join
+from astraflow_dataflow.store.keys import Keys
 from astraflow_kit.lifecycle import read_address_file
 from astraflow_launcher.support.bundle import Evidence, save_bundle
 from support.archives import content
@@ -109,3 +112,41 @@ async def test_no_planted_secret_is_written_or_answered_anywhere(
         assert [secret for secret in secrets if secret in text] == [], text
     assert any("***" in text for text in packed.values()), "nothing that was planted came so far"
     assert len(json.dumps(written)) > 5_000
+
+
+async def test_neither_a_run_s_key_nor_what_it_sealed_is_written_or_answered(
+    redis_url: str, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "run").mkdir()
+    process = DataflowProcess(redis_url, folder)
+    process.start()
+    try:
+        async with process.world() as world, Redis.from_url(redis_url, decode_responses=True) as redis:
+            trainer, node, _ = await world.bound()
+            key = await redis.hget(Keys("run").of("run"), "seal_key")
+            sealed = [said.rpartition("/")[2] for said in (trainer.credential, node.credential)]
+            written = [str(said) for said in (await world.status(), await world.why())]
+            written.append(str(await world.ask(runs.ListRunsResponse)))
+            for forged in (
+                f"{node.credential}0",
+                trainer.credential,
+                f"{node.credential.rpartition('/')[0]}/{key}",
+            ):
+                with pytest.raises(AstraflowError) as refused:
+                    await world.ask(tasks.LeaseTasksResponse, as_=forged, max_tasks=1)
+                written.append(f"{refused.value.message} {refused.value.metadata}")
+        addresses = read_address_file(folder / "address.json")
+        assert addresses is not None
+        written += await pages_of(addresses.http)
+        with suppress(AstraflowError):
+            evidence = Evidence(
+                folders=(folder,), server=Connection(process.address), note=f"as {node.credential}"
+            )
+            save_bundle(evidence, tmp_path / "bundle.tar.gz")
+    finally:
+        process.kill()
+    packed = content(tmp_path / "bundle.tar.gz").values()
+    written += [process.log(), *(held.decode(errors="replace") for held in packed)]
+    assert len({key, *sealed}) == 3
+    for text in written:
+        assert [secret for secret in (key, *sealed) if secret in text] == [], text
