@@ -138,7 +138,8 @@ async def _join(
         node_id=folder.node_id,
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
-    joined = await join_run(client, request, folder=folder, patience_s=settings.join_timeout_s)
+    patience = {"patience_s": settings.join_timeout_s, "name_patience_s": settings.name_patience_s}
+    joined = await join_run(client, request, folder=folder, **patience)
     served.speak_as(joined.session)
     store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)

@@ -34,6 +34,9 @@ class NodeSettings(JoinSettings, StoreAccess):
     node_id: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = ""
     """Stable name of the node; empty takes the host's name with a number that is free in the work folder, behind what
     the token grants."""
+    name_patience_s: Annotated[float, Field(ge=0.1, le=86_400)] = 20.0
+    """Seconds to wait until another node of the same name has gone: one that says nothing counts as there for 15 s. A
+    node that restarts waits for nobody, as its work folder has its last session."""
     region: str = ""
     """Region the node is in."""
     pool: str = ""

@@ -3,16 +3,20 @@
 The matrix of kills inside named windows is in tests/chaos.
 """
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from astraflow_kit.lifecycle import ExitCode
 from astraflow_trainer.model.tokenizer import TokenizerSettings, train_tokenizer
 from support.audit import audit
-from support.development import RunFiles, dev, finish, wait_for
+from support.development import RUN_ID, RunFiles, dev, finish, wait_for
 from support.tiny_models import TinyShape, save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -47,6 +51,26 @@ def test_ctrl_c_finishes_the_run_in_order(interrupted: tuple[RunFiles, dict[str,
     assert summary["steps"] >= 1
     assert summary["heldout_n"] == 8
     assert summary["conservation_error"] == 0
+
+
+def test_a_second_node_of_one_name_is_refused_and_the_launch_goes_on(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    with dev(tmp_path, "--steps", "1000") as launcher:
+        wait_for(lambda: files.steps_done() >= 1)
+        server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
+        token = str(files.data_dir / "secrets" / "rollout.token")
+        named = ("--run-id", RUN_ID, "--node-id", "node-1", "--token-file", token)
+        elsewhere = ("--work-dir", str(tmp_path / "elsewhere"), "--allow-recipe-code")
+        command = (sys.executable, "-m", "astraflow_raas", "--join", server, *named, *elsewhere)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert second.returncode == ExitCode.USAGE, second.stderr
+        assert "choose another --node-id" in second.stdout + second.stderr
+        before = files.steps_done()
+        wait_for(lambda: files.steps_done() > before + 1)
+        launcher.send_signal(signal.SIGINT)
+        summary = finish(launcher, tmp_path)
+    assert summary["conservation_error"] == 0
+    assert [child for child, _ in files.starts()].count("node-1") == 1
 
 
 @pytest.mark.soak  # in ci tests/chaos/test_kills.py kills every daemon, and waits for the others

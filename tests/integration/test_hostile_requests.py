@@ -80,9 +80,13 @@ def good_request(kind: type[Message], known: Mapping[str, object]) -> Message:
     return request  # type: ignore[no-any-return]
 
 
-async def known_of(world: World) -> tuple[dict[str, object], list[task_service_pb2.WorkRequest]]:
-    """What is there in a run with a trainer, a node with a lease and a bound batch, and messages of a session."""
-    _, node, batch = await world.bound()
+async def known_of(
+    world: World, speaker: str
+) -> tuple[str, dict[str, object], list[task_service_pb2.WorkRequest]]:
+    """What is there in a run with a trainer, a node with a lease and a bound batch: the credential of a speaker, fields
+    of requests, and messages of a session.
+    """
+    trainer, node, batch = await world.bound()
     (lease,) = await node.lease()
     known = COMMON | {
         "task_id": lease.task.task_id,
@@ -117,7 +121,8 @@ async def known_of(world: World) -> tuple[dict[str, object], list[task_service_p
         task_service_pb2.WorkRequest(receipt=task_service_pb2.Receipt(lease_ids=[lease.lease_id])),
         task_service_pb2.WorkRequest(renewal=task_service_pb2.Renewal(lease_ids=[lease.lease_id])),
     ]
-    return known, session
+    spoken_by = {"node": node, "trainer": trainer, "trainer_once_claimed": trainer}
+    return spoken_by[speaker].credential if speaker in spoken_by else "", known, session
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -125,8 +130,8 @@ async def known_of(world: World) -> tuple[dict[str, object], list[task_service_p
 async def test_the_dataflow_server_answers_or_refuses_and_refused_calls_change_nothing(
     world: World, redis_url: str, rpc: str, count: int
 ) -> None:
-    known, session = await known_of(world)
     method = descriptor_pool.Default().FindMethodByName(rpc)
+    credential, known, session = await known_of(world, read_contract(method).speaker)
     kind = message_factory.GetMessageClass(method.input_type)
     is_session = kind is task_service_pb2.WorkRequest
     hello = task_service_pb2.WorkRequest(
@@ -138,6 +143,7 @@ async def test_the_dataflow_server_answers_or_refuses_and_refused_calls_change_n
             channel=channel,
             method=method,
             good=[*session, hello] if is_session else [good_request(kind, known)],
+            credential=credential,
             opening=[hello] if is_session else (),
             metrics=world.dataflow.metrics,
             seed=SEED,

@@ -28,6 +28,7 @@ from google.protobuf.message import Message
 
 from astraflow._status import from_rpc_error
 from astraflow.errors import AstraflowError
+from astraflow_kit.identity.speakers import METADATA
 from astraflow_kit.metrics import Metrics
 from support.dataflow_world import until
 from support.redis_content import redis_content
@@ -129,6 +130,8 @@ class Attack:
     good: Sequence[Message]
     metrics: Metrics
     seed: int
+    credential: str = ""
+    """Of the node or trainer as which all calls speak."""
     opening: Sequence[Message] = ()
     found: Counter[str] = field(default_factory=Counter)
     last: str = "OK"
@@ -201,15 +204,16 @@ class Attack:
     async def _answer(self, contents: Sequence[bytes]) -> None:
         method, channel = self.method, cast("Any", self.channel)  # bytes travel as they are
         path = f"/{method.containing_service.full_name}/{method.name}"
+        how = {"timeout": _PATIENCE_S, "metadata": [(METADATA, self.credential)] if self.credential else []}
         if method.client_streaming:
-            async for _ in channel.stream_stream(path)(iter(contents), timeout=_PATIENCE_S):
+            async for _ in channel.stream_stream(path)(iter(contents), **how):
                 pass
         elif method.server_streaming:
-            call = channel.unary_stream(path)(contents[-1], timeout=_PATIENCE_S)
+            call = channel.unary_stream(path)(contents[-1], **how)
             await call.read()
             call.cancel()
         else:
-            await channel.unary_unary(path)(contents[-1], timeout=_PATIENCE_S)
+            await channel.unary_unary(path)(contents[-1], **how)
 
     def _name(self, number: int) -> str:
         return f"{self.method.full_name}, seed {self.seed}, request {number}"

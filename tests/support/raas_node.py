@@ -108,7 +108,7 @@ async def local_node(
         inputs = NodeInputs(
             found=found,
             request=request,
-            joined=await join_run(client, request, folder=claimed, patience_s=5.0),
+            joined=await join_run(client, request, folder=claimed, patience_s=5.0, name_patience_s=20.0),
             client=client,
             workflow=load_workflow(
                 found.run,

@@ -277,6 +277,8 @@ class DevelopmentRun:
             name,
             "astraflow_raas",
             *("--join", self._address, "--run-id", self._run_id, "--node-id", name),
+            # Whoever joined under its name while it stood still ends no launch.
+            *("--name-patience-s", "86400"),
             *(("--pool", pool) if pool else ()),
             *("--work-dir", str(self._folder.work(name))),
             # A development run keeps all it has in its folder.

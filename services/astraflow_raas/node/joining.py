@@ -23,8 +23,6 @@ from astraflow_raas.settings import NodeSettings
 log = get_logger(__name__)
 
 _ROLE = "rollout"
-NAME_PATIENCE_S = 20.0
-"""A silent session counts as live for 15 s; that of a process whose folder is gone is over then."""
 _NAME_LOOK_S = 2.0
 
 
@@ -92,7 +90,7 @@ async def join_run(
     *,
     folder: NodeFolder,
     patience_s: float,
-    name_patience_s: float = NAME_PATIENCE_S,
+    name_patience_s: float,
 ) -> run_service_pb2.JoinRunResponse:
     """Register the node, as the one whose session the folder keeps, if any; `client` speaks as it from then on, and the
     number of `request` is the process's. Waits `name_patience_s` for a name in use.

@@ -143,7 +143,9 @@ async def test_a_name_that_becomes_free_is_taken(
 ) -> None:
     server.script.join_error = IN_USE
     request = run_service_pb2.JoinRunRequest(run_id=RUN_ID, node_id="node-1", max_concurrent_tasks=1)
-    joining = asyncio.create_task(join_run(client, request, folder=folder, patience_s=5.0))
+    joining = asyncio.create_task(
+        join_run(client, request, folder=folder, patience_s=5.0, name_patience_s=20.0)
+    )
     await asyncio.sleep(0.05)
     server.script.join_error = None
     assert (await joining).session == "session-1"
