@@ -26,7 +26,7 @@ async def client(server: RunningServer) -> AsyncIterator[AsyncClient]:
 
 
 async def test_the_run_is_found_with_its_recipe(client: AsyncClient) -> None:
-    found = await find_run(client, "", patience_s=5.0, name_patience_s=20.0)
+    found = await find_run(client, "", patience_s=5.0)
     assert (found.run.run_id, found.sampling["solver"].max_new_tokens) == (RUN_ID, 8)
 
 
@@ -41,7 +41,7 @@ async def test_a_node_joins_with_places_for_episodes(
     server: RunningServer, client: AsyncClient, folder: NodeFolder
 ) -> None:
     settings = NodeSettings(join=server.address, engine="http://10.0.0.7:30000", max_concurrent_tasks=3)
-    found = await find_run(client, "", patience_s=5.0, name_patience_s=20.0)
+    found = await find_run(client, "", patience_s=5.0)
     request = join_request(found, settings, node_id="node-1", hardware="2 × Any CPU")
     await join_run(client, request, folder=folder, patience_s=5.0, name_patience_s=20.0)
     (joined,) = server.script.joins
