@@ -18,7 +18,6 @@ from astraflow.dataflow.v1.run_service_pb2 import DeleteRunResponse
 from support.chromium import look, require_browser
 from support.dataflow_fixtures import pytest_generate_tests, redis_binary, redis_url, valkey, world
 from support.dataflow_world import World, served
-from support.hostile_texts import HOSTILE
 from support.recorded_run import Turn, pages, record
 from support.tokens import OTHER_KEY, jwk, keys_file, token
 
@@ -70,7 +69,6 @@ PAYLOADS = (
     "{{constructor.constructor('window.pwned=1')()}}",
     "${window.pwned=1}",
     '<noscript><p title="</noscript><img src=x onerror=window.pwned=1>">',
-    HOSTILE,
 )
 
 
