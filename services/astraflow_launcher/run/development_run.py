@@ -53,6 +53,8 @@ _IDLE_TIMEOUT_S = 20.0
 """Of a final evaluation after Ctrl-C: with no token and no result for so long, nodes hang, and somebody waits."""
 _LEAVE_TIMEOUT_S, _LEAVE_POLL_S = 30.0, 0.5
 _MEMORY_PERIOD_S = 2.0
+# Whoever joined under the name of a node of ours, while that stood still, ends no launch.
+_WAITS_FOR_ITS_NAME = ("--name-patience-s", "86400")
 MAX_SILENCE_S = 45.0
 
 
@@ -276,9 +278,7 @@ class DevelopmentRun:
         return self._daemon(
             name,
             "astraflow_raas",
-            *("--join", self._address, "--run-id", self._run_id, "--node-id", name),
-            # Whoever joined under its name while it stood still ends no launch.
-            *("--name-patience-s", "86400"),
+            *("--join", self._address, "--run-id", self._run_id, "--node-id", name, *_WAITS_FOR_ITS_NAME),
             *(("--pool", pool) if pool else ()),
             *("--work-dir", str(self._folder.work(name))),
             # A development run keeps all it has in its folder.
