@@ -66,6 +66,9 @@ class _SameRows:
         del lease_s
         return nullcontext()
 
+    def trying(self, _batch: StepBatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def record_intent(self, _batch: StepBatch) -> None:
         """Nobody asks."""
 
