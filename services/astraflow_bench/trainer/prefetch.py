@@ -36,6 +36,7 @@ class _FarRows:
     """A `BatchSource` that always has a batch, whose payloads take `link_s` to come."""
 
     num_quarantined = 0
+    failed = None
 
     def __init__(self, rows: Sequence[TrainingRow], *, link_s: float) -> None:
         self._rows, self._link_s = rows, link_s
