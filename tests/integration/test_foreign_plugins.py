@@ -16,7 +16,7 @@ from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.errors import PluginError
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.plugin_states import PluginStateStore
-from support.dataflow_world import World, answered, bundle_of, recipe_text, served, until_equal
+from support.dataflow_world import World, answered, bundle_of, recipe_text, served, until, until_equal
 from support.redis_content import redis_content
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -230,7 +230,11 @@ async def test_a_call_that_does_not_return_is_named_costs_what_it_was_asked_and_
         assert leased == tasks
         if row == "selector":
             assert len((await answered(lambda: trainer.acquire(1, wait_s=30))).batch.items) == 4
-        await world.until(lambda status: reason in {wait.reason for wait in status.waits})
+        await until(is_named)
+
+    async def is_named() -> bool:
+        await node.renew()  # without a node that would be the reason
+        return reason in await world.waits()
 
     await goes_on_during(world, "other", asyncio.ensure_future(live()))
     assert "recipe:" in (await world.waits())[reason].detail

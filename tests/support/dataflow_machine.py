@@ -253,8 +253,8 @@ class DataflowMachine(RuleBasedStateMachine):
     def push_together(
         self, lease: int, server: int, members: Sequence[int], again: bool, equal: bool
     ) -> None:
-        """Several episodes of a lease in one message, with equal rewards or not, the newest push once more with them:
-        each has the answer that it would have alone.
+        """Several episodes of a lease in one message, with equal rewards or not, the newest push once more with them if
+        it was this node's: each has the answer that it would have alone.
         """
         node, held = self._lease(lease, server)
         name, version = f"e{len(self.pushed)}", self.model.version
@@ -264,7 +264,7 @@ class DataflowMachine(RuleBasedStateMachine):
             )
             for n, member in enumerate(members)
         ]
-        episodes += [self.pushed[-1][1]] if again and self.pushed else []
+        episodes += [self.pushed[-1][1]] if again and self.pushed and self.pushed[-1][0] is node else []
         answers = self._do(node.pack(*episodes))
         assert [outcome_name(answer) for answer in answers] == [self.model.push(one) for one in episodes]
         self.pushed += [(node, episode) for episode in episodes]

@@ -51,6 +51,10 @@ class ValkeyNode(ValkeyServer):
         """Whether it says this of its replication."""
         return line in str(self.ask("INFO", "replication"))
 
+    def has_written(self) -> bool:
+        """Whether its file has all that it answered, as far as its process goes."""
+        return "aof_buffer_length:0\r" in str(self.ask("INFO", "persistence"))
+
     def knows_all(self, count: int) -> bool:
         """Whether it sees so many nodes, and all slots."""
         info = str(self.ask("CLUSTER", "INFO"))
@@ -100,8 +104,11 @@ class ValkeyCluster:
 
     @contextmanager
     def without(self, *nodes: ValkeyNode) -> Iterator[None]:
-        """Primaries are killed for the block, and begin again from their files after it."""
+        """Primaries are killed for the block, and begin again from their files after it. While a disk is busy they hold
+        back what they answered; that is waited for, as it is nothing that is to be lost here.
+        """
         for node in nodes:
+            wait_until(node.has_written)
             node.kill()
         try:
             yield
