@@ -4,6 +4,7 @@ The matrix of kills inside named windows is in tests/chaos.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from astraflow_kit.lifecycle import ExitCode
 from astraflow_trainer.model.tokenizer import TokenizerSettings, train_tokenizer
 from support.audit import audit
-from support.development import RUN_ID, RunFiles, dev, finish, wait_for
+from support.development import ROOT, RUN_ID, RunFiles, dev, finish, wait_for
 from support.tiny_models import TinyShape, save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -62,7 +63,10 @@ def test_a_second_node_of_one_name_is_refused_and_the_launch_goes_on(tmp_path: P
         named = ("--run-id", RUN_ID, "--node-id", "node-1", "--token-file", token)
         elsewhere = ("--work-dir", str(tmp_path / "elsewhere"), "--allow-recipe-code")
         command = (sys.executable, "-m", "astraflow_raas", "--join", server, *named, *elsewhere)
-        second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "e2e" / "plugins")}
+        second = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
         assert second.returncode == ExitCode.USAGE, second.stderr
         assert "choose another --node-id" in second.stdout + second.stderr
         before = files.steps_done()
