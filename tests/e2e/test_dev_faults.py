@@ -54,27 +54,53 @@ def test_ctrl_c_finishes_the_run_in_order(interrupted: tuple[RunFiles, dict[str,
     assert summary["conservation_error"] == 0
 
 
+def node_of_the_same_name(files: RunFiles) -> "subprocess.Popen[bytes]":
+    """A process that joins the run as the launch's own node, from another folder; it writes to `second`."""
+    server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
+    token = str(files.data_dir / "secrets" / "rollout.token")
+    named = ("--run-id", RUN_ID, "--node-id", "node-1", "--token-file", token)
+    elsewhere = ("--work-dir", str(files.folder / "elsewhere"), "--allow-recipe-code")
+    command = (sys.executable, "-m", "astraflow_raas", "--join", server, *named, *elsewhere)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "e2e" / "plugins")}
+    with (files.folder / "second").open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
 def test_a_second_node_of_one_name_is_refused_and_the_launch_goes_on(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     with dev(tmp_path, "--steps", "1000") as launcher:
         wait_for(lambda: files.steps_done() >= 1)
-        server = json.loads((files.addresses / "dataflow.json").read_text())["grpc"]
-        token = str(files.data_dir / "secrets" / "rollout.token")
-        named = ("--run-id", RUN_ID, "--node-id", "node-1", "--token-file", token)
-        elsewhere = ("--work-dir", str(tmp_path / "elsewhere"), "--allow-recipe-code")
-        command = (sys.executable, "-m", "astraflow_raas", "--join", server, *named, *elsewhere)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "e2e" / "plugins")}
-        second = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert second.returncode == ExitCode.USAGE, second.stderr
-        assert "choose another --node-id" in second.stdout + second.stderr
+        with node_of_the_same_name(files) as second:
+            assert second.wait(timeout=120) == ExitCode.USAGE, (tmp_path / "second").read_text()
+        assert "choose another --node-id" in (tmp_path / "second").read_text()
         before = files.steps_done()
         wait_for(lambda: files.steps_done() > before + 1)
         launcher.send_signal(signal.SIGINT)
         summary = finish(launcher, tmp_path)
     assert summary["conservation_error"] == 0
     assert [child for child, _ in files.starts()].count("node-1") == 1
+
+
+def test_a_node_whose_name_was_taken_while_it_stood_still_comes_back_and_the_launch_goes_on(
+    tmp_path: Path,
+) -> None:
+    files = RunFiles(tmp_path)
+    with dev(tmp_path, "--steps", "1000") as launcher:
+        wait_for(lambda: files.steps_done() >= 1)
+        [first] = [each for each in files.processes("-m astraflow_raas") if "family" not in each.cmdline()]
+        first.suspend()
+        with node_of_the_same_name(files) as second:
+            wait_for(lambda: "run.joined" in (tmp_path / "second").read_text(), what="the second node's turn")
+            first.resume()
+            wait_for(
+                lambda: [child for child, _ in files.starts()].count("node-1") == 2, what="another start"
+            )
+            second.kill()
+        before = files.steps_done()
+        wait_for(lambda: files.steps_done() > before + 1)
+        launcher.send_signal(signal.SIGINT)
+        summary = finish(launcher, tmp_path)
+    assert summary["conservation_error"] == 0
 
 
 @pytest.mark.soak  # in ci tests/chaos/test_kills.py kills every daemon, and waits for the others

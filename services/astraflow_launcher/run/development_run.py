@@ -275,7 +275,7 @@ class DevelopmentRun:
         return replace(spec, group=name, env={**spec.env, **_rank_environment(rank, size, meeting_port)})
 
     def _node_spec(self, name: str, pool: str) -> ChildSpec:
-        return self._daemon(
+        spec = self._daemon(
             name,
             "astraflow_raas",
             *("--join", self._address, "--run-id", self._run_id, "--node-id", name, *_WAITS_FOR_ITS_NAME),
@@ -283,10 +283,9 @@ class DevelopmentRun:
             *("--work-dir", str(self._folder.work(name))),
             # A development run keeps all it has in its folder.
             *("--mirror-dir", str(self._folder.work(name) / "mirror")),
-            *self._calling_as("rollout"),
-            "--allow-recipe-code",
-            *self._options.node_options,
+            *(*self._calling_as("rollout"), "--allow-recipe-code", *self._options.node_options),
         )
+        return replace(spec, returns_when_fenced=True)
 
     def _calling_as(self, role: str) -> tuple[str, ...]:
         return ("--token-file", str(self._tokens.of(role))) if self._tokens else ()

@@ -1,8 +1,9 @@
 """Child processes: started with a bounded log file each, restarted with backoff, and never outliving the launcher.
 
-Invariant: every child runs in its own process group and dies with this process even when it is SIGKILLed; a
-child that ends with `ExitCode.OK` is finished, one that ends with USAGE or SUPERSEDED is a fatal error, any
-other end is restarted with the same arguments and ports. `development_run` owns the only Supervisor.
+Invariant: every child runs in its own process group and dies with this process even when it is SIGKILLed; a child
+that ends with `ExitCode.OK` is finished, one that ends with USAGE or SUPERSEDED is a fatal error (but for one whose
+name another took, if it waits for that), any other end is restarted with the same arguments and ports.
+`development_run` owns the only Supervisor.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class ChildSpec:
     max_restarts: int = 8
     """Restarts within `restart_window_s` before the child counts as broken."""
     restart_window_s: float = 60.0
+    returns_when_fenced: bool = False
+    """Whether it is started again where another process acts under its name: it waits for that one's end."""
 
 
 class Child:
@@ -166,11 +169,13 @@ class Child:
         self._recent.append(now)
         while self._recent and now - self._recent[0] > self.spec.restart_window_s:
             self._recent.popleft()
+        failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
+        if self.spec.returns_when_fenced and failure is not None and failure[0] == "FENCED":
+            return
         if self.exit_code in _FATAL or len(self._recent) > self.spec.max_restarts:
             # What a child calls wrong use, or another's work, is that here as there: with the same status.
             kind = _FATAL.get(self.exit_code or 0, InternalError)
             ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
-            failure = failure_in(self._end_of_log()) if self.exit_code in _FATAL else None
             if failure is not None:
                 raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
             raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")
