@@ -25,13 +25,13 @@ def test_servers_answer_as_the_model_does_to_each_call_once(
     tour(quick_valkey.url, tmp_path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_servers_answer_as_the_model_does(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
     compare(quick_valkey.url, tmp_path, examples=15, calls=60)
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_so_they_do_with_payloads_outside(quick_valkey: ValkeyServer, tmp_path: Path) -> None:
     url, payloads = quick_valkey.url, f"file://{tmp_path}/payloads"
     compare(url, tmp_path, examples=10, calls=60, phases=[Phase.generate], payloads=payloads)
