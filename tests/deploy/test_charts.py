@@ -359,7 +359,7 @@ REFUSED: dict[str, tuple[str, Manifest, str]] = {
     "the tag latest": ("astraflow", {"image": {"tag": "latest"}}, "image.tag"),
     "an unknown value": ("astraflow", {"dataflow": {"replica": 3}}, "replica is not allowed"),
     "a wrong type": ("astraflow", {"dataflow": {"replicas": "three"}}, "replicas"),
-    "no join string": ("astraflow-pool", {"join": {"secret": ""}}, "make a join string"),
+    "no join string": ("astraflow-pool", {"join": {"secret": ""}}, "join-token --node 'main-astraflow-*'"),
     "no name of the pool": ("astraflow-pool", {"pool": ""}, "pool is not set: name the pool"),
     "no GPU type of a pool": ("astraflow-pool", {"gpu": {"count": 8}}, "gpu.count = 8 and no GPU type"),
     "SGLang without GPUs": ("astraflow-pool", {"engine": {"kind": "sglang"}}, "sglang with gpu.count = 0"),

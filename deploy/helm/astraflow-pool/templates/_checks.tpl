@@ -6,7 +6,7 @@
 {{- $problems = append $problems "image.registry is not set: build and push the images (deploy/docker) and name their registry" -}}
 {{- end -}}
 {{- if not $v.join.secret -}}
-{{- $problems = append $problems "join.secret is not set: make a join string (`astraflow join-token` beside the token keys) and name the Secret that holds it under the key `join`" -}}
+{{- $problems = append $problems (printf "join.secret is not set: make a join string for nodes of this name (`astraflow join-token --node '%s-*'` beside the token keys) and name the Secret that holds it under the key `join`" (include "pool.fullname" $)) -}}
 {{- end -}}
 {{- if not $v.pool -}}
 {{- $problems = append $problems "pool is not set: name the pool, for example eu-h100; reports, tokens and autoscaling go by it" -}}
