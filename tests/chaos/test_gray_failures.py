@@ -80,8 +80,9 @@ def test_nothing_was_lost_doubled_or_torn(lived: Callable[[str], Lived], loop: s
 
 
 @pytest.mark.ci
-def test_a_client_follows_the_name_of_its_server_to_another_address(tmp_path: Path) -> None:
-    assert followed(tmp_path) > 0
+@pytest.mark.parametrize("who", ["client", "loop"])
+def test_the_name_of_a_server_is_followed_to_another_address(who: str, tmp_path: Path) -> None:
+    assert followed(tmp_path, who) > 0
 
 
 @pytest.mark.soak

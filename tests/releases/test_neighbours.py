@@ -3,9 +3,7 @@ first call, with status 3, what both speak and what to update; the server goes o
 """
 
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,42 +11,14 @@ import pytest
 from astraflow.connecting.compatibility import CONTRACT_VERSION
 from astraflow_kit.lifecycle import read_address_file
 from astraflow_kit.releases import Release
-from support.development import POLICY, RUN_ID, RunFiles, dev, finish, wait_for
-from support.releases import THIS, Tree, checked_out, newest_of_each_contract
+from support.development import RunFiles, beside, dev, finish, wait_for
+from support.releases import THIS, checked_out, newest_of_each_contract
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ci, pytest.mark.timeout(300)]
 
 STEPS = "2"
 PARTS = ("server", "node", "trainer")
-
-
-@contextmanager
-def daemon(part: str, tree: Tree, files: RunFiles, address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A node or the trainer of the run by the code of a release; ended by its own status, or by the block's end."""
-    role, module = {"node": ("rollout", "astraflow_raas"), "trainer": ("trainer", "astraflow_trainer")}[part]
-    work = files.folder / part
-    options = {
-        "node": ("--node-id", "node-1", "--mirror-dir", str(work / "mirror")),
-        "trainer": ("--policy", POLICY, "--cache-dir", str(work / "cache"), "--steps", STEPS),
-    }[part]
-    command = [sys.executable, "-m", module, "--join", address, "--run-id", RUN_ID, "--allow-recipe-code"]
-    command += [
-        "--work-dir",
-        str(work),
-        "--token-file",
-        str(files.data_dir / "secrets" / f"{role}.token"),
-        *options,
-    ]
-    with (
-        (files.folder / f"{part}.log").open("wb") as log,
-        subprocess.Popen(
-            command, env=tree.environment, stdout=log, stderr=log, start_new_session=True
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.terminate()
+_OPTIONS = {"node": (), "trainer": ("--steps", STEPS)}
 
 
 def require_refused(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -79,7 +49,9 @@ def test_parts_of_two_releases_work_together_or_say_which_one_to_update(
         others = [part for part in PARTS[1:] if trees[part] != trees["server"]]
         works = release.contract == CONTRACT_VERSION
         started = {
-            part: stack.enter_context(daemon(part, trees[part], files, found.grpc))
+            part: stack.enter_context(
+                beside(part, files, found.grpc, *_OPTIONS[part], environment=trees[part].environment)
+            )
             for part in (PARTS[1:] if works else others)
         }
         if works:

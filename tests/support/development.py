@@ -57,12 +57,12 @@ class RunFiles:
 
     def read_metrics(self, *kinds: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl, of these kinds if any is named."""
-        lines = _read_lines(self.data_dir / "metrics.jsonl")
+        lines = read_lines(self.data_dir / "metrics.jsonl")
         return [line for line in lines if not kinds or line["kind"] in kinds]
 
     def read_ledger(self, policy: str = POLICY) -> list[dict[str, Any]]:
         """Lines of a trainer's ledger."""
-        return _read_lines(self.data_dir / "work" / f"trainer-{policy}" / "ledger.jsonl")
+        return read_lines(self.data_dir / "work" / f"trainer-{policy}" / "ledger.jsonl")
 
     def steps_done(self) -> int:
         """The last finished step that the launcher wrote down."""
@@ -74,7 +74,7 @@ class RunFiles:
 
     def starts(self) -> list[tuple[str, int]]:
         """(child, pid) of every start the launcher logged, oldest first, over all its lives."""
-        lines = _read_lines(self.data_dir / "logs" / "launcher.log")
+        lines = read_lines(self.data_dir / "logs" / "launcher.log")
         return [(line["child"], line["pid"]) for line in lines if line.get("event") == "child.started"]
 
     def processes(self, module: str = "") -> list[psutil.Process]:
@@ -121,6 +121,30 @@ def dev(
             launcher.kill()
 
 
+@contextmanager
+def beside(
+    part: str, files: RunFiles, address: str, *arguments: str, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The `node` or `trainer` of a launch that has none (`--without`); ends by itself, or with the block."""
+    role, module = {"node": ("rollout", "astraflow_raas"), "trainer": ("trainer", "astraflow_trainer")}[part]
+    work = files.folder / part
+    options = {
+        "node": ("--node-id", "node-1", "--mirror-dir", str(work / "mirror")),
+        "trainer": ("--policy", POLICY, "--cache-dir", str(work / "cache")),
+    }[part]
+    command = [sys.executable, "-m", module, "--join", address, "--run-id", RUN_ID, "--allow-recipe-code"]
+    token = files.data_dir / "secrets" / f"{role}.token"
+    command += ["--work-dir", str(work), "--token-file", str(token), *options, *arguments]
+    with (
+        (files.folder / f"{part}.log").open("wb") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 def finish(launcher: subprocess.Popen[str], folder: Path, *, timeout_s: float = 200) -> dict[str, Any]:
     """Wait for the end of the run and return its summary."""
     output, _ = launcher.communicate(timeout=timeout_s)
@@ -139,7 +163,7 @@ def wait_for(
         time.sleep(period_s)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Lines that end, as the last one may still be being written; NaN, which is not JSON, is an error."""
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1].splitlines()
