@@ -1,6 +1,7 @@
 """A sandbox with a shell: what it keeps, what ends it, and what a policy cannot do to its tests."""
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,7 +10,7 @@ import pytest
 
 from astraflow_environment.terminal.sandbox import CarryFailed, SandboxDied, ShellSandbox, graders_variables
 from astraflow_kit.sandbox.budget import Budget
-from support.sandbox import needs_bubblewrap
+from support.sandbox import CHANGES_THE_HOST, needs_bubblewrap
 
 pytestmark = needs_bubblewrap
 REWARD = "/logs/verifier/reward.txt"
@@ -75,6 +76,13 @@ async def test_within_there_is_no_network_nothing_of_the_host_and_bounded_files(
         assert await said(sandbox, "ls /home /etc | tr '\\n' ' '; touch /usr/x; env | grep -c ASTRA")
         assert "Permission denied" in await said(sandbox, "cat /proc/1/environ")
         assert "No space left" in await said(sandbox, "for i in 1 2 3; do head -c 2M /dev/zero > $i; done")
+
+
+async def test_neither_a_shell_nor_its_tests_can_change_what_is_shared_with_the_host() -> None:
+    look = f"python3 -c {shlex.quote(CHANGES_THE_HOST)}"
+    async with opened() as sandbox:
+        assert await said(sandbox, look) == "7"
+        assert await graded(sandbox, f"{look} > {REWARD}") == ("7", False)
 
 
 async def test_the_tests_see_the_work_folder_and_nothing_else_that_the_shell_left() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from astraflow.plugins import TaskSpec
 from astraflow_raas.rewards.code_tests import CodeTests
-from support.sandbox import needs_bubblewrap
+from support.sandbox import CHANGES_THE_HOST, needs_bubblewrap
 
 pytestmark = [needs_bubblewrap, pytest.mark.slow]
 
@@ -155,6 +155,10 @@ async def test_the_program_has_three_descriptors_and_no_argument_or_variable_of_
         assert score.reward == 1.0, name
     script = {"stdio": [{"stdin": "", "stdout": "[0, 1, 2]\n"}]}
     assert await earned(f"{OPEN}print(f())", script) == 1.0
+
+
+async def test_a_program_cannot_change_what_is_shared_with_the_host() -> None:
+    assert await earned(CHANGES_THE_HOST, {"stdio": [{"stdin": "", "stdout": "7\n"}]}) == 1.0
 
 
 @pytest.mark.parametrize(
