@@ -27,8 +27,8 @@ _REMEDY = (
 )
 # bwrap bounds neither the number of files nor several folders together: a namespace around it mounts the file system of
 # which all writable folders are parts, over /sys, which no program of ours needs; nobody else sees it. The sandbox's
-# files are a tar archive of $3 bytes, the first of standard input. Devices are inodes of the host, whose modes and times
-# could be changed from within where the node is root: the sandbox has them by mounts that are read-only, and they work.
+# files are a tar archive of $3 bytes, the first of standard input. Devices are the host's own, whose modes and times
+# could be set where a node is root: a sandbox has them by mounts that are read-only, through which they work.
 _AROUND = ("unshare", "--user", "--map-root-user", "--mount", "--", "sh", "-c")
 _PREPARE = (
     'set -e; mount -t tmpfs -o "size=$0,nr_inodes=$1,mode=0755" budget /sys; mkdir /sys/root /sys/dev; n="$2"; '
