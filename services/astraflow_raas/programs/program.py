@@ -62,7 +62,7 @@ def _serve(action: Callable[[], object]) -> None:
 
 def _confine(order: Mapping[str, Any]) -> None:
     confinement.limit_resources(order["limits"])
-    confinement.filter_calls(order["machine"])
+    confinement.filter_calls(order["machine"], may_start=False)
 
 
 class _Solution:
