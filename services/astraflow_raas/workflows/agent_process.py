@@ -65,6 +65,11 @@ class AgentProcessSettings(BaseModel):
     max_concurrent_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_concurrent_calls
     max_sampled_tokens: Annotated[int, Field(ge=1)] = AgentLimits.max_sampled_tokens
 
+    @field_validator("writable")
+    @classmethod
+    def _expand_home(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.expanduser() for path in paths)
+
     @field_validator("command", mode="before")
     @classmethod
     def _split(cls, command: object) -> object:
