@@ -5,7 +5,7 @@ to policies; code of the recipe itself is written and run only with leave. Calle
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,10 @@ def load_workflow(
     allowed: bool,
     endpoint: AgentEndpoint,
     served: ServedEnvironments,
+    secrets: Sequence[Path] = (),
 ) -> RecipeWorkflow:
-    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments`, `recipe_dir` and
-    `scratch_dir` if it names those.
+    """Make the recipe's workflow with its reward, and with the node's `endpoint`, `environments`, `recipe_dir`,
+    `scratch_dir` and `secret_paths` if it names those.
 
     The run's own code lies below `into`, when it is `allowed`; else `recipe_dir` is None.
 
@@ -80,6 +81,7 @@ def load_workflow(
         "environments": RecipeEnvironments(source, served=served),
         "recipe_dir": (folder or into) if allowed else None,
         "scratch_dir": scratch,
+        "secret_paths": tuple(secrets),
     }
     made: dict[str, _Made] = {}
     for name, grading in recipe.grading.items():

@@ -94,6 +94,7 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
             allowed=settings.allow_recipe_code,
             endpoint=Endpoint(),
             served=ServedEnvironments(settings.environment_connections),
+            secrets=settings.secret_paths,
         )
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
@@ -130,6 +131,7 @@ async def _join(
     workflow = load_workflow(
         found.run, found.recipe, into=folder.code, scratch=folder.scratch,
         allowed=settings.allow_recipe_code, endpoint=endpoint, served=served,
+        secrets=settings.secret_paths,
     )  # fmt: skip
     store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(

@@ -126,6 +126,14 @@ class NodeSettings(JoinSettings, StoreAccess):
     """Write every push and its answer to `pushes.jsonl` in the node's folder, for audits; the newest lines are kept,
     64 to 128 MiB of them."""
 
+    @property
+    def secret_paths(self) -> tuple[Path, ...]:
+        """What agents must not read: work folders of nodes, weights, and the files that this node acts by."""
+        named = (self.join_file, self.token_file, self.client_cert_file, self.client_key_file)
+        keys = (Path(each.partition("=")[2]) for each in self.external_key_file)
+        found = (self.work_dir, self.mirror_dir, *named, self.environment_token_file, *keys)
+        return tuple(path for path in found if path is not None)
+
     @field_validator("work_dir", "mirror_dir")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:

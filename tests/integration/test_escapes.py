@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from astraflow.plugins import Episode, Message, Observation, Score, TaskSpec
 from astraflow_environment.adapters.terminal import Terminal
-from astraflow_kit.sandbox import groups
+from astraflow_kit.sandbox.budget import Budget
 from astraflow_raas.agents.program import AgentFailed
 from astraflow_raas.rewards.code_tests import CodeTests
 from astraflow_raas.workflows.agent_process import AgentProcess, AgentProcessSettings
@@ -229,11 +229,13 @@ async def run_agent(escape: AgentEscape, host: Host, scratch: Path) -> Episode:
                 hidden_data=("answer",),
                 timeout_s=escape.seconds,
                 env={"MARK": host.mark},
+                limits=Budget(memory_mb=4096, disk_mb=escape.disk_mb, files=10_000),
             ),
             reward=judged,
             endpoint=endpoint,
             recipe_dir=recipe,
             scratch_dir=work,
+            secret_paths=(host.path,),
         )
         task = TaskSpec("t", (Message("user", "?"),), {"answer": "HIDDEN"})
         return await workflow.run(task, {"solver": ScriptedPolicy(lambda _: "HIDDEN")})
@@ -250,11 +252,6 @@ async def test_an_agent_that_asks_its_policy_earns_what_that_says(host: Host, sc
     assert (await run_agent(AgentEscape(program, ""), host, scratch)).trajectories[0].reward == 1.0
 
 
-def is_held(attempt: str) -> bool:
-    """An agent runs as the node's user and may kill its guard: then only a control group holds its daemons."""
-    return attempt != "a daemon without its guard" or "by control groups" in groups.describe()
-
-
 @rows("agents", AGENTS)
 async def test_an_agent_that_escapes_fails_by_name_and_leaves_nothing(
     attempt: str, host: Host, scratch: Path
@@ -266,7 +263,7 @@ async def test_an_agent_that_escapes_fails_by_name_and_leaves_nothing(
         assert failing.done(), "the episode does not end"
         with pytest.raises(AgentFailed, match=f"(?s){escape.failure}"):
             failing.result()
-        assert (alive_with(host.mark) == []) is is_held(attempt)
+        assert alive_with(host.mark) == []
         assert list(scratch.glob("*/[w]ork/*")) == []  # noqa: ASYNC240 - not a disk
     finally:
         free_readers(scratch)

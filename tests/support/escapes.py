@@ -459,6 +459,7 @@ class AgentEscape:
     failure: str
     seconds: float = 120.0
     """That it may take; few where it takes all."""
+    disk_mb: int = 2048
 
 
 _DAEMON = (
@@ -468,6 +469,7 @@ _DAEMON = (
     "  os.write(w, b'%d' % os.getpid()); time.sleep(600)\n os._exit(0)\n"
     "print('daemon', os.read(r, 9), flush=True)\n"
 )
+_OTHERS = "others = [int(name) for name in os.listdir('/proc') if name.isdecimal() and int(name) not in (1, os.getpid())]\n"
 AGENTS: dict[str, AgentEscape] = {
     "a daemon that is deaf": AgentEscape(_DAEMON + "sys.exit(3)", "status 3.*daemon"),
     "a daemon without its guard": AgentEscape(
@@ -521,7 +523,7 @@ AGENTS: dict[str, AgentEscape] = {
     "a folder that is a link elsewhere": AgentEscape(
         "own = os.path.dirname(os.getcwd()); os.rename(own, own + '-moved'); os.symlink(os.path.dirname('{path}'), own)\n"
         "sys.exit('linked')",
-        "linked",
+        "busy|Read-only",
     ),
     "a link to a folder of the host": AgentEscape(
         "os.symlink(os.path.dirname('{path}'), 'linked'); sys.exit('linked')", "linked"
@@ -540,8 +542,54 @@ AGENTS: dict[str, AgentEscape] = {
     "output that is no text": AgentEscape(
         "sys.stdout.buffer.write(bytes(range(256)) + b'\\x1b]0;owned\\x07\\x1b[2J'); sys.exit(3)", "status 3"
     ),
+    "the environment of the node": AgentEscape(
+        f"{_OTHERS}found = []\nfor pid in others:\n try: found += [open(f'/proc/{{pid}}/environ').read()]\n except OSError: pass\n"
+        "sys.exit(f'read {found} of {others}')",
+        r"read \[\] of \[\]",
+    ),
+    "memory of the node": AgentEscape(
+        f"{_OTHERS}found = []\nfor pid in others:\n"
+        " try: found += [open(f'/proc/{pid}/mem', 'r+b')]\n except OSError: pass\nsys.exit(f'opened {found} of {others}')",
+        r"opened \[\] of \[\]",
+    ),
+    "signals to the node": AgentEscape(
+        "found = []\nfor pid in (*range(3, 2**16), -1):\n"
+        " try: os.kill(pid, 0); found.append(pid)\n except OSError: pass\nsys.exit(f'reached {found}')",
+        r"reached \[\]",
+    ),
+    "the token of the node": AgentEscape(
+        "try: print(open('{path}').read())\nexcept OSError as error: sys.exit(f'refused: {error}')", "refused"
+    ),
+    "folders of other episodes": AgentEscape(
+        "own = os.path.dirname(os.getcwd()); sys.exit(f'others: {len(os.listdir(os.path.dirname(own))) - 1}')",
+        "others: 0",
+    ),
+    "disk in pieces of every folder": AgentEscape(
+        "kept = 0\nfor folder in ('.', '..', '/tmp', '/dev/shm'):\n for n in range(9):\n"
+        "  try: kept += open(f'{folder}/{n}', 'wb', 0).write(bytes(5 * 2**20))\n  except OSError as error: print(error.errno)\n"
+        "sys.exit(f'kept {kept >> 20} MB')",
+        r"28.*kept (1\d|20) MB",
+        disk_mb=20,
+    ),
+    "inodes of every folder": AgentEscape(
+        "kept = 0\nfor folder in ('.', '..', '/tmp', '/dev/shm'):\n"
+        " try:\n  for n in range(20_000): open(f'{folder}/{n}', 'w').close(); kept += 1\n except OSError as error: print(error.errno)\n"
+        "sys.exit(f'kept {kept}')",
+        r"28.*28.*28.*kept 9\d\d\d",
+    ),
+    "a place that no budget counts": AgentEscape(
+        "found = []\nfor top in ('/', '/run', '/dev', '/sys', '/var/tmp', '/proc/1/cwd', '/proc/1/root', os.path.expanduser('~')):\n"
+        " try: made = open(top + '/{mark}', 'w')\n except OSError: continue\n"
+        " if os.fstat(made.fileno()).st_dev != os.stat('.').st_dev: found.append(top)\nsys.exit(f'uncounted: {found}')",
+        r"uncounted: \[\]",
+    ),
+    "settings of the kernel": AgentEscape(
+        "found = [os.path.join(top, name) for place in ('/proc/sys', '/sys') for top, _, names in os.walk(place) for name in names"
+        " if os.access(os.path.join(top, name), os.W_OK)]\nsys.exit(f'writable: {found}')",
+        r"writable: \[\]",
+    ),
 }
-"""Each ends as an AgentFailed with a name; a node runs its agents as its own user, so what that user may is no escape."""
+"""Each ends as an AgentFailed with a name; what an agent may read of the machine is no escape, but the node's secrets."""
 HOGS: dict[str, str] = {
     "an endless loop": "while True: pass",
     "threads that never rest": "import threading\nthreading.stack_size(2**16)\ndef f():\n while True: pass\nfor _ in range(30): threading.Thread(target=f).start()\nprint('30')\nf()",
@@ -567,7 +615,9 @@ hooks of its own for git; an answer that is a link to the tests; what waits for 
 reading the tests before; a server of the host; setuid programs; devices; disk; disk in shared memory; disk among the devices;
 disk in pieces of every folder; fork bomb; zombie flood; time; giant output; output that is no text""",
     "agents": """
-a daemon that is deaf; a daemon of a guard that is stopped; a bomb of forks; a flood of zombies; giant output;
+a daemon that is deaf; a daemon without its guard; the environment of the node; memory of the node; signals to the node;
+the token of the node; folders of other episodes; disk in pieces of every folder; inodes of every folder;
+a place that no budget counts; settings of the kernel; a daemon of a guard that is stopped; a bomb of forks; a flood of zombies; giant output;
 a result that is a file of the host; a folder that nobody may change; a folder that is a link elsewhere; the answer;
 the calls of another episode; output that is no text""",
     "hogs": "threads that never rest; files again and again; processes again and again",

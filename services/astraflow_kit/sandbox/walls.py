@@ -83,15 +83,7 @@ class Walls:
 
     def require(self, *, probe: str) -> None:
         """Raise MissingCapability, with what to do about it, where this machine does not run the Python of `probe`."""
-        if platform.machine() not in _MACHINES or sys.platform != "linux":
-            raise MissingCapability(
-                f"no sandbox for {sys.platform} on {platform.machine()}; start this on Linux"
-            )
-        if shutil.which("bwrap") is None:
-            raise MissingCapability(f"no sandbox: there is no bwrap on PATH; {_REMEDY}")
-        argv = self.command_line(Budget(disk_mb=1, files=100), start=probe)
-        if complaint := _complaint(argv):
-            raise MissingCapability(f"no sandbox: bwrap cannot start {self.python}: {complaint}; {_REMEDY}")
+        require_start(self.command_line(Budget(disk_mb=1, files=100), start=probe), what=str(self.python))
 
     def _python(self) -> tuple[str, ...]:
         home = self.python.parent.parent
@@ -106,6 +98,16 @@ def started(main: str, code: Path = SERVICES) -> str:
 def system_paths(python: Path) -> tuple[str, ...]:
     """What is the machine's own within, and can be written by nobody."""
     return ("/usr", "/bin", "/sbin", "/lib", "/lib64", str(python.parent.parent))
+
+
+def require_start(argv: Sequence[str], *, what: str) -> None:
+    """Raise MissingCapability, with what to do about it, where this command line, of bwrap's, does not start `what`."""
+    if platform.machine() not in _MACHINES or sys.platform != "linux":
+        raise MissingCapability(f"no sandbox for {sys.platform} on {platform.machine()}; start this on Linux")
+    if shutil.which("bwrap") is None:
+        raise MissingCapability(f"no sandbox: there is no bwrap on PATH; {_REMEDY}")
+    if complaint := _complaint(argv):
+        raise MissingCapability(f"no sandbox: bwrap cannot start {what}: {complaint}; {_REMEDY}")
 
 
 def _complaint(argv: Sequence[str]) -> str:

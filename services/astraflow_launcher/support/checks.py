@@ -24,6 +24,7 @@ import psutil
 from astraflow.errors import AstraflowError
 from astraflow.plugins import MissingCapability
 from astraflow_kit.sandbox.groups import describe
+from astraflow_kit.sandbox.machine_walls import require_machine_walls
 from astraflow_kit.sandbox.walls import Walls
 from astraflow_kit.settings import load
 from astraflow_launcher.run.embedded_redis import find_server
@@ -161,12 +162,15 @@ def check_weight_codec() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """A sandbox starts, only needed by recipes that run code of a model; how its memory is bounded, and who runs it."""
+    """Sandboxes start, needed only by recipes that run code of a model or agents; how memory is bounded, and who runs it."""
     try:
         Walls(python=Path(sys.executable).resolve(), main="", code=()).require(probe="import json")
+        require_machine_walls()
     except MissingCapability as error:
         found, _, remedy = str(error).partition("; ")
-        return Finding("sandbox", State.WARNING, found, f"if a recipe runs generated code, {remedy}")
+        return Finding(
+            "sandbox", State.WARNING, found, f"if a recipe runs generated code or agents, {remedy}"
+        )
     return _finding(
         "sandbox",
         f"bubblewrap starts; {describe()}; within is the user {os.geteuid()} of this machine",

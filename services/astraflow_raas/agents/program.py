@@ -1,11 +1,10 @@
 """An agent as a program: started for one episode, and ended with everything it started.
 
-Invariant: no process of an agent outlives its episode or the node, unless it kills the guard before it where there are
-no control groups; nothing that it writes or does not do reaches other episodes: output is bounded, and every end but
-status 0 is an `AgentFailed` that says which. Called by `workflows.agent_process`.
+Invariant: no process of an agent outlives its episode or the node, unless it runs without walls and control groups and
+kills the guard before it; nothing that it writes or does not do reaches other episodes: output is bounded, and every
+end but status 0 is an `AgentFailed` that says which. Called by `workflows.agent_process`.
 
-A pid namespace would keep the guard out of reach, but a node that is not root needs a user namespace for one: in that,
-sudo does nothing and files of root are nobody's. Where a container masks parts of /proc, a new one cannot be mounted.
+Within walls sudo does nothing, and files of other users are nobody's: a user namespace has one user.
 """
 
 import asyncio
@@ -19,6 +18,7 @@ from astraflow.errors import AstraflowError
 from astraflow_kit.family import ending_with_us
 from astraflow_kit.log import get_logger
 from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.machine_walls import MachineWalls
 from astraflow_kit.sandbox.sessions import limited, start_session
 
 log = get_logger(__name__)
@@ -46,10 +46,11 @@ async def run_program(
     folder: Path,
     timeout_s: float | None,
     budget: Budget,
+    walls: MachineWalls | None,
 ) -> None:
-    """Run `command` in `folder` to its end. Raises AgentFailed unless it ends with status 0 in time."""
+    """Run `command` in `folder` to its end, within `walls`. Raises AgentFailed unless it ends with status 0 in time."""
     output, most = bytearray(), budget.output_kb * 1024
-    guarded = ending_with_us(*command)
+    guarded = ending_with_us(*(walls.command_line(budget, *command, folder=folder) if walls else command))
     limits = {_LIMITS[name]: limit for name, limit in budget.as_rlimits().items() if name in _LIMITS}
     argv = limited(limits, *guarded) if sys.platform == "linux" else guarded
     try:
@@ -75,8 +76,13 @@ async def run_program(
         await _end(child)
         await session.end()
     if status != 0:
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        raise _failed(f"the agent ended with {how}", output)
+        raise _failed(f"the agent ended with {_how(status)}", output)
+
+
+def _how(status: int) -> str:
+    """Walls, as a shell, give 128 + n for signal n."""
+    number = status - 128 if status > 128 else -status
+    return f"signal {signal.Signals(number).name}" if number in signal.valid_signals() else f"status {status}"
 
 
 async def _drain(child: asyncio.subprocess.Process, output: bytearray, *, most: int) -> None:

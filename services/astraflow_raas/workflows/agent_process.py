@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
@@ -26,13 +26,14 @@ from astraflow_kit import traces
 from astraflow_kit.log import get_logger
 from astraflow_kit.sandbox.budget import Budget
 from astraflow_kit.sandbox.folders import remove_tree
+from astraflow_kit.sandbox.machine_walls import MAX_RESULT_BYTES, MachineWalls, require_machine_walls
 from astraflow_raas.agents.program import AgentFailed, run_program
 from astraflow_raas.settings import child_environment
 
 log = get_logger(__name__)
 
-_MAX_RESULT_BYTES = 2**20
-_LIMITS = Budget(memory_mb=8192, disk_mb=16_384, processes=1024, cpu_s=86_400, output_kb=16_384)
+_LIMITS = Budget(memory_mb=8192, disk_mb=1024, files=131_072, processes=1024, cpu_s=86_400, output_kb=16_384)
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 
 
 class AgentProcessSettings(BaseModel):
@@ -45,7 +46,11 @@ class AgentProcessSettings(BaseModel):
     env: dict[str, str] = {}
     """Variables, besides those of the node."""
     cwd: Path | None = None
-    """Where it runs; unset: an empty folder, removed at the end."""
+    """Where it runs, and may write; unset: an empty folder, removed at the end."""
+    writable: tuple[Path, ...] = ()
+    """What else of the machine it may write; no budget counts that."""
+    dangerously_without_sandbox: bool = False
+    """Whether it may do whatever the node's user may do, to the node, too."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Bound of its run; unset: that of the episode."""
     hidden_data: tuple[str, ...] = ()
@@ -59,6 +64,11 @@ class AgentProcessSettings(BaseModel):
     max_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_calls
     max_concurrent_calls: Annotated[int, Field(ge=1)] = AgentLimits.max_concurrent_calls
     max_sampled_tokens: Annotated[int, Field(ge=1)] = AgentLimits.max_sampled_tokens
+
+    @field_validator("writable")
+    @classmethod
+    def _expand_home(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.expanduser() for path in paths)
 
     @field_validator("command", mode="before")
     @classmethod
@@ -78,7 +88,7 @@ class _Result(BaseModel):
 
 class AgentProcess:
     """Starts the recipe's program for each episode; `recipe_dir` is None where recipe code may not run. What episodes
-    leave in `scratch_dir` when the node is killed, its next start removes.
+    leave in `scratch_dir` when the node is killed, its next start removes. No program sees that or `secret_paths`.
     """
 
     def __init__(
@@ -89,6 +99,7 @@ class AgentProcess:
         endpoint: AgentEndpoint,
         recipe_dir: Path | None,
         scratch_dir: Path,
+        secret_paths: Sequence[Path] = (),
     ) -> None:
         if recipe_dir is None:
             raise MissingCapability(
@@ -100,6 +111,9 @@ class AgentProcess:
         self._endpoint = endpoint
         self._command = _resolved(settings, recipe_dir)
         self._scratch_dir = scratch_dir
+        self._recipe_dir = recipe_dir
+        self._hidden = (scratch_dir, *secret_paths)
+        _require_sandbox(settings)
         self._slots = asyncio.Semaphore(settings.max_processes)
         self._limits = AgentLimits(
             max_calls=settings.max_calls,
@@ -123,6 +137,7 @@ class AgentProcess:
                 folder=self._settings.cwd or work,
                 timeout_s=self._settings.timeout_s,
                 budget=self._settings.limits,
+                walls=self._walls(folder),
             )
             said = await asyncio.to_thread(_read, result)
             score = await self._earned(task, said, session=session, policies=policies)
@@ -133,6 +148,17 @@ class AgentProcess:
             )
         return episode
 
+    def _walls(self, own: Path) -> MachineWalls | None:
+        if self._settings.dangerously_without_sandbox:
+            return None
+        cwd = (self._settings.cwd,) if self._settings.cwd else ()
+        return MachineWalls(
+            own=own,
+            shown=(self._recipe_dir,),
+            writable=(*cwd, *self._settings.writable),
+            hidden=self._hidden,
+        )
+
     def _visible(self, task: TaskSpec) -> Mapping[str, object]:
         data = {key: value for key, value in task.data.items() if key not in self._settings.hidden_data}
         messages = [message.as_chat() for message in task.messages]
@@ -141,7 +167,10 @@ class AgentProcess:
     def _environment(self, session: AgentSession, *, task: Path, result: Path) -> Mapping[str, str]:
         # The Agents SDK would send traces, and with them the key, to OpenAI.
         own = {"OPENAI_AGENTS_DISABLE_TRACING": "1", **self._settings.env}
-        base = child_environment() | own
+        inherited = child_environment()
+        if not self._settings.dangerously_without_sandbox:
+            inherited = {name: value for name, value in inherited.items() if name not in _TEMPORARY}
+        base = inherited | own
         given = {
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
@@ -167,6 +196,19 @@ class AgentProcess:
             )
         answer = session.answer if said.answer is None else said.answer
         return await self._reward(task, answer, policies=policies)
+
+
+def _require_sandbox(settings: AgentProcessSettings) -> None:
+    """Raises MissingCapability."""
+    if settings.dangerously_without_sandbox:
+        log.warning("agent.without_sandbox", message="agents may do whatever this user may do")
+        return
+    try:
+        require_machine_walls()
+    except MissingCapability as error:
+        raise MissingCapability(
+            f"{error}; or set dangerously_without_sandbox, with which agents may do whatever this user may do"
+        ) from error
 
 
 def _resolved(settings: AgentProcessSettings, recipe_dir: Path) -> tuple[str, ...]:
@@ -216,7 +258,7 @@ def _read(path: Path) -> _Result:
                 raise AgentFailed(
                     "the agent's file ASTRAFLOW_RESULT is no regular file; write JSON to that path"
                 )
-            return _Result.model_validate_json(stream.read(_MAX_RESULT_BYTES))
+            return _Result.model_validate_json(stream.read(MAX_RESULT_BYTES))
     except FileNotFoundError:
         return _Result()
     except OSError as error:

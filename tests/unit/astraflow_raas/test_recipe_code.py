@@ -45,6 +45,12 @@ class Plays(Scores):
     def roles(self):
         return self.text if self.text == "solver" else self.text.split()
 
+class Hides:
+    def __init__(self, *, scratch_dir, secret_paths):
+        self.hidden = (scratch_dir, *secret_paths)
+    async def run(self, task, policies):
+        return self.hidden
+
 class OddWorkflow:
     def __init__(self, *, reward):
         self.reward = reward
@@ -79,6 +85,7 @@ raas: {{reward: {reward}, workflow: {workflow}}}
         allowed=allowed,
         endpoint=Endpoint(),
         served=ServedEnvironments(),
+        secrets=(Path("/secret"),),
     ).workflow
 
 
@@ -131,6 +138,11 @@ async def test_a_task_is_run_and_graded_as_its_source_says(tmp_path: Path) -> No
     assert earned == {"a": ("a", Score(0.5)), "a/hard": ("a", Score(0.5)), "b": ("b", Score(1.0))}
     with pytest.raises(ValueError, match=r"task t has source 'c', which is none of run.sources: a, b"):
         await workflow.run(TaskSpec("t", (), source="c"), {})
+
+
+async def test_a_workflow_learns_what_is_secret(tmp_path: Path) -> None:
+    workflow = cast("Any", workflow_of(tmp_path, reward="recipe:Half", workflow="recipe:Hides"))
+    assert await workflow.run(None, {}) == (tmp_path, Path("/secret"))
 
 
 def test_sources_that_say_nothing_share_one_workflow_and_its_reward(tmp_path: Path) -> None:

@@ -55,3 +55,15 @@ def test_an_engine_inherits_failpoints_and_log_settings_only(monkeypatch: pytest
     ours = {name for name in child_environment() if name.startswith("ASTRAFLOW_")}
     assert ours == {"ASTRAFLOW_FAILPOINTS", "ASTRAFLOW_FAILPOINTS_LOG", "ASTRAFLOW_LOG_LEVEL"}
     assert "PATH" in child_environment()
+
+
+def test_what_agents_must_not_read_is_every_file_that_the_node_acts_by(tmp_path: Path) -> None:
+    key, token = tmp_path / "key", tmp_path / "token"
+    token.write_text("t")
+    settings = NodeSettings(
+        join="127.0.0.1:7070",
+        work_dir=tmp_path / "work",
+        token_file=token,
+        external_key_file=(f"judge={key}",),
+    )
+    assert settings.secret_paths == (tmp_path / "work", token, key)

@@ -1,6 +1,7 @@
 """An agent's program gets its task, its calls become the episode, and whatever it does costs one attempt."""
 
 import asyncio
+import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,15 @@ from astraflow.plugins import Episode, Message, MissingCapability, Score, TaskSp
 from astraflow_kit.plugins import mismatch
 from astraflow_raas.agents.calls import AgentFlooded
 from astraflow_raas.agents.program import AgentFailed
+from astraflow_raas.workflows import agent_process
 from astraflow_raas.workflows.agent_process import AgentProcess, AgentProcessSettings
 from support.agents import ScriptedPolicy, serving_agents, trained_text
+from support.marked import alive_with
+from support.sandbox import needs_bubblewrap
 from support.scripted_dataflow import eventually
 
+pytestmark = needs_bubblewrap
+WALLED = pytest.mark.parametrize("is_walled", [True, False])
 TASK = TaskSpec("t1", (Message("user", "3 + 4?"),), {"answer": "7", "hint": "add"})
 # The standard library alone: `openai` takes a second to import.
 ASK = """
@@ -153,16 +159,17 @@ async def test_a_program_that_floods_ends_its_episode(tmp_path: Path) -> None:
 
 STRAYS = """
 import subprocess
-child = "import os, time; os.setsid(); open({pid!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+child = "import os, time; os.setsid(); open('started', 'w'); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", child])
-while not os.path.exists({pid!r}) or not open({pid!r}).read(): pass
+while not os.path.exists("started"): pass
 """
 
 
-async def test_nothing_that_it_started_outlives_a_program(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    await run(tmp_path, STRAYS.format(pid=str(pid)) + "ask(*task['messages'])")
-    assert not alive(int(pid.read_text()))
+@WALLED
+async def test_nothing_that_it_started_outlives_a_program(is_walled: bool, tmp_path: Path) -> None:
+    settings = {"env": {"MARK": tmp_path.name}, "dangerously_without_sandbox": not is_walled}
+    await run(tmp_path, STRAYS + "ask(*task['messages'])", **settings)
+    assert not alive_with(tmp_path.name)
 
 
 async def test_an_episode_works_below_the_folder_that_the_node_gives_and_leaves_nothing_there(
@@ -177,18 +184,18 @@ async def test_an_episode_works_below_the_folder_that_the_node_gives_and_leaves_
     assert not list(scratch_of(tmp_path).iterdir())
 
 
-async def test_an_episode_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
+@WALLED
+async def test_an_episode_that_is_cancelled_ends_its_program(is_walled: bool, tmp_path: Path) -> None:
     policy = ScriptedPolicy(lambda _: "7")
     policy.may_answer.clear()
-    episode = asyncio.create_task(
-        run(tmp_path, STRAYS.format(pid=str(pid)) + "ask(*task['messages'])", policy=policy)
-    )
+    settings = {"env": {"MARK": tmp_path.name}, "dangerously_without_sandbox": not is_walled}
+    episode = asyncio.create_task(run(tmp_path, STRAYS + "ask(*task['messages'])", policy=policy, **settings))
     await eventually(lambda: policy.prompts, what="the program asks", patience_s=30)
+    assert len(alive_with(tmp_path.name)) >= 2
     episode.cancel()
     with pytest.raises(asyncio.CancelledError):
         await episode
-    assert not alive(int(pid.read_text()))
+    assert not alive_with(tmp_path.name)
 
 
 async def test_no_more_programs_run_at_once_than_allowed(tmp_path: Path) -> None:
@@ -198,12 +205,58 @@ async def test_no_more_programs_run_at_once_than_allowed(tmp_path: Path) -> None
     async with serving_agents() as endpoint:
         settings = AgentProcessSettings(command=("python", "agent.py"), max_processes=1)
         workflow = AgentProcess(
-            settings=settings, reward=judged, endpoint=endpoint, recipe_dir=tmp_path, scratch_dir=tmp_path
+            settings=settings,
+            reward=judged,
+            endpoint=endpoint,
+            recipe_dir=tmp_path,
+            scratch_dir=scratch_of(tmp_path),
         )
         episodes = [asyncio.create_task(workflow.run(TASK, {"solver": policy})) for _ in range(3)]
         await eventually(lambda: policy.prompts, what="one program asks", patience_s=30)
         policy.may_answer.set()
         assert [len(episode.trajectories) for episode in await asyncio.gather(*episodes)] == [1, 1, 1]
+
+
+async def test_a_program_writes_where_the_recipe_says_and_its_folder_is_in_memory(tmp_path: Path) -> None:
+    for name in ("cwd", "more", "other"):
+        (tmp_path / name).mkdir()
+    program = f"""
+        for folder in (".", {str(tmp_path / "more")!r}, "/tmp", os.path.dirname(os.environ["ASTRAFLOW_TASK"])):
+            open(folder + "/written", "w").close()
+        try:
+            open({str(tmp_path / "other" / "written")!r}, "w")
+        except OSError:
+            ask(*task["messages"])
+        """
+    await run(tmp_path, program, cwd=tmp_path / "cwd", writable=[tmp_path / "more"])
+    written = [name for name in ("cwd", "more", "other", "scratch") if os.listdir(tmp_path / name)]  # noqa: PTH208
+    assert written == ["cwd", "more"]
+
+
+async def test_a_program_sees_neither_other_episodes_nor_the_secrets_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch_of(tmp_path) / "another").write_text("x")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    program = f"""
+        import tempfile
+        assert tempfile.gettempdir() == "/tmp"
+        assert os.listdir({str(scratch_of(tmp_path))!r}) == [os.path.basename(os.path.dirname(os.getcwd()))]
+        ask(*task["messages"])
+        """
+    await run(tmp_path, program)
+
+
+def test_a_node_without_sandbox_says_what_to_install_or_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require() -> None:
+        raise MissingCapability("no sandbox: there is no bwrap on PATH; install it")
+
+    monkeypatch.setattr(agent_process, "require_machine_walls", require)
+    settings: Any = {"command": ("true",)}
+    given: Any = {"reward": judged, "endpoint": None, "recipe_dir": Path(), "scratch_dir": Path()}
+    with pytest.raises(MissingCapability, match=r"no bwrap.*install it; or set dangerously_without_sandbox"):
+        AgentProcess(settings=AgentProcessSettings(**settings), **given)
+    AgentProcess(settings=AgentProcessSettings(**settings, dangerously_without_sandbox=True), **given)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +272,3 @@ def test_a_node_that_cannot_run_it_says_so_when_it_starts(
     settings: Any = AgentProcessSettings.model_validate({"command": command})
     with pytest.raises(MissingCapability, match=complaint):
         AgentProcess(settings=settings, reward=judged, endpoint=Any, recipe_dir=folder, scratch_dir=Path())  # type: ignore[arg-type]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
