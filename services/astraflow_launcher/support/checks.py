@@ -162,7 +162,7 @@ def check_weight_codec() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Sandboxes start, needed only by recipes that run code of a model or agents; how memory is bounded, and who runs it."""
+    """Sandboxes start, needed only by recipes with generated code or agents; what bounds memory, and who runs it."""
     try:
         Walls(python=Path(sys.executable).resolve(), main="", code=()).require(probe="import json")
         require_machine_walls()
