@@ -68,6 +68,7 @@ class Terminal(Tools):
         self._one = asyncio.Lock()
         self._task: TaskFolder | None = None
         self._sandbox: ShellSandbox | None = None
+        self._died: SandboxDied | None = None
         self._turns, self._until_s = 0, math.inf
         self._counts = dict.fromkeys(
             ("commands", "late", "graded", "grader_timeout", "grader_failed", "carry_failed", "sandbox_died"),
@@ -92,21 +93,27 @@ class Terminal(Tools):
         left_s = self._until_s - asyncio.get_running_loop().time()
         seconds = max(0.1, min(self._command_s, left_s))
         async with self._one:  # calls of one turn come side by side, and there is one shell
-            found = await self._sandbox.run(command, seconds=seconds, limit=self._kept)
+            try:
+                found = await self._sandbox.run(command, seconds=seconds, limit=self._kept)
+            except SandboxDied as died:
+                self._died = died  # a tool's failure would be shown to the assistant, and the episode go on
+                raise
         self._counts["commands"] += 1
-        self._counts["late"] += found["late"]
-        if found["late"]:
-            return f"{found['output']}\n(no end within {seconds:g} s; the shell was started anew)".lstrip()
-        if found["ended"]:
-            return f"{found['output']}\n(the shell ended; the next command has a new one)".lstrip()
-        failed = f"\n(exit status {found['status']})" if found["status"] else ""
-        return f"{found['output'].rstrip()}{failed}".lstrip("\n") or "(no output)"
+        self._counts["late"] += found.late
+        if found.late:
+            return f"{found.output}\n(no end within {seconds:g} s; the shell was started anew)".lstrip()
+        if found.ended:
+            return f"{found.output}\n(the shell ended; the next command has a new one)".lstrip()
+        failed = f"\n(exit status {found.status})" if found.status else ""
+        return f"{found.output.rstrip()}{failed}".lstrip("\n") or "(no output)"
 
     async def step(self, action: Message) -> Observation:
         """Run what the assistant says, or grade."""
         self._turns += 1
         try:
             seen = await self._said(action) if self._reads_text else await super().step(action)
+            if self._died is not None:
+                raise self._died
             late = asyncio.get_running_loop().time() >= self._until_s
             if not seen.done and not late and self._turns < self._max_turns:
                 return Observation(messages=seen.messages, metrics=self._metrics())
@@ -136,11 +143,11 @@ class Terminal(Tools):
         assert self._sandbox is not None
         seconds = min(self._task.grade_s, self._grade_s)
         found = await self._sandbox.grade(self._task.tests, seconds=seconds, limit=self._kept)
-        reward = _number(found.get("reward"))
+        reward = _number(found.reward)
         self._counts["graded"] = 1
-        self._counts["grader_timeout"] = int(found.get("late", False))
-        self._counts["grader_failed"] = int(reward is None and not found.get("late"))
-        return reward if reward is not None and not found["late"] else 0.0
+        self._counts["grader_timeout"] = int(found.late)
+        self._counts["grader_failed"] = int(reward is None and not found.late)
+        return reward if reward is not None and not found.late else 0.0
 
     def _found(self, data: Mapping[str, Any]) -> TaskFolder:
         if "files" in data:

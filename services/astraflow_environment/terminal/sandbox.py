@@ -17,7 +17,9 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from astraflow_kit.sandbox.budget import Budget
 from astraflow_kit.sandbox.sessions import SandboxSession, start_session
@@ -70,6 +72,34 @@ class CarryFailed(Exception):
     """The work folder could not be brought to the tests; nothing was graded."""
 
 
+class Answer(BaseModel):
+    """An order was carried out."""
+
+
+class Ran(Answer):
+    """What became of a command."""
+
+    output: str
+    status: int | None
+    """None when it ended the shell, or did not end in time."""
+    late: bool
+    ended: bool
+
+
+class Graded(Answer):
+    """What became of the tests."""
+
+    output: str
+    late: bool
+    reward: str | None
+    """As they wrote it."""
+
+
+_Answer = TypeVar("_Answer", bound=Answer)
+# ValueError: no JSON, no object, or one without what was asked for.
+_NO_ANSWER = (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError, RecursionError)
+
+
 class ShellSandbox:
     """Made by `start`; `close` it."""
 
@@ -118,29 +148,27 @@ class ShellSandbox:
         }
         try:
             made._stdin.write(archive)
-            answer = await made.ask(order, seconds=0.0)
-            if "error" in answer:
-                raise SandboxDied(f"the task's files could not be written: {answer['error']}")
+            await made.ask(order, seconds=0.0, answer=Answer)
         except BaseException:
             await made.close()
             raise
         return made
 
-    async def run(self, command: str, *, seconds: float, limit: int) -> dict[str, Any]:
-        """Run a command: `output`, `status`, `late`, `ended`. Raises SandboxDied."""
+    async def run(self, command: str, *, seconds: float, limit: int) -> Ran:
+        """Run a command. Raises SandboxDied."""
         order = {"do": "run", "command": command, "seconds": seconds, "limit": limit}
-        return await self.ask(order, seconds=seconds)
+        return await self.ask(order, seconds=seconds, answer=Ran)
 
-    async def grade(self, tests: Mapping[str, bytes], *, seconds: float, limit: int) -> dict[str, Any]:
-        """Close this one, and run tests/test.sh in another: `reward` as written, `late`, `output`. Raises SandboxDied,
-        CarryFailed.
-        """
+    async def grade(self, tests: Mapping[str, bytes], *, seconds: float, limit: int) -> Graded:
+        """Close this one, and run tests/test.sh in another. Raises SandboxDied, CarryFailed."""
         grader = await self._grader(tests)
         try:
-            await self.ask({"do": "stop"}, seconds=0.0)
+            await self.ask({"do": "stop"}, seconds=0.0, answer=Answer)
             await self._carry_to(grader)
-            await self.close()
-            return await grader.ask({"do": "grade", "seconds": seconds, "limit": limit}, seconds=seconds)
+            if not await self.close():
+                raise SandboxDied("it was killed, and does not end: the tests were not begun")
+            order = {"do": "grade", "seconds": seconds, "limit": limit}
+            return await grader.ask(order, seconds=seconds, answer=Graded)
         finally:
             await grader.close()
 
@@ -178,25 +206,30 @@ class ShellSandbox:
                     await grader._stdin.drain()
                 grader._send(b"")
                 answers = [await self._answer(), await grader._answer()]
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+        except _NO_ANSWER as error:
             raise SandboxDied(f"the work folder did not arrive: {type(error).__name__}") from error
         for answer in answers:
             if "error" in answer:
                 raise CarryFailed(str(answer["error"]))
 
-    async def ask(self, order: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-        """Send one order; the answer of one that was cancelled is passed over. Raises SandboxDied."""
+    async def ask(self, order: Mapping[str, Any], *, seconds: float, answer: type[_Answer]) -> _Answer:
+        """Send one order; the answer of one that was cancelled is passed over. Raises SandboxDied, also for an answer
+        that names an error: what the first process cannot do any more, the policy has broken.
+        """
         try:
             async with asyncio.timeout(seconds + _GRACE_S):
                 self._order(order)
                 await self._stdin.drain()
-                return await self._answer()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+                found = await self._answer()
+            if "error" in found:
+                raise SandboxDied(f"{order['do']}: {found['error']}")
+            return answer.model_validate(found)
+        except _NO_ANSWER as error:
             raise SandboxDied(f"{order['do']}: {type(error).__name__}") from error
 
-    async def close(self) -> None:
-        """Kill all of it. Idempotent."""
-        await self._session.end()
+    async def close(self) -> bool:
+        """Kill all of it; False where it does not end. Idempotent."""
+        return await self._session.end()
 
     @property
     def _stdin(self) -> asyncio.StreamWriter:
@@ -220,9 +253,12 @@ class ShellSandbox:
         return await stdout.readexactly(size)
 
     async def _answer(self) -> dict[str, Any]:
+        """Raises ValueError for one that no sandbox of ours sends."""
         answer: dict[str, Any] = {}
         while answer.get("number") != self._asked:
             answer = json.loads(await self._frame())
+            if not isinstance(answer, dict):
+                raise ValueError("an answer that is no object")
         return answer
 
 

@@ -28,26 +28,29 @@ class SandboxSession:
         self._group = group
         self._limit = asyncio.get_running_loop().call_later(wall_s, self._kill)
 
-    async def end(self) -> None:
-        """Kill all of it and wait for its leader's end. Idempotent."""
+    async def end(self) -> bool:
+        """Kill all of it and wait for its leader's end; False where that did not come. Idempotent."""
         self._limit.cancel()
         self._kill()
-        await asyncio.shield(self._ended())
+        return await asyncio.shield(self._ended())
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.leader.pid, signal.SIGKILL)
 
-    async def _ended(self) -> None:
+    async def _ended(self) -> bool:
+        has_ended = True
         try:
             async with asyncio.timeout(_END_S):
                 await self._drain()
                 await self.leader.wait()
         except TimeoutError:
+            has_ended = False
             message = "it was killed; a process outside its group keeps its output open"
             log.error("sandbox.not_ended", pid=self.leader.pid, message=message)
         if self._group is not None:
             await remove_group(self._group)
+        return has_ended
 
     async def _drain(self) -> None:
         """asyncio sees the end of a process only when all that it wrote has been read."""

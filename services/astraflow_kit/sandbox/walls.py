@@ -27,13 +27,17 @@ _REMEDY = (
 )
 # bwrap bounds neither the number of files nor several folders together: a namespace around it mounts the file system of
 # which all writable folders are parts, over /sys, which no program of ours needs; nobody else sees it. The sandbox's
-# files are a tar archive of $3 bytes, the first of standard input.
+# files are a tar archive of $3 bytes, the first of standard input. Devices are the host's own, whose modes and times
+# could be set where a node is root: a sandbox has them by mounts that are read-only, through which they work.
 _AROUND = ("unshare", "--user", "--map-root-user", "--mount", "--", "sh", "-c")
 _PREPARE = (
-    'set -e; mount -t tmpfs -o "size=$0,nr_inodes=$1,mode=0755" budget /sys; mkdir /sys/root; n="$2"; '
-    'while [ "$n" -gt 0 ]; do n=$((n - 1)); mkdir "/sys/$n"; done; '
-    '[ "$3" = 0 ] || head -c "$3" | tar -xf - -C /sys/root; shift 3; exec bwrap "$@"'
+    'set -e; mount -t tmpfs -o "size=$0,nr_inodes=$1,mode=0755" budget /sys; mkdir /sys/root /sys/dev; n="$2"; '
+    'while [ "$n" -gt 0 ]; do n=$((n - 1)); mkdir "/sys/$n"; done; for d in $4; do : >"/sys/dev/$d"; '
+    'mount -o bind,ro,nosuid,noexec "/dev/$d" "/sys/dev/$d"; done; '
+    '[ "$3" = 0 ] || head -c "$3" | tar -xf - -C /sys/root; shift 4; exec bwrap "$@"'
 )
+_LEAST_DEVICES = ("null", "zero", "urandom")
+_DEVICES = (*_LEAST_DEVICES, "full", "random", "tty")
 _START = "import sys; sys.path.insert(0, {!r}); from {} import main; main()"
 
 
@@ -58,7 +62,8 @@ class Walls:
         `start` is Python that runs instead of `main`.
         """
         folders = sorted(dict.fromkeys(self.writable), key=len)  # an outer one before those in it
-        volume = [str(budget.disk_bytes), str(budget.files), str(len(folders)), str(files_bytes)]
+        devices = _DEVICES if self.is_machine else _LEAST_DEVICES
+        numbers = (budget.disk_bytes, budget.files, len(folders), files_bytes)
         # No --new-session: its inner process would leave the group before it dies with the outer one.
         walls = [
             *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--clearenv"),
@@ -67,12 +72,14 @@ class Walls:
             *_system_folders(),
             *(word for each in self.code for word in ("--ro-bind", str(SERVICES / each), str(_CODE / each))),
             *(_machine() if self.is_machine else _least()),
+            *(word for each in devices for word in ("--dev-bind", f"/sys/dev/{each}", f"/dev/{each}")),
+            *(("--remount-ro", "/dev") if self.is_machine else ()),
             *(word for at, each in enumerate(folders) for word in ("--bind", f"/sys/{at}", each)),
             *self._python(),
             *(() if self.is_root_writable else ("--remount-ro", "/")),
         ]
         within = [str(self.python), "-I", "-S", "-c", start or started(self.main, _CODE)]
-        return [*_AROUND, _PREPARE, *volume, *walls, "--", *within]
+        return [*_AROUND, _PREPARE, *map(str, numbers), " ".join(devices), *walls, "--", *within]
 
     def require(self, *, probe: str) -> None:
         """Raise MissingCapability, with what to do about it, where this machine does not run the Python of `probe`."""
@@ -123,30 +130,19 @@ def _system_folders() -> list[str]:
 
 
 def _machine() -> tuple[str, ...]:
-    """The /dev of bwrap is a file system of its own: nothing but the devices in it can be written."""
+    """The /dev of bwrap is a file system of its own. /proc is read-only, for much of it is the kernel's, which the host
+    shares; of a node that is root it could be written.
+    """
     return (
-        *(
-            "--uid",
-            "0",
-            "--gid",
-            "0",
-            "--as-pid-1",
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--remount-ro",
-            "/dev",
-        ),
+        *("--uid", "0", "--gid", "0", "--as-pid-1"),
+        *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
         *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
     )
 
 
 def _least() -> list[str]:
     variables: Mapping[str, str] = {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-    devices = [f"/dev/{name}" for name in ("null", "zero", "urandom")]
     return [
         *("--uid", "65534", "--gid", "65534", "--chdir", "/tmp", "--dir", "/dev"),
         *(word for name, value in variables.items() for word in ("--setenv", name, value)),
-        *(word for device in devices for word in ("--dev-bind", device, device)),
     ]

@@ -161,13 +161,19 @@ def check_weight_codec() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """A sandbox starts, needed only by recipes that run code a model wrote; how its memory is bounded."""
+    """A sandbox starts, only needed by recipes that run code of a model; how its memory is bounded, and who runs it."""
     try:
         Walls(python=Path(sys.executable).resolve(), main="", code=()).require(probe="import json")
     except MissingCapability as error:
         found, _, remedy = str(error).partition("; ")
         return Finding("sandbox", State.WARNING, found, f"if a recipe runs generated code, {remedy}")
-    return Finding("sandbox", State.OK, f"bubblewrap starts; {describe()}")
+    return _finding(
+        "sandbox",
+        f"bubblewrap starts; {describe()}; within is the user {os.geteuid()} of this machine",
+        good=os.geteuid() != 0,
+        otherwise=State.WARNING,
+        remedy="walls alone keep generated code from what root may do: start nodes that run it as another user",
+    )
 
 
 def _finding(check: str, found: str, *, good: bool, remedy: str, otherwise: State = State.FAILED) -> Finding:

@@ -114,6 +114,22 @@ async def test_a_sandbox_that_dies_is_an_episode_without_a_reward() -> None:
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize("mode", ["text", "tools"])
+async def test_a_policy_that_breaks_its_shell_ends_its_episode_without_a_reward(mode: str) -> None:
+    async with playing(calls=mode) as terminal:
+        for command, done in (("echo 1 > out; rm /bin; exit 0;", False), ("echo hi", True)):
+            said = Message("assistant", command) if mode == "text" else calls(command)
+            seen = await terminal.step(said)
+            assert (seen.done, seen.reward, seen.metrics["sandbox_died"]) == (done, 0.0, float(done))
+
+
+@needs_bubblewrap
+async def test_a_command_that_is_no_text_is_run_all_the_same() -> None:
+    async with playing() as terminal:
+        assert texts(await terminal.step(calls("echo '\ud800'; echo 1"))) == ["?\n1"]
+
+
+@needs_bubblewrap
 async def test_a_task_is_read_from_the_folder_that_the_environment_has(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / "one" / name).parent.mkdir(parents=True, exist_ok=True)

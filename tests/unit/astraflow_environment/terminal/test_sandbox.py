@@ -1,15 +1,21 @@
 """A sandbox with a shell: what it keeps, what ends it, and what a policy cannot do to its tests."""
 
 import asyncio
+import os
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
 
 from astraflow_environment.terminal.sandbox import CarryFailed, SandboxDied, ShellSandbox, graders_variables
 from astraflow_kit.sandbox.budget import Budget
-from support.sandbox import needs_bubblewrap
+from astraflow_kit.sandbox.sessions import SandboxSession
+from support.sandbox import CHANGES_THE_HOST, needs_bubblewrap
+from support.scripted_dataflow import eventually
 
 pytestmark = needs_bubblewrap
 REWARD = "/logs/verifier/reward.txt"
@@ -30,13 +36,12 @@ async def opened(
 
 
 async def said(sandbox: ShellSandbox, command: str) -> str:
-    output: str = (await sandbox.run(command, seconds=10, limit=4000))["output"]
-    return output.strip()
+    return (await sandbox.run(command, seconds=10, limit=4000)).output.strip()
 
 
 async def graded(sandbox: ShellSandbox, test: str, *, seconds: float = 10) -> tuple[str | None, bool]:
     found = await sandbox.grade({"/tests/test.sh": test.encode()}, seconds=seconds, limit=4000)
-    return found["reward"] and found["reward"].strip(), found["late"]
+    return found.reward and found.reward.strip(), found.late
 
 
 async def test_folder_variables_and_background_programs_live_from_command_to_command() -> None:
@@ -45,7 +50,7 @@ async def test_folder_variables_and_background_programs_live_from_command_to_com
         await said(sandbox, "cd /tmp; export X=3; (sleep 0.2; echo late > late.txt) & ")
         assert await said(sandbox, "sleep 0.5; pwd; echo $X; cat late.txt") == "/tmp\n3\nlate"
         failing = await sandbox.run("false", seconds=5, limit=100)
-        assert (failing["status"], failing["late"], failing["ended"]) == (1, False, False)
+        assert (failing.status, failing.late, failing.ended) == (1, False, False)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +66,12 @@ async def test_a_command_that_does_not_end_is_killed_and_what_floods_is_cut_in_t
     async with opened() as sandbox:
         for endless in ("sleep 60", "yes"):
             found = await sandbox.run(endless, seconds=0.3, limit=100)
-            assert (found["late"], found["status"]) == (True, None)
+            assert (found.late, found.status) == (True, None)
         flood = await sandbox.run("echo begin; seq 100000; echo end", seconds=10, limit=100)
-        assert flood["output"].startswith("begin\n1\n")
-        assert flood["output"].endswith("\nend\n")
-        assert "bytes left out" in flood["output"]
-        assert len(flood["output"]) < 200
+        assert flood.output.startswith("begin\n1\n")
+        assert flood.output.endswith("\nend\n")
+        assert "bytes left out" in flood.output
+        assert len(flood.output) < 200
 
 
 async def test_within_there_is_no_network_nothing_of_the_host_and_bounded_files() -> None:
@@ -75,6 +80,13 @@ async def test_within_there_is_no_network_nothing_of_the_host_and_bounded_files(
         assert await said(sandbox, "ls /home /etc | tr '\\n' ' '; touch /usr/x; env | grep -c ASTRA")
         assert "Permission denied" in await said(sandbox, "cat /proc/1/environ")
         assert "No space left" in await said(sandbox, "for i in 1 2 3; do head -c 2M /dev/zero > $i; done")
+
+
+async def test_neither_a_shell_nor_its_tests_can_change_what_is_shared_with_the_host() -> None:
+    look = f"python3 -c {shlex.quote(CHANGES_THE_HOST)}"
+    async with opened() as sandbox:
+        assert await said(sandbox, look) == "7"
+        assert await graded(sandbox, f"{look} > {REWARD}") == ("7", False)
 
 
 async def test_the_tests_see_the_work_folder_and_nothing_else_that_the_shell_left() -> None:
@@ -161,7 +173,7 @@ async def test_a_policy_earns_by_nothing_but_its_work(cheat: str) -> None:
             except CarryFailed:
                 assert cheat in NOT_CARRIED
                 continue
-        assert (found["reward"] or "0").strip() == str(int(honest and cheat not in SPOILT)), found
+        assert (found.reward or "0").strip() == str(int(honest and cheat not in SPOILT)), found
 
 
 # The policy's own doing: it cannot be brought to the tests at all.
@@ -197,8 +209,8 @@ async def test_tests_cannot_be_changed_by_a_program_of_the_work_folder_that_they
         found = await sandbox.grade(
             {"/tests/test.sh": f"bash run.sh; echo 0 > {REWARD}".encode()}, seconds=10, limit=4000
         )
-        assert found["output"].count("Read-only file system") == 5
-        assert "new" not in found["output"].splitlines()
+        assert found.output.count("Read-only file system") == 5
+        assert "new" not in found.output.splitlines()
 
 
 async def test_tests_that_do_not_end_are_killed_with_what_they_started() -> None:
@@ -210,7 +222,7 @@ async def test_tests_that_do_not_end_are_killed_with_what_they_started() -> None
 async def test_a_flood_of_processes_is_ended_with_its_shell() -> None:
     async with opened(processes=40) as sandbox:
         found = await sandbox.run("for i in $(seq 500); do sleep 30 & done; wait", seconds=20, limit=4000)
-        assert found["ended"] or "Resource temporarily unavailable" in found["output"]
+        assert found.ended or "Resource temporarily unavailable" in found.output
         assert int(await said(sandbox, "ls -d /proc/[0-9]* | wc -l")) < 20
 
 
@@ -234,3 +246,87 @@ async def test_closing_leaves_nothing_alive() -> None:
     assert not alive
     with pytest.raises(SandboxDied):
         await sandbox.run("true", seconds=1, limit=10)
+
+
+class Pretender:
+    """A session whose first process answers this, whatever it is asked."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self.leader, self.stdin, self.stdout = self, AsyncMock(write=Mock()), asyncio.StreamReader()
+        for frame in frames:
+            self.stdout.feed_data(len(frame).to_bytes(4, "big") + frame)
+        self.stdout.feed_eof()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"[1]", "ValueError"),
+        (b"1", "ValueError"),
+        (b"[" * 100_000, "RecursionError"),
+        (b"no JSON", "JSONDecodeError"),
+        (b"", "JSONDecodeError"),
+        (b'{"number": 1, "output": "x"}', "ValidationError"),
+        (b'{"number": 1, "error": "FileNotFoundError: /bin/bash"}', "run: FileNotFoundError: /bin/bash"),
+        (b'{"number": 0}', "IncompleteReadError"),
+    ],
+)
+async def test_an_answer_that_is_none_is_the_end_of_the_sandbox(answer: bytes, why: str) -> None:
+    pretender = cast("SandboxSession", Pretender(answer))
+    sandbox = ShellSandbox(pretender, about={}, budget=Budget())
+    with pytest.raises(SandboxDied, match=why):
+        await sandbox.run("true", seconds=1, limit=10)
+
+
+async def test_tests_are_not_begun_beside_a_sandbox_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = SandboxSession.end
+
+    async def does_not_end(session: SandboxSession) -> bool:
+        return await end(session) and False
+
+    async with opened() as sandbox:
+        monkeypatch.setattr(SandboxSession, "end", does_not_end)
+        with pytest.raises(SandboxDied, match="the tests were not begun"):
+            await graded(sandbox, f"echo 1 > {REWARD}")
+
+
+FLOODS = {
+    "processes": "for i in $(seq 300); do sleep 30 & done; wait",
+    "threads": (
+        "python3 -c 'import threading, time\nthreading.stack_size(2**16)\n"
+        "for _ in range(300): threading.Thread(target=time.sleep, args=(30,)).start()'"
+    ),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel bounds everybody but root")
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+async def test_a_flood_in_the_background_is_ended_while_nobody_asks(flood: str) -> None:
+    async with opened(processes=40) as sandbox:
+        await said(sandbox, f"(sleep 0.2; {flood}) >/dev/null 2>&1 &")
+        leader = psutil.Process(sandbox._session.leader.pid)
+        await eventually(lambda: len(leader.children(recursive=True)) == 1, what="only the first is left")
+        assert (await sandbox.run("echo x", seconds=5, limit=10)).ended
+        assert await said(sandbox, "cat /app/in.txt") == "seven"
+
+
+UNCOUNTED = """
+import ctypes, os, sys
+call = ctypes.CDLL(None, use_errno=True).syscall
+x86 = os.uname().machine == "x86_64"
+numbers = (319, 447, 68, 64, 321, 425, 248, 249, 250) if x86 else (279, 447, 186, 190, 280, 425, 217, 218, 219)
+for number in numbers:
+    print(call(number, 0, 0, 0, 0, 0), ctypes.get_errno(), end=" ")
+for size in (2**32, 2**20, 4096):
+    print(call(29 if x86 else 194, 0, ctypes.c_size_t(size), 0o1600) >= 0, end=" ")
+"""
+
+
+async def test_a_shell_has_no_memory_that_nobody_counts_and_no_keys_that_outlive_it() -> None:
+    look = f"python3 -c {shlex.quote(UNCOUNTED)}"
+    async with opened() as sandbox:
+        refused = "-1 38 " * 9 + "False False True"  # a page is what databases need to find each other
+        assert await said(sandbox, look) == refused
+        assert await graded(sandbox, f"{look} > {REWARD}") == (refused[:64].strip(), False)

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from astraflow_kit.sandbox import sessions
 from astraflow_kit.sandbox.budget import Budget
 from astraflow_kit.sandbox.sessions import start_session
 from support.scripted_dataflow import eventually
@@ -36,9 +37,19 @@ async def test_an_end_takes_all_of_a_session_and_may_be_called_again() -> None:
     shell = psutil.Process(session.leader.pid)
     await eventually(shell.children, what="the shell has a child")
     members = [shell, *shell.children()]
-    await session.end()
-    await session.end()
+    assert [await session.end(), await session.end()] == [True, True]
     await eventually(lambda: not any(map(is_alive, members)), what="shell and child are gone")
+
+
+async def test_an_end_that_does_not_come_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_END_S", 0.1)
+    elsewhere = "setsid sh -c 'echo $$; exec sleep 600' & wait"
+    session = await start_session("sh", "-c", elsewhere, budget=Budget(), stdout=asyncio.subprocess.PIPE)
+    assert session.leader.stdout is not None
+    outside = psutil.Process(int(await session.leader.stdout.readline()))
+    assert await session.end() is False
+    outside.kill()
+    assert await session.end() is True
 
 
 async def test_a_session_whose_output_nobody_read_ends_all_the_same() -> None:

@@ -9,7 +9,7 @@ import pytest
 from astraflow.plugins import MissingCapability
 from astraflow_kit.sandbox.budget import Budget
 from astraflow_kit.sandbox.walls import Walls
-from support.sandbox import needs_bubblewrap
+from support.sandbox import CHANGES_THE_HOST, needs_bubblewrap
 
 pytestmark = needs_bubblewrap
 PYTHON = Path(sys.executable).resolve()
@@ -39,6 +39,11 @@ def test_all_writable_folders_share_the_files_and_bytes_of_the_budget(is_machine
         found = said(FILL, budget=budget, is_machine=is_machine, writable=folders)
         assert found[1:] == ["28", "28", "30", "30"]  # no space left; read-only
         assert found[0] == ("28" if budget.files == 50 else "None")
+
+
+@pytest.mark.parametrize("about", [{}, {"is_machine": True}, {"is_machine": True, "is_root_writable": True}])
+def test_nothing_that_is_shared_with_the_host_can_be_changed_and_devices_work(about: dict[str, bool]) -> None:
+    assert said(CHANGES_THE_HOST, budget=Budget(disk_mb=1), **about) == ["7"]
 
 
 def test_an_interpreter_that_does_not_start_says_why_and_what_to_do(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from astraflow_launcher.support import checks
 from astraflow_launcher.support.checks import Finding, State, run_checks
+from support.sandbox import needs_bubblewrap
 
 Check = Callable[[], Finding]
 
@@ -54,3 +55,12 @@ def test_what_is_wrong_with_a_machine_is_found_and_named(
     finding = check()
     assert finding.state is state
     assert words in f"{finding.found} {finding.remedy}"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("user", "state"), [(0, State.WARNING), (1000, State.OK)])
+def test_sandboxes_of_root_are_warned_of(monkeypatch: pytest.MonkeyPatch, user: int, state: State) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    finding = checks.check_sandbox()
+    assert finding.state is state
+    assert f"user {user}" in finding.found

@@ -15,7 +15,7 @@ import pytest
 
 from astraflow.plugins import TaskSpec
 from astraflow_raas.rewards.code_tests import CodeTests
-from support.sandbox import needs_bubblewrap
+from support.sandbox import CHANGES_THE_HOST, needs_bubblewrap
 
 pytestmark = [needs_bubblewrap, pytest.mark.slow]
 
@@ -157,6 +157,10 @@ async def test_the_program_has_three_descriptors_and_no_argument_or_variable_of_
     assert await earned(f"{OPEN}print(f())", script) == 1.0
 
 
+async def test_a_program_cannot_change_what_is_shared_with_the_host() -> None:
+    assert await earned(CHANGES_THE_HOST, {"stdio": [{"stdin": "", "stdout": "7\n"}]}) == 1.0
+
+
 @pytest.mark.parametrize(
     "answer",
     ["NaN", "Infinity", "[1", '{"value": 42} x', '{"value": {"set": [[]]}}', "42", '[{"value": 42}]', ""],
@@ -176,6 +180,46 @@ async def test_a_program_cannot_change_what_its_tests_use(attempt: str) -> None:
     )
     assert await earned("def f(): return 2.0", {"entry_point": "f", "prompt": prompt, "test": test}) == 1.0
     assert await earned(CHECKS[attempt], {"entry_point": "f", "prompt": prompt, "test": test}) == 0.0
+
+
+LOOPS = [
+    "assert all(map(lambda _: f() == 42, [1, 2]))",
+    "for value in iter(f, 42):\n assert False",
+    "class Each:\n def __iter__(self): return self\n def __next__(self): assert f() == 42; raise StopIteration\n"
+    "assert list(Each()) == []",
+    "import asyncio\nclass Each:\n def __aiter__(self): return self\n async def __anext__(self):\n"
+    "  assert f() == 42\n  raise StopAsyncIteration\nasync def main(): return [one async for one in Each()]\n"
+    "assert asyncio.run(main()) == []",
+]
+
+
+@pytest.mark.parametrize(
+    "signal",
+    [
+        "",
+        "AssertionError",
+        "GeneratorExit",
+        "KeyboardInterrupt",
+        "StopAsyncIteration",
+        "StopIteration",
+        "SystemExit",
+    ],
+)
+async def test_what_ends_a_loop_or_a_test_does_not_come_from_a_program(signal: str) -> None:
+    program = f"def f(): raise {signal}" if signal else "def f(): return 42"
+    score = await CodeTests(reward="fraction")(TaskSpec("t", (), {"test_list": LOOPS}), program)
+    assert score.reward == float(not signal)
+
+
+async def test_names_of_the_interpreter_are_not_the_programs_to_define() -> None:
+    program = (
+        "import sys\nown = sys.modules['astraflow_raas.programs.program']\nreply = own._reply\n"
+        "def replies(message):\n own._reply = reply\n"
+        " reply({'value': [*message['value'], '__builtins__', '__name__']})\n"
+        "own._reply = replies\ndef f(): return 42"
+    )
+    tests = ["assert f() == 42 and __name__ != f and abs(-1) == 1"]
+    assert await earned(program, {"test_list": tests}) == 1.0
 
 
 @pytest.mark.parametrize("attempt", SCRIPTS)
