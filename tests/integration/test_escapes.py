@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 
 from astraflow.plugins import Episode, Message, Observation, Score, TaskSpec
 from astraflow_environment.adapters.terminal import Terminal
-from astraflow_environment.terminal.sandbox import ShellSandbox
+from astraflow_environment.terminal.sandbox import Graded, ShellSandbox
 from astraflow_kit.sandbox import groups
 from astraflow_kit.sandbox.walls import Walls
 from astraflow_raas.agents.program import AgentFailed
@@ -244,12 +244,13 @@ async def played(escape: TerminalEscape, host: Host, evil: bytes) -> tuple[list[
 
 async def grade_in_the_room_of_the_policy(
     self: ShellSandbox, tests: Mapping[str, bytes], *, seconds: float, limit: int
-) -> dict[str, Any]:
+) -> Graded:
     """As no tests should run: in the policy's root, among its processes, as it left both."""
     for name, content in tests.items():
         text = base64.b64encode(content).decode()
         await self.run(f"mkdir -p /tests; echo {text} | base64 -d > {name}", seconds=5, limit=100)
-    return await self.ask({"do": "grade", "seconds": seconds, "limit": limit}, seconds=seconds)
+    order = {"do": "grade", "seconds": seconds, "limit": limit}
+    return await self.ask(order, seconds=seconds, answer=Graded)
 
 
 ROOMS = pytest.mark.parametrize("grade", [ShellSandbox.grade, grade_in_the_room_of_the_policy])

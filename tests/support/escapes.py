@@ -580,11 +580,11 @@ HOGS: dict[str, tuple[Literal["program", "shell", "agent"], str]] = {
 """What never ends, and where it runs; others at its side do not wait for it."""
 IN_CI = {
     "code": """
-verdict by the descriptor in argv; verdict by every descriptor to 4096; verdict by every descriptor, then silence;
+verdict by the descriptor in argv; verdict by every descriptor to 4096;
 descriptors handed over by pidfd; a verdict in the parent's /proc; the tests in /proc/self; the tests in memory and frames;
 the tests in every file that can be read; the environment of the node; ptrace of everybody; memory of the parent;
-signals to the parent; own programs on PATH; a link to the host; devices that the host has, too; a server on loopback;
-shared memory of the host; abstract sockets of the host; fork bomb; zombie flood; memory; disk; inodes; time that does not pass; giant output;
+signals to the parent; a link to the host; devices that the host has, too; a server on loopback;
+abstract sockets of the host; fork bomb; zombie flood; memory; disk; time that does not pass;
 escape sequences in an exception; becoming root by a setuid program; a namespace of its own""",
     "forgeries": """
 a reward that nobody may write; a reward as JSON that nobody may write; a module of its own beside the tests;
@@ -593,7 +593,7 @@ programs before those of the host; hooks of its own for git; an answer that is a
 what waits for the tests""",
     "terminal": """
 a parent that is stopped and killed; reading the tests before; settings of the kernel; a server of the host; setuid programs;
-devices; disk; disk in shared memory; disk among the devices; disk in pieces of every folder; fork bomb; zombie flood; time; giant output; output that is no text""",
+devices; disk; disk in pieces of every folder; fork bomb; zombie flood; time; giant output; output that is no text""",
     "agents": """
 a daemon that is deaf; a daemon of a guard that is stopped; a bomb of forks; a flood of zombies; giant output;
 a result that is a file of the host; a folder that nobody may change; a folder that is a link elsewhere; the answer;
