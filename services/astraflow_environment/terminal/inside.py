@@ -131,7 +131,7 @@ class Room:
         return found
 
     def look(self) -> None:
-        """Kill everything if it is too much; the next command is told that its shell ended."""
+        """Kill everything if it is too much; the next command finds its shell ended."""
         if self._shell is not None and _num_threads() > self._about["limits"]["RLIMIT_NPROC"]:
             _kill_all()
 

@@ -79,7 +79,7 @@ def _instructions(machine: str, *, may_start: bool) -> list[tuple[int, int, int,
         (_RETURN, 0, 0, _EPERM),
     ]
     for number in map(int, of_all.split()):
-        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ENOSYS)]  # for which callers have another way
+        code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ENOSYS)]  # then callers do without
     if may_start:
         return [
             *code,
