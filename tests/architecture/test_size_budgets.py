@@ -21,7 +21,7 @@ BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.C
 KIT_LINES = 4_755
 RECIPE_LINES = 150
 PRODUCT_CODE_LINES = 62_138
-TEST_CODE_LINES = 77_300
+TEST_CODE_LINES = 77_900
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.

@@ -1,20 +1,26 @@
 """What a policy tries instead of solving its task earns nothing, has a name, and leaves nothing: by public entries.
 
-Each surface has a control that earns 1, and each attempt shows a sign that it was made.
+Each surface has a control that earns 1, and each attempt shows a sign that it was made. That a success would be seen,
+two more controls show: a secret that is left where a program looks, and tests that run in the policy's own room.
 """
 
 import asyncio
 import base64
 import contextlib
 import os
+import platform
+import re
 import secrets
+import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import psutil
 import pytest
@@ -22,7 +28,9 @@ from pydantic import TypeAdapter
 
 from astraflow.plugins import Episode, Message, Observation, Score, TaskSpec
 from astraflow_environment.adapters.terminal import Terminal
+from astraflow_environment.terminal.sandbox import Graded, ShellSandbox
 from astraflow_kit.sandbox.budget import Budget
+from astraflow_kit.sandbox.walls import Walls
 from astraflow_raas.agents.program import AgentFailed
 from astraflow_raas.rewards.code_tests import CodeTests
 from astraflow_raas.workflows.agent_process import AgentProcess, AgentProcessSettings
@@ -30,8 +38,10 @@ from support.agents import ScriptedPolicy, serving_agents
 from support.escapes import (
     AGENTS,
     CODE,
+    FORGERIES,
     HOGS,
     IN_CI,
+    LEAKS,
     TERMINAL,
     AgentEscape,
     CodeEscape,
@@ -39,6 +49,7 @@ from support.escapes import (
     code_program,
     shell_task,
 )
+from support.marked import alive_with
 from support.sandbox import needs_bubblewrap, without_override_of_permissions
 from support.scripted_dataflow import eventually
 
@@ -54,7 +65,7 @@ __attribute__((constructor)) static void forge(void) {
 """
 
 
-def rows(surface: str, table: Collection[str]) -> pytest.MarkDecorator:
+def rows(surface: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
     """Those of ci, and the others for soak."""
     in_ci = set(" ".join(IN_CI[surface].split()).split("; "))
     assert in_ci <= set(table), in_ci - set(table)
@@ -79,8 +90,15 @@ class Host:
 
 @pytest.fixture
 async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
-    """Checks afterwards that nothing is left of what was tried."""
+    """Checks afterwards that nothing is left of what was tried, anywhere on the machine."""
     secret, mark = secrets.token_hex(8), f"escape-{secrets.token_hex(8)}"
+    command_line = Walls.command_line
+
+    def with_mark(*given: Any, **named: Any) -> list[str]:
+        """The file system of the sandbox has the mark as its name: all processes among its mounts are known by it."""
+        return [word.replace(" budget ", f" {mark} ") for word in command_line(*given, **named)]
+
+    monkeypatch.setattr(Walls, "command_line", with_mark)
     (tmp_path / "secret").write_text(secret)
     monkeypatch.setenv("NODE_SECRET", secret)
 
@@ -90,20 +108,39 @@ async def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
     tcp = await asyncio.start_server(answer, "127.0.0.1")
     abstract = await asyncio.start_unix_server(answer, f"\0{mark}")
-    now = psutil.Process()
-    before, mounts = {child.pid for child in now.children(recursive=True)}, mounts_below(tmp_path.parent)
+    before = shared_with_sandboxes()
     async with tcp, abstract:
-        yield Host(secret, mark, tmp_path / "secret", tcp.sockets[0].getsockname()[1])
-        left = [child for child in now.children(recursive=True) if child.pid not in before]
-        assert not psutil.wait_procs(left, timeout=10)[1], "processes are left"
-        assert mounts_below(tmp_path.parent) == mounts
+        with many_open_files():
+            yield Host(secret, mark, tmp_path / "secret", tcp.sockets[0].getsockname()[1])
+        await eventually(lambda: not alive_with(mark), what="nobody is left, and no mount")
+        assert shared_with_sandboxes() == before
         assert (tmp_path / "secret").read_text() == secret
         assert not [name for folder in ("/tmp", "/dev/shm") for name in os.listdir(folder) if mark in name]  # noqa: PTH208
 
 
-def mounts_below(folder: Path) -> list[str]:
-    """Mounts below a folder, or of what is below it: tests of other processes mount elsewhere meanwhile."""
-    return [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
+@lru_cache(maxsize=1)
+def settings_of_the_kernel() -> list[Path]:
+    """That somebody may write, but one that always changes, and those of networks: sandboxes have their own."""
+    found = [
+        path for name in ("dev", "fs", "kernel", "user", "vm") for path in Path("/proc/sys", name).rglob("*")
+    ]
+    return [
+        path
+        for path in found
+        if path.is_file() and path.stat().st_mode & 0o222 and path.name != "ns_last_pid"
+    ]
+
+
+def shared_with_sandboxes() -> dict[str, object]:
+    """Settings of the kernel and device nodes."""
+    found: dict[str, object] = {}
+    for path in settings_of_the_kernel():
+        with contextlib.suppress(OSError):  # some can only be written
+            found[str(path)] = path.read_bytes()
+    for name in ("full", "null", "random", "urandom", "zero"):
+        about = Path("/dev", name).stat()
+        found[name] = (about.st_mode, about.st_uid, about.st_gid, about.st_mtime)
+    return found
 
 
 @contextlib.contextmanager
@@ -117,21 +154,34 @@ def many_open_files() -> Iterator[None]:
             os.close(number)
 
 
-async def passed(program: str, *tests: str, seconds: float = 60.0) -> float:
-    reward = CodeTests(reward="fraction", test_s=seconds, wall_s=2 * seconds, memory_mb=256)
-    with many_open_files():
-        score = await reward(TaskSpec("t", (), {"test_list": tests}), f"```python\n{program}\n```")
+async def passed(program: str, *tests: str, seconds: float = 60.0, walls: bool = True) -> float:
+    reward = CodeTests(
+        reward="fraction",
+        test_s=seconds,
+        wall_s=2 * seconds,
+        memory_mb=256,
+        dangerously_without_sandbox=not walls,
+    )
+    score = await reward(TaskSpec("t", (), {"test_list": tests}), f"```python\n{program}\n```")
     assert score.metrics["has_code"] == 1.0
     return score.reward
 
 
-async def escaped(escape: CodeEscape, host: Host) -> float:
-    """The share of what it must not earn; it must have shown its sign."""
-    signs = ("assert shows_sign()",) if escape.sign else ()
-    loots = f"assert loot() == {host.secret!r}  # SECRET={host.secret!r}"
+async def graded(escape: CodeEscape, host: Host, *, walls: bool = True) -> list[float]:
+    """Whether it showed its sign, and whether it got its loot: apart, for a sum of both could hide one."""
     program = host.fill(code_program(escape))
-    share = await passed(program, *signs, loots, seconds=60.0 if escape.sign else 1.0)
-    return share * (1 + len(signs)) - len(signs)
+    tests = ("assert shows_sign()", f"assert loot() == {host.secret!r}")
+    seconds = 60.0 if escape.sign else 1.0
+    return await asyncio.gather(
+        *(
+            passed(program, f"{test}  # SECRET={host.secret!r}", seconds=seconds, walls=walls)
+            for test in tests
+        )
+    )
+
+
+def held(escape: CodeEscape) -> list[float]:
+    return [float(bool(escape.sign)), 0.0]
 
 
 async def test_a_program_that_knows_the_answer_earns_it(host: Host) -> None:
@@ -141,7 +191,17 @@ async def test_a_program_that_knows_the_answer_earns_it(host: Host) -> None:
 
 @rows("code", CODE)
 async def test_a_program_that_escapes_earns_nothing(attempt: str, host: Host) -> None:
-    assert await escaped(CODE[attempt], host) == 0.0, "1 is earned; -1 was not refused"
+    if CODE[attempt].is_of_x86 and platform.machine() != "x86_64":
+        pytest.skip(f"{attempt}: its numbers of system calls are those of x86-64")
+    assert await graded(CODE[attempt], host) == held(CODE[attempt])
+
+
+@pytest.mark.parametrize("attempt", LEAKS)
+async def test_a_program_that_finds_a_secret_is_seen(attempt: str, host: Host) -> None:
+    """It shows no sign that it was refused, and has the secret."""
+    leak = LEAKS[attempt].format(secret=host.secret)
+    escape = replace(CODE[attempt], attempt=f"{CODE[attempt].attempt}\n{leak}")
+    assert await graded(escape, host, walls=bool(leak)) == [0.0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +232,27 @@ async def played(escape: TerminalEscape, host: Host, evil: bytes) -> tuple[list[
         await environment.close()
 
 
-async def test_a_shell_that_writes_the_answer_earns_it(host: Host, evil: bytes) -> None:
+async def grade_in_the_room_of_the_policy(
+    self: ShellSandbox, tests: Mapping[str, bytes], *, seconds: float, limit: int
+) -> Graded:
+    """As no tests should run: in the policy's root, among its processes, as it left both."""
+    for name, content in tests.items():
+        text = base64.b64encode(content).decode()
+        await self.run(f"mkdir -p /tests; echo {text} | base64 -d > {name}", seconds=5, limit=100)
+    order = {"do": "grade", "seconds": seconds, "limit": limit}
+    return await self.ask(order, seconds=seconds, answer=Graded)
+
+
+ROOMS = pytest.mark.parametrize("grade", [ShellSandbox.grade, grade_in_the_room_of_the_policy])
+
+
+@ROOMS
+async def test_a_shell_that_writes_the_answer_earns_it(
+    grade: Callable[..., object], host: Host, evil: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShellSandbox, "grade", grade)
     for answer, reward in ((f'"{host.secret}"', 1.0), ('"no"', 0.0)):
-        honest = TerminalEscape((f"echo '{answer}' > answer.json",), "")
+        honest = TerminalEscape((f"echo '{answer}' > answer.json",))
         _, end = await played(honest, host, evil)
         assert (end.done, end.reward, end.metrics["graded"]) == (True, reward, 1.0)
 
@@ -183,9 +261,19 @@ async def test_a_shell_that_writes_the_answer_earns_it(host: Host, evil: bytes) 
 async def test_a_shell_that_escapes_earns_nothing(attempt: str, host: Host, evil: bytes) -> None:
     escape = TERMINAL[attempt]
     printed, end = await played(escape, host, evil)
-    assert any(sign in printed[-1] for sign in escape.sign.split("|")), printed
+    assert re.search(escape.sign, "\n".join(printed), re.DOTALL | re.MULTILINE), printed
     assert host.secret not in "".join(printed)
     assert (end.done, end.reward) == (True, 0.0), (printed, end)
+
+
+@rows("forgeries", FORGERIES)
+async def test_a_reward_that_a_shell_forges_counts_in_its_own_room_alone(
+    attempt: str, host: Host, evil: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [(await played(FORGERIES[attempt], host, evil))[1]]
+    monkeypatch.setattr(ShellSandbox, "grade", grade_in_the_room_of_the_policy)
+    ends.append((await played(FORGERIES[attempt], host, evil))[1])
+    assert [(end.done, end.reward) for end in ends] == [(True, 0.0), (True, 1.0)], ends
 
 
 @pytest.fixture
@@ -195,16 +283,6 @@ def scratch() -> Iterator[Path]:
     with without_override_of_permissions():
         yield folder
     subprocess.run(["rm", "-rf", folder], check=True)
-
-
-def alive_with(mark: str) -> list[psutil.Process]:
-    """Processes that inherited it, whoever is their parent by now."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def free_readers(folder: Path) -> None:
@@ -271,27 +349,49 @@ async def test_an_agent_that_escapes_fails_by_name_and_leaves_nothing(
             process.kill()
 
 
-def cpu_s_beside(known: Collection[psutil.Process]) -> float:
-    """CPU seconds of this process's descendants but the known ones."""
+def cpu_s(mark: str, *, nice_from: int = -20) -> float:
+    """CPU seconds of a hog's processes of that niceness or more, and of those that they waited for."""
     total = 0.0
-    for process in psutil.Process().children(recursive=True):
+    for process in alive_with(mark):
         with contextlib.suppress(psutil.Error):
-            total += 0.0 if process in known else sum(process.cpu_times()[:2])
+            total += sum(process.cpu_times()[:4]) if process.nice() >= nice_from else 0.0
     return total
 
 
+def send(signal_number: int, mark: str) -> None:
+    """To all of a hog."""
+    for process in alive_with(mark):
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal_number)
+
+
 @rows("hogs", HOGS)
-async def test_who_runs_beside_an_escape_does_not_wait_for_it(attempt: str, host: Host) -> None:
-    reward = CodeTests(test_s=600, wall_s=600, memory_mb=256, concurrency=2)
-    data = {"stdio": [{"stdin": "", "stdout": "yes"}]}
-    before = set(psutil.Process().children(recursive=True))
-    greedy = asyncio.create_task(reward(TaskSpec("t", (), data), f"```python\n{HOGS[attempt]}\n```"))
-    await eventually(lambda: greedy.done() or cpu_s_beside(before) > 0.5, what="it keeps the processor busy")
-    for _ in range(3):
-        assert (await reward(TaskSpec("t", (), data), "```python\nprint('yes')\n```")).reward == 1.0
-    assert not greedy.done()
-    greedy.cancel()
-    await asyncio.wait((greedy,))
+async def test_who_runs_beside_an_escape_does_not_wait_for_it(
+    attempt: str, host: Host, evil: bytes, scratch: Path
+) -> None:
+    """It takes what others leave (nice 10; of agents two processes): measured with it and without it in turns."""
+    surface, text = HOGS[attempt]
+    hogs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "program": lambda: passed(text, "assert True", seconds=600),
+        "shell": lambda: played(TerminalEscape((text,), seconds=600), host, evil),
+        "agent": lambda: run_agent(AgentEscape(text, "", seconds=600), host, scratch),
+    }
+    hog = asyncio.create_task(hogs[surface]())
+    try:
+        await eventually(lambda: hog.done() or cpu_s(host.mark) > 0.5, what="it is busy")
+        took: dict[int, list[float]] = {signal.SIGSTOP: [], signal.SIGCONT: []}
+        for number in [*took] * 3:
+            send(number, host.mark)
+            began = time.monotonic()
+            assert await passed("def f(): return 1", "assert f() == 1") == 1.0
+            took[number].append(time.monotonic() - began)
+        assert not hog.done()
+        assert surface == "agent" or cpu_s(host.mark, nice_from=10) > cpu_s(host.mark) / 2
+        # The fastest of three: a hog is there in each, what else the machine does is not.
+        assert min(took[signal.SIGCONT]) < 4 * min(took[signal.SIGSTOP]), took
+    finally:
+        hog.cancel()
+        await asyncio.wait((hog,))
 
 
 @pytest.mark.soak
@@ -299,12 +399,13 @@ async def test_who_runs_beside_an_escape_does_not_wait_for_it(attempt: str, host
 async def test_all_escapes_at_once_beside_honest_work(host: Host, evil: bytes, scratch: Path) -> None:
     """Three times over: each earns nothing, each honest one between them 1."""
     slots = asyncio.Semaphore(8)
+    programs = [name for name in CODE if not CODE[name].is_of_x86 or platform.machine() == "x86_64"]
 
     async def program(name: str) -> float:
-        return await escaped(CODE[name], host)
+        return float(await graded(CODE[name], host) != held(CODE[name]))
 
     async def shell(name: str) -> float:
-        return (await played(TERMINAL[name], host, evil))[1].reward
+        return (await played((FORGERIES | TERMINAL)[name], host, evil))[1].reward
 
     async def agent(name: str) -> float:
         with pytest.raises(AgentFailed):
@@ -312,7 +413,7 @@ async def test_all_escapes_at_once_beside_honest_work(host: Host, evil: bytes, s
         return 0.0
 
     async def honest(_: str) -> float:
-        answer = TerminalEscape((f"echo '\"{host.secret}\"' > answer.json",), "")
+        answer = TerminalEscape((f"echo '\"{host.secret}\"' > answer.json",))
         assert (await played(answer, host, evil))[1].reward == 1.0
         return await passed(f"def f(): return {host.secret!r}", f"assert f() == {host.secret!r}") - 1.0
 
@@ -324,7 +425,7 @@ async def test_all_escapes_at_once_beside_honest_work(host: Host, evil: bytes, s
         found = await asyncio.gather(
             *(
                 tried(run, name)
-                for names in zip_longest(CODE, TERMINAL, AGENTS)
+                for names in zip_longest(programs, FORGERIES | TERMINAL, AGENTS)
                 for run, name in zip((program, shell, agent, honest), (*names, "honest"), strict=True)
                 if name
             )

@@ -1,15 +1,17 @@
-"""Processes that are known by a variable which they inherited, whoever is their parent by now."""
+"""Processes that are known by a mark, whoever is their parent by now."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 
 def alive_with(mark: str) -> list[psutil.Process]:
-    """Those that run with this value of MARK."""
+    """Those among mounts of that name, and those that inherited it as the variable MARK."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.Error, OSError):  # a zombie has neither
+            mounts = Path(f"/proc/{process.pid}/mountinfo").read_text()
+            if mark in mounts or process.environ().get("MARK") == mark:
                 found.append(process)
     return found

@@ -24,7 +24,6 @@ from astraflow_kit.sandbox import confinement
 _TESTS, _VERDICTS = Path("/tests"), Path("/logs/verifier")
 _BASH = ("/bin/bash", "--noprofile", "--norc")
 _CHUNK = 65_536
-_NICE = 10
 _LOOK_S = 0.05
 _IDLE_S = 0.1
 _MAX_ERROR = 300
@@ -203,7 +202,7 @@ def _start(
     keep: int | None = None,
 ) -> "subprocess.Popen[bytes]":
     def limited() -> None:
-        os.nice(_NICE)  # a flood of processes takes no more than is left over
+        os.nice(confinement.NICE)
         confinement.limit_resources(limits)
         confinement.filter_calls(os.uname().machine, may_start=True)
 

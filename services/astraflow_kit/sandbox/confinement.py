@@ -34,6 +34,8 @@ _PAGE = 4096
 _CLONE3 = 435
 _CLOSE_RANGE = 436
 _LAST_DESCRIPTOR = 2**20
+NICE = 10
+"""Of what a policy runs: it takes no more of the processor than is left over."""
 _X32_BIT = 0x40000000
 
 

@@ -61,6 +61,7 @@ def _serve(action: Callable[[], object]) -> None:
 
 
 def _confine(order: Mapping[str, Any]) -> None:
+    os.nice(confinement.NICE)
     confinement.limit_resources(order["limits"])
     confinement.filter_calls(order["machine"], may_start=False)
 
