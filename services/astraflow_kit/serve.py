@@ -218,6 +218,10 @@ class GrpcServer:
         return f"{target}:{bound}"
 
 
+_OF_SESSIONS = ("name_in_use", "session_ended")
+"""What is counted by its reason too, though the caller is who it says."""
+
+
 class _Guard(grpc.aio.ServerInterceptor):
     """What surrounds every rpc: correlation id, role check, error translation, metrics, log."""
 
@@ -341,12 +345,12 @@ class _Guard(grpc.aio.ServerInterceptor):
             contract = self._rpcs.get(rpc)
             typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
-            why = ""
+            why = typed.metadata.get("reason", "")
             if isinstance(error, _IDENTITY_ERRORS):
-                why = typed.metadata.get("reason", "")
-                self._refusals.note(
-                    typed, caller=_speaking() if isinstance(error, PermissionError_) else None
-                )
+                is_known = not isinstance(error, UnauthenticatedError)
+                self._refusals.note(typed, caller=_speaking() if is_known else None)
+            elif why not in _OF_SESSIONS:
+                why = ""
             self._metrics.increment("astraflow_rpcs_refused_total", reason=typed.reason, why=why)
             await _abort(context, typed)
         finally:
