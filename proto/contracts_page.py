@@ -24,6 +24,12 @@ _SPEAKERS = {
     "SPEAKER_OPENS_TRAINER": "opens a trainer's session",
     "SPEAKER_TRAINER_ONCE_CLAIMED": "trainer, once it has claimed",
 }
+_SECRETS = {
+    "EnvironmentService.Reset": "whoever chose `session_id` and `holder`, secrets of 22 characters or more",
+    "EnvironmentService.Step": "whoever knows `session_id`",
+    "EnvironmentService.Close": "whoever knows `session_id`",
+}
+"""Where a secret in the request proves who speaks, and no credential of the metadata."""
 _RUNS = {
     "SCOPE_SERVED_RUN": "served",
     "SCOPE_VISIBLE_RUNS": "visible",
@@ -47,7 +53,8 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
   needs a token for `*`.
 * **Speaks as** whom: `node` and `trainer` prove it by the metadata `astraflow-session`, the credential that the call
   which opened their session returned, and their requests speak of nobody else
-  ([identity](identity.md#sessions-as-whom-a-call-speaks)). Where nothing is said the token alone decides.
+  ([identity](identity.md#sessions-as-whom-a-call-speaks)). Where nothing is said the token alone decides. Agents
+  speak HTTP with [their node's endpoint](agents.md), by a key of their episode alone, which ends with it.
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
 
@@ -80,8 +87,8 @@ COUNTERS: dict[str, str] = {
     "ClaimPolicyRequest.known_epoch": "the newest epoch given out + 64 (a rollback took over without a server, or "
     "Redis lost its last moments); + 1,048,576 where this Redis was emptied, restored or restarted since",
     "ClaimPolicyRequest.held_epoch": "as `known_epoch`",
-    "ClaimPolicyRequest.last_step": "10,000,000, the most steps of a recipe; of the trainer's own run, and the next claim "
-    "that holds the policy replaces it, with none where it says none",
+    "ClaimPolicyRequest.last_step": "10,000,000, the most steps of a recipe; the next claim that holds the policy "
+    "replaces it, with none where it says none",
     "AcceptedLoss.step": "10,000,000 where the policy is in doubt, else FAILED_PRECONDITION: its trainer said what it "
     "doubts, and nobody has acquired a batch since Redis was emptied, restored or restarted",
     "Version.trainer_epoch": "the caller's epoch",
@@ -194,7 +201,7 @@ def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) 
     for index, service in enumerate(file.service):
         common = _reasons(reader.read(service.options), "common_errors")
         rows = [
-            _row(method, reader.read(method.options), comments[_SERVICE, index, _RPC, number])
+            _row(service.name, method, reader.read(method.options), comments[_SERVICE, index, _RPC, number])
             for number, method in enumerate(service.method)
         ]
         purpose = " ".join(comments[_SERVICE, index].split())
@@ -203,7 +210,7 @@ def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) 
         yield f"## {file.package}.{service.name}\n\n{purpose}\n\n" + "\n".join([_TABLE, *rows]) + "\n"
 
 
-def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment: str) -> str:
+def _row(service: str, method: descriptor_pb2.MethodDescriptorProto, options: Options, comment: str) -> str:
     missing = options.get("missing")
     cells = (
         f"`{method.name}`{_STREAMS[method.client_streaming, method.server_streaming]}",
@@ -212,7 +219,7 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         _REPEATS[options["retry"]],
         ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
         _RUNS.get(options.get("scope", ""), "" if options["roles"] == ["ROLE_ANYONE"] else "named"),
-        _SPEAKERS.get(options.get("speaker", ""), ""),
+        _SPEAKERS.get(options.get("speaker", ""), _SECRETS.get(f"{service}.{method.name}", "")),
         _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

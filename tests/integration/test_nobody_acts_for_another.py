@@ -317,6 +317,7 @@ NODE_ON_NODE: dict[str, Attack] = {
     "joins under her name as the largest number": (joined(incarnation=2**53), NODE),
     "joins under her name with hers, which leaked": (joined(session_of("alice")), NODE),
     "joins under her name by a token for all nodes": (joined(by="bert"), IN_USE),
+    "joins under a name that begins as his own": (joined(node_id="bob-2"), NODE),
     "joins so with a credential of his own": (joined(session_of("bert"), by="bert"), IN_USE),
     "joins so with one that he changed": (
         joined(lambda scene: scene.bert.credential.replace("bert", "alice"), by="bert"),
