@@ -189,9 +189,7 @@ class TrainingSession:
             comparison.remember(claim.identity)
             return claim
         message = f"policy {self._joined.policy_id!r}: {doubt.message}"
-        self._source.release(
-            doubt=message
-        )  # which the server needs to hear before it lets a loss be accepted
+        self._source.release(doubt=message)  # without which the server lets nobody accept a loss
         if not self._settings.accept_data_loss or doubt.step is None:
             raise StateInDoubt(message)
         log.warning("policy.data_loss_accepted", step=doubt.step, message=doubt.message)
