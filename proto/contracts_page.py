@@ -24,6 +24,12 @@ _SPEAKERS = {
     "SPEAKER_OPENS_TRAINER": "opens a trainer's session",
     "SPEAKER_TRAINER_ONCE_CLAIMED": "trainer, once it has claimed",
 }
+_SECRETS = {
+    "EnvironmentService.Reset": "whoever chose `session_id` and `holder`, secrets of 22 characters or more",
+    "EnvironmentService.Step": "whoever knows `session_id`",
+    "EnvironmentService.Close": "whoever knows `session_id`",
+}
+"""Where a secret in the request proves who speaks, and no credential of the metadata."""
 _RUNS = {
     "SCOPE_SERVED_RUN": "served",
     "SCOPE_VISIBLE_RUNS": "visible",
@@ -47,7 +53,8 @@ are marked ⇈ (requests), ⇊ (responses), ⇅ (both).
   needs a token for `*`.
 * **Speaks as** whom: `node` and `trainer` prove it by the metadata `astraflow-session`, the credential that the call
   which opened their session returned, and their requests speak of nobody else
-  ([identity](identity.md#sessions-as-whom-a-call-speaks)). Where nothing is said the token alone decides.
+  ([identity](identity.md#sessions-as-whom-a-call-speaks)). Where nothing is said the token alone decides. Agents
+  speak HTTP with [their node's endpoint](agents.md), by a key of their episode alone, which ends with it.
 * **Errors** are reasons of `google.rpc.ErrorInfo` in the domain `astraflow`. Besides those listed, every rpc may
   answer {every_rpc}.
 
@@ -80,8 +87,10 @@ COUNTERS: dict[str, str] = {
     "ClaimPolicyRequest.known_epoch": "the newest epoch given out + 64 (a rollback took over without a server, or "
     "Redis lost its last moments); + 1,048,576 where this Redis was emptied, restored or restarted since",
     "ClaimPolicyRequest.held_epoch": "as `known_epoch`",
-    "ClaimPolicyRequest.last_step": "10,000,000, the most steps of a recipe; the next claim replaces it",
-    "AcceptedLoss.step": "10,000,000; a person accepted it",
+    "ClaimPolicyRequest.last_step": "10,000,000, the most steps of a recipe; the next claim that holds the policy "
+    "replaces it, with none where it says none",
+    "AcceptedLoss.step": "10,000,000 where the policy is in doubt, else FAILED_PRECONDITION: its trainer said what it "
+    "doubts, and nobody has acquired a batch since Redis was emptied, restored or restarted",
     "Version.trainer_epoch": "the caller's epoch",
     "step": "the step that is bound, else NOT_FOUND; INVALID_ARGUMENT above the last finished one + 1, + 2 read ahead",
     "MarkDurableRequest.step": "the last finished step",
@@ -90,8 +99,8 @@ COUNTERS: dict[str, str] = {
     "Version.version": "the newest version + 1 + `num_unreadable_before`, else VERSION_GAP; 2,097,151",
     "PublishRequest.num_unreadable_before": "the finished steps + 64",
     "Version.rollback_of": "a version below its own",
-    "Version.sequence": "kept, compared with nothing",
-    "Version.snapshot_version": "kept, compared with nothing",
+    "Version.sequence": "kept: for people; nodes read the log",
+    "Version.snapshot_version": "0: the server draws snapshots, and names them",
     "PinVersionRequest.version": "an announced version, else NOT_FOUND",
     "UnpinVersionRequest.version": "one that is not pinned changes nothing",
     "RequestEvaluationRequest.versions": "the newest version, else FAILED_PRECONDITION",
@@ -101,9 +110,12 @@ COUNTERS: dict[str, str] = {
     "Episode.attempt": "the attempt of the task's lease",
     "Episode.draws": "an announced version; of another nobody is rated",
     "Credits.leases_received": "the leases sent on the stream",
-    "Credits.serving_versions": "for status, and to offer evaluations of exactly that version",
+    "Credits.serving_versions": "kept: what the node says of itself, for status and to offer it evaluations of exactly "
+    "that version",
+    "Credits.tokens_sampled": "kept: as `serving_versions`, for status",
+    "Credits.engine_restarts": "kept: as `serving_versions`, for status and history",
     "LeaseTasksRequest.serving_versions": "as of Credits",
-    "WeightFault.version": "for status",
+    "WeightFault.version": "kept: as `serving_versions`, for status",
     "JoinRunRequest.incarnation": "0, or the number in the credential that the node shows",
     "ResetRequest.holder_incarnation": "the service's clock in nanoseconds + a day",
     "incarnation": "the one that the node joined with, else FENCED",
@@ -122,7 +134,8 @@ message or of all, and the largest value that has an effect. A contract test com
 _COUNTERS_HEAD = """## Counters
 
 No caller sets a counter of the server: a value above what was given out is refused, as INVALID_ARGUMENT where nothing
-else is said, whatever its type holds. A name without a message is the field of every other one.
+else is said, whatever its type holds. A name without a message is the field of every other one. What is *kept* raises
+nothing of anybody else's: it is what a node says of itself, or a trainer of its own log.
 
 | field | at most |
 |---|---|"""
@@ -188,7 +201,7 @@ def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) 
     for index, service in enumerate(file.service):
         common = _reasons(reader.read(service.options), "common_errors")
         rows = [
-            _row(method, reader.read(method.options), comments[_SERVICE, index, _RPC, number])
+            _row(service.name, method, reader.read(method.options), comments[_SERVICE, index, _RPC, number])
             for number, method in enumerate(service.method)
         ]
         purpose = " ".join(comments[_SERVICE, index].split())
@@ -197,7 +210,7 @@ def _sections(file: descriptor_pb2.FileDescriptorProto, reader: _OptionsReader) 
         yield f"## {file.package}.{service.name}\n\n{purpose}\n\n" + "\n".join([_TABLE, *rows]) + "\n"
 
 
-def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment: str) -> str:
+def _row(service: str, method: descriptor_pb2.MethodDescriptorProto, options: Options, comment: str) -> str:
     missing = options.get("missing")
     cells = (
         f"`{method.name}`{_STREAMS[method.client_streaming, method.server_streaming]}",
@@ -206,7 +219,7 @@ def _row(method: descriptor_pb2.MethodDescriptorProto, options: Options, comment
         _REPEATS[options["retry"]],
         ", ".join(role.removeprefix("ROLE_").lower() for role in options["roles"]),
         _RUNS.get(options.get("scope", ""), "" if options["roles"] == ["ROLE_ANYONE"] else "named"),
-        _SPEAKERS.get(options.get("speaker", ""), ""),
+        _SPEAKERS.get(options.get("speaker", ""), _SECRETS.get(f"{service}.{method.name}", "")),
         _reasons(options, "errors"),
     )
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

@@ -53,8 +53,12 @@ _ENTRIES = (
     _counter("astraflow_rpcs_refused_total", "Refused rpcs by error, and why by token.", "reason", "why"),
     _gauge("astraflow_tls_expiry_timestamp_seconds", "When the server's certificate ends."),
     _gauge(
+        "astraflow_tls_client_expiry_timestamp_seconds",
+        "When the certificate ends that a node or a trainer shows to servers; else 0.",
+    ),
+    _gauge(
         "astraflow_token_expiry_timestamp_seconds",
-        "When the first token in use that ends soon ends; else 0.",
+        "When the first token in use that ends soon ends, or ended within the hour; else 0.",
     ),
     # dataflow
     _counter("astraflow_dataflow_pushes_total", "Pushed episodes by outcome.", "outcome"),

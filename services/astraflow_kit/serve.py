@@ -39,7 +39,12 @@ from astraflow.errors import (
     UnauthenticatedError,
 )
 from astraflow_kit import traces
-from astraflow_kit.identity.certificates import EXPIRES_SOON_S, RENEW, ServerCertificate
+from astraflow_kit.identity.certificates import (
+    EXPIRES_SOON_S,
+    RENEW,
+    ServerCertificate,
+    client_certificate_end,
+)
 from astraflow_kit.identity.gate import STRANGER, Gate, caller
 from astraflow_kit.identity.open_streams import LOOK_EVERY_S, OpenStreams
 from astraflow_kit.identity.refusals import Refusals
@@ -129,6 +134,7 @@ class GrpcServer:
         self._verifier = Verifier(settings, revoked=revoked) if settings.token_keys_file else None
         self._streams = OpenStreams(self._verifier)
         self._certificate = ServerCertificate(settings) if settings.tls_cert_file else None
+        self._client_certificate_end = client_certificate_end(settings)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -190,6 +196,9 @@ class GrpcServer:
         while True:
             self._streams.end_those_without_token()
             self._metrics.set("astraflow_token_expiry_timestamp_seconds", self._refusals.next_end_s())
+            if self._client_certificate_end is not None:
+                end_s = self._client_certificate_end.current()
+                self._metrics.set("astraflow_tls_client_expiry_timestamp_seconds", end_s)
             if self._certificate is not None:
                 expires_s, remaining_s = (
                     self._certificate.current().expires_s,
@@ -216,6 +225,10 @@ class GrpcServer:
         if not is_loopback(host) and (gives_up := given_up(self._settings)):
             log.warning("server.exposed", address=f"{target}:{bound}", gives_up=gives_up)
         return f"{target}:{bound}"
+
+
+_OF_SESSIONS = ("name_in_use", "session_ended")
+"""What is counted by its reason too, though the caller is who it says."""
 
 
 class _Guard(grpc.aio.ServerInterceptor):
@@ -341,12 +354,12 @@ class _Guard(grpc.aio.ServerInterceptor):
             contract = self._rpcs.get(rpc)
             typed = _typed(error, rpc=rpc, contract=contract, correlation_id=correlation_id)
             code = typed.code
-            why = ""
+            why = typed.metadata.get("reason", "")
             if isinstance(error, _IDENTITY_ERRORS):
-                why = typed.metadata.get("reason", "")
-                self._refusals.note(
-                    typed, caller=_speaking() if isinstance(error, PermissionError_) else None
-                )
+                is_known = not isinstance(error, UnauthenticatedError)
+                self._refusals.note(typed, caller=_speaking() if is_known else None)
+            elif why not in _OF_SESSIONS:
+                why = ""
             self._metrics.increment("astraflow_rpcs_refused_total", reason=typed.reason, why=why)
             await _abort(context, typed)
         finally:

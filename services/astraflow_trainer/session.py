@@ -188,9 +188,9 @@ class TrainingSession:
         if doubt is None:
             comparison.remember(claim.identity)
             return claim
+        message = f"policy {self._joined.policy_id!r}: {doubt.message}"
+        self._source.release(doubt=message)  # without which the server lets nobody accept a loss
         if not self._settings.accept_data_loss or doubt.step is None:
-            message = f"policy {self._joined.policy_id!r}: {doubt.message}"
-            self._source.release(doubt=message)
             raise StateInDoubt(message)
         log.warning("policy.data_loss_accepted", step=doubt.step, message=doubt.message)
         loss = batch_service_pb2.AcceptedLoss(identity=comparison.identity or claim.identity, step=doubt.step)

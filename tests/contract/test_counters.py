@@ -1,9 +1,10 @@
 """No caller sets a counter: of each field that names one, the largest values that there are leave the run usable."""
 
 import re
+import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,20 +13,21 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1 import batch_pb2, run_pb2, version_pb2
 from astraflow.dataflow.v1 import batch_service_pb2 as batches
 from astraflow.dataflow.v1 import evaluation_service_pb2 as evaluations
-from astraflow.dataflow.v1 import run_pb2, version_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import sample_service_pb2 as samples
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as trajectories
 from astraflow.dataflow.v1 import version_service_pb2 as versions
 from astraflow.errors import AstraflowError, InvalidArgumentError, PermissionError_
+from astraflow.options.v1 import options_pb2
 from astraflow.raas.v1 import environment_service_pb2 as environments
 from astraflow.rollout.v1 import trajectory_pb2
 from astraflow.trainer.v1 import trainer_service_pb2 as trainers
-from support.any_rpc import answer, request_of
-from support.dataflow_world import World, make_episode
+from support.any_rpc import INVALID, MISSING, STATE, answer, request_of
+from support.dataflow_world import Node, World, make_episode, outcome_name, recipe_text
 from support.source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "proto"))
@@ -35,19 +37,26 @@ pytestmark = pytest.mark.slow
 
 INTEGERS = {FieldDescriptor.CPPTYPE_UINT64, FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_INT64}
 NAMES_ONE = re.compile(
-    "epoch|steps?$|_step$|version|incarnation|sequence|attempt|turn$|received|unreadable|draws|number$|rollback_of"
+    "epoch|steps?$|_step$|version|incarnation|sequence|attempt|turn$|received|unreadable|draws|number$|rollback_of|sampled|restarts"
 )
 OWN = {"TrajectoryHeader.turn"}
 """What the server sets itself, and replaces where a client says it."""
-STEP = {"step": 1, "batch_id": "b", "digest": b"."}
+STEP = {"step": 2, "batch_id": "b", "digest": b"."}
+"""Of the batch that is bound, whose id and digest are filled in."""
 VERSION = version_pb2.Version(
-    policy_id="solver", version=1, step=1, manifest_sha256=b"." * 32, trainer_epoch=1, rollback_of=0
+    policy_id="solver", version=1, step=1, manifest_sha256=b"." * 32, trainer_epoch=1
+)
+RECIPE: dict[str, Any] = {"dataset": "Counting", "max_staleness": 8}
+RUN = run_pb2.Run(
+    run_id="run",
+    recipe_yaml=recipe_text(**RECIPE),
+    store_uri="file:///nowhere",
+    switches=[run_pb2.PluginSwitch()],
 )
 REQUESTS: list[Message] = [
+    request_of(batches.ClaimPolicyRequest, trainer_id="t"),
     request_of(
-        batches.ClaimPolicyRequest,
-        trainer_id="t",
-        accepted_loss=batches.AcceptedLoss(identity="0" * 32),
+        batches.ClaimPolicyRequest, trainer_id="t", accepted_loss=batches.AcceptedLoss(identity="0" * 32)
     ),
     *(
         request_of(kind, **{name: STEP[name] for name in STEP if name in kind.DESCRIPTOR.fields_by_name})
@@ -58,17 +67,17 @@ REQUESTS: list[Message] = [
             batches.FetchBatchRequest,
             batches.NackBatchRequest,
             batches.RenewBatchRequest,
-            batches.MarkDurableRequest,
         )
     ),
-    request_of(batches.AckBatchRequest, stage=batches.BATCH_STAGE_TRAINED, **STEP),
-    request_of(batches.VoidBatchRequest, step=1, batch_id="b", action=batches.VOID_ACTION_DISCARD),
+    request_of(batches.MarkDurableRequest, step=1),
+    request_of(batches.AckBatchRequest, stage=batches.BATCH_STAGE_INTENT, **STEP),
+    request_of(batches.VoidBatchRequest, action=batches.VOID_ACTION_DISCARD, step=2, batch_id="b"),
     request_of(versions.PublishRequest, version=VERSION),
     request_of(versions.PinVersionRequest),
     request_of(versions.UnpinVersionRequest),
     request_of(evaluations.RequestEvaluationRequest, evaluation_id="mine", versions={"solver": 0}),
-    request_of(runs.JoinRunRequest, max_concurrent_tasks=1),
-    request_of(runs.CreateRunRequest, run=run_pb2.Run(run_id="run", switches=[run_pb2.PluginSwitch()])),
+    request_of(runs.JoinRunRequest, node_id="n9", max_concurrent_tasks=1),
+    runs.CreateRunRequest(run=RUN),
     request_of(tasks.LeaseTasksRequest, max_tasks=1, serving_versions={"solver": 0}),
     tasks.WorkRequest(hello=tasks.Hello(run_id="run", node_id="n1")),
     tasks.WorkRequest(
@@ -76,17 +85,68 @@ REQUESTS: list[Message] = [
             weight_faults=[version_pb2.WeightFault(policy_id="solver")], serving_versions={}
         )
     ),
-    trajectories.PushRequest(episodes=[make_episode(run_id="run", task_id="t1", member=0)]),
+    trajectories.PushRequest(sequence=1, episodes=[make_episode(run_id="run", task_id="mine", member=0)]),
     request_of(admin.ListStepsRequest),
-    request_of(samples.ListSamplesRequest),
 ]
+EPOCHS = [
+    f"{name}Request" for name in ("AckBatch", "AcquireBatch", "FetchBatch", "HoldPolicy", "MarkDurable")
+]
+EPOCHS += [f"{name}Request" for name in ("NackBatch", "Publish", "ReleasePolicy", "RenewBatch")]
+KEPT = [
+    f"Credits.{name}" for name in ("serving_versions", "tokens_sampled", "engine_restarts", "leases_received")
+]
+KEPT += ["LeaseTasksRequest.serving_versions", "WeightFault.version", "Version.sequence"]
+KEPT += [
+    "PluginSwitch.number",
+    "PluginSwitch.steps",
+    "ListStepsRequest.min_step",
+    "ListStepsRequest.max_step",
+]
+KEPT += ["AcquireBatchRequest.base_version", "NackBatchRequest.step", "UnpinVersionRequest.version"]
+KEPT += ["ClaimPolicyRequest.last_step"]
+"""What raises nothing: it is ignored, read, waited for, names what is not there, or is about the caller alone."""
 ELSEWHERE = {
     "ResetRequest.holder_incarnation": environments.ResetRequest,
     "StepRequest.turn": environments.StepRequest,
     "WatchMetricsRequest.after_step": trainers.WatchMetricsRequest,
     "VersionSpan.version": trajectory_pb2.VersionSpan,
+    **{
+        f"ListSamplesRequest.{name}": samples.ListSamplesRequest
+        for name in ("min_step", "max_step", "version")
+    },
 }
-"""Fields of other services, and of the body of a trajectory; their own tests try those."""
+"""Fields of other services, of the body of a trajectory, and of an archive; their own tests try those."""
+NOTHING, ITS_BOUND = -1, None
+DENIED = "PERMISSION_DENIED wrong_session"
+LARGEST: dict[str, tuple[int | None, str]] = {
+    **{f"{name}.trainer_epoch": (1, DENIED) for name in EPOCHS},
+    **{f"{name}.incarnation": (1, DENIED) for name in ("LeaseTasksRequest", "Hello")},
+    **dict.fromkeys(KEPT, (ITS_BOUND, "")),
+    "ClaimPolicyRequest.known_epoch": (65, INVALID),
+    "ClaimPolicyRequest.held_epoch": (0, DENIED),
+    "AcceptedLoss.step": (NOTHING, STATE),
+    "AcquireBatchRequest.step": (2, INVALID),
+    "FetchBatchRequest.step": (2, MISSING),
+    "RenewBatchRequest.step": (2, MISSING),
+    "MarkDurableRequest.step": (1, INVALID),
+    "AckBatchRequest.step": (2, MISSING),
+    "VoidBatchRequest.step": (2, MISSING),
+    "PublishRequest.num_unreadable_before": (65, INVALID),
+    "Version.version": (1, "VERSION_GAP"),
+    "Version.step": (1, INVALID),
+    "Version.trainer_epoch": (1, INVALID),
+    "Version.rollback_of": (0, INVALID),
+    "Version.snapshot_version": (0, INVALID),
+    "PinVersionRequest.version": (0, MISSING),
+    "RequestEvaluationRequest.versions": (0, STATE),
+    "JoinRunRequest.incarnation": (0, DENIED),
+    "PushRequest.sequence": (1, INVALID),
+    "Episode.attempt": (1, "REFUSED unknown_attempt"),
+    "Episode.draws": (ITS_BOUND, "POISON too_many_draws"),
+    "TrajectoryHeader.min_version": (0, "POISON version_mismatch"),
+    "TrajectoryHeader.max_version": (0, "RETRY UNKNOWN_VERSION, POISON future_version"),
+}
+"""The largest value of each that `begun` takes, and how it refuses what is above: by whichever of these."""
 
 
 def holders(message: Message) -> Iterator[Message]:
@@ -116,7 +176,7 @@ def counters(described: Descriptor) -> list[str]:
 
 FOUND = {
     f"{held.DESCRIPTOR.name}.{name}": number
-    for number, request in enumerate(REQUESTS)
+    for number, request in reversed(list(enumerate(REQUESTS)))
     for held in holders(request)
     for name in counters(held.DESCRIPTOR)
 }
@@ -165,27 +225,87 @@ def test_every_counter_that_a_request_names_has_a_bound_in_the_table_and_is_trie
     assert all(f"| `{name}` | {most} |" in page for name, most in COUNTERS.items())
 
 
-def with_value(place: str, value: int) -> Message:
-    """The request with one of its counters."""
-    request = type(REQUESTS[FOUND[place]])()
-    request.CopyFrom(REQUESTS[FOUND[place]])
+def holder_of(request: Message, place: str) -> tuple[Any, FieldDescriptor]:
+    """The message of a request that has a counter, and the counter's field."""
     message, _, name = place.partition(".")
-    held: Any = next(held for held in holders(request) if held.DESCRIPTOR.name == message)
-    field = held.DESCRIPTOR.fields_by_name[name]
-    if field.message_type is not None:
-        getattr(held, name)["solver"] = value
-    else:
-        setattr(held, name, min(value, 2**32 - 1) if field.cpp_type == field.CPPTYPE_UINT32 else value)
-    return request
+    held = next(held for held in holders(request) if held.DESCRIPTOR.name == message)
+    return held, held.DESCRIPTOR.fields_by_name[name]
+
+
+def own_bound(place: str) -> int:
+    """The largest value that the contract lets through."""
+    _, field = holder_of(REQUESTS[FOUND[place]], place)
+    bounds = field.GetOptions().Extensions[options_pb2.bounds]
+    narrow = 2**32 - 1 if field.cpp_type == field.CPPTYPE_UINT32 else 2**53
+    return int(bounds.max) if bounds.HasField("max") else narrow
+
+
+@dataclass
+class Begun:
+    """A run with one finished step, whose version is not announced, and one that is bound."""
+
+    world: World
+    node: Node
+    batch: batch_pb2.Batch
+
+    async def said_to(self, place: str, value: int) -> str:
+        """What is answered to a request with this value: nothing where it is taken, else how it is refused."""
+        request = type(REQUESTS[FOUND[place]])()
+        request.CopyFrom(REQUESTS[FOUND[place]])
+        held, field = holder_of(request, place)
+        if field.message_type is not None:
+            getattr(held, field.name)["solver"] = value
+        else:
+            setattr(held, field.name, value)
+        for message in holders(request):
+            await self._complete(message)
+        try:
+            answered = await answer(self.world, request, timeout_s=5.0)
+        except AstraflowError as error:
+            return f"{error.reason} {error.metadata.get('reason', '')}".strip()
+        if not isinstance(answered, trajectories.PushResponse):
+            return ""
+        outcome = outcome_name(answered.results[0])
+        return "" if outcome == "ACCEPTED" else f"{outcome} {answered.results[0].reason}"
+
+    async def _complete(self, message: Any) -> None:
+        """Fill in what the bound batch, or a new lease, is called."""
+        known = message.DESCRIPTOR.fields_by_name
+        if "batch_id" in known and message.batch_id:
+            message.batch_id = self.batch.batch_id
+        if "digest" in known and message.digest:
+            message.digest = self.batch.digest
+        if isinstance(message, trajectory_pb2.Episode):
+            await self.world.submit(f"mine-{secrets.token_hex(4)}")
+            (lease,) = await self.node.lease()
+            message.task_id, message.lease_id = lease.task.task_id, lease.lease_id
+
+
+@pytest.fixture
+async def begun(world: World) -> Begun:
+    trainer, node = await world.started(**RECIPE)
+    await node.make_ready(4)
+    await trainer.ack((await trainer.acquire(1)).batch, batches.BATCH_STAGE_TRAINED)
+    return Begun(world, node, (await trainer.acquire(2, base_version=1)).batch)
+
+
+def test_every_counter_is_tried_with_what_was_given_out() -> None:
+    assert LARGEST.keys() == FOUND.keys()
 
 
 @pytest.mark.parametrize("place", FOUND)
-async def test_the_largest_values_of_a_counter_leave_the_run_usable(world: World, place: str) -> None:
-    await world.started("t1", dataset="Counting")
-    for value in (2**64 - 1, 2**53 + 1, 2**53, 2**53 - 1):
-        with suppress(AstraflowError):
-            await answer(world, with_value(place, value), timeout_s=5.0)
-    await works(world)
+async def test_no_more_than_was_given_out_is_taken_and_the_run_stays_usable(begun: Begun, place: str) -> None:
+    bound = own_bound(place)
+    largest, refusals = LARGEST[place]
+    most = bound if largest is None else largest
+    fits = 2**32 if bound == 2**32 - 1 else 2**64
+    tried = {most + 1, most + 100, bound, bound + 1, 2**53 - 1, 2**53, 2**53 + 1, 2**64 - 1}
+    for value in sorted(value for value in tried if most < value < fits):
+        allowed = [*refusals.split(", "), *([INVALID] if value > bound else [])]
+        assert await begun.said_to(place, value) in allowed, f"{place} = {value}"
+    if most >= 0:
+        assert await begun.said_to(place, most) == "", f"{place} = {most}"
+    await works(begun.world)
 
 
 async def works(world: World) -> None:

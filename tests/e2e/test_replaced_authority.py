@@ -110,7 +110,7 @@ class Installation:
             *(
                 (
                     *("join-token", "--address", self.address, "--ca", f"{ca}/ca.pem", "--key", key),
-                    *("--role", role, "--run", "quickstart", "--out", f"{ca}/{role}"),
+                    *("--role", role, "--run", "quickstart", "--node", "*", "--out", f"{ca}/{role}"),
                 )
                 for role in ("trainer", "rollout")
             ),

@@ -138,7 +138,7 @@ def make_identity(folder: Path) -> None:
         ),
         (
             *("join-token", "--address", f"{CENTRAL}:{PORT}", "--ca", f"{ca}/ca.pem", "--key", key),
-            *("--run", "quickstart", "--pool", "eu", "--out", str(folder / "join")),
+            *("--run", "quickstart", "--pool", "eu", "--node", "eu-*", "--out", str(folder / "join")),
         ),
     ]
     for command in commands:

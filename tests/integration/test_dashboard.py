@@ -9,7 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from astraflow.client import AsyncClient, Connection
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
+from astraflow.dataflow.v1.run_service_pb2 import JoinRunRequest
+from astraflow.errors import PermissionError_
 from astraflow_dataflow.dashboard.site import BUNDLE
 from support.cli import run
 from support.dataflow_world import World, served
@@ -177,6 +180,25 @@ async def test_with_tokens_the_files_are_open_and_the_rest_is_for_viewers(
         assert (await told(client, "RunService/ListRuns"))["runs"] == []
         await client.post("/logout")
         assert (await client.get("/api/session")).status_code == 401
+
+
+async def test_a_reader_of_the_page_sees_who_is_refused_behind_what_the_run_waits_for(
+    redis_url: str, bundle: Path, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path) as world:
+        await world.create_run()
+    async with (
+        served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
+        AsyncClient(Connection(world.address, token=token("spot-1", "viewer"))) as spot,
+        pages(world, bundle=bundle) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=120) as page,
+    ):
+        with pytest.raises(PermissionError_):
+            await spot.call(spot.runs.JoinRun, JoinRunRequest(node_id="spot-1", max_concurrent_tasks=1))
+        await page.post("/login", data={"token": token("ada", "viewer", runs=["run"])})
+        _, *behind = (await told(page, "AdminService/Status", run_id="run"))["waits"]
+    (refused,) = (wait for wait in behind if wait["reason"] == "callers_refused")
+    assert "spot-1: role, 1 times since " in refused["detail"]
 
 
 async def test_a_form_of_any_size_is_no_way_in(page: httpx.AsyncClient) -> None:

@@ -88,7 +88,7 @@ async def test_a_task_that_is_done_is_compared_by_its_digest(world: World, is_tr
         await trainer.train(1, base_version=0)
     assert await submit(world, task(), task("u")) == (0, 2)
     error = await refused(world, task(source="words"))
-    assert "that one is done, and only a digest is left to compare with" in error.message
+    assert "that one is done, and only a digest is left of it, which does not say" in error.message
     assert named(error) == ("t", "")
 
 

@@ -23,7 +23,7 @@ from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.dataflow.v1 import task_service_pb2 as tasks
 from astraflow.dataflow.v1 import trajectory_service_pb2 as pushes
 from astraflow.dataflow.v1 import version_service_pb2 as versions
-from astraflow.errors import AstraflowError
+from astraflow.errors import AstraflowError, FencedError
 from astraflow.rollout.v1 import task_pb2
 from support.dataflow_world import Node, Trainer, World, outcome_name, served
 from support.tokens import keys_file, token
@@ -65,17 +65,20 @@ class Scene:
     bobs: task_pb2.Lease
     batch: batch_pb2.Batch
 
-    def counted(self) -> float:
-        """Everything that the server ever refused."""
+    def counted(self, refused: str) -> float:
+        """What the server ever refused in this way."""
+        reason, _, why = refused.partition(" ")
+        series = REFUSALS.get(reason, 'astraflow_rpcs_refused_total{{reason="{reason}",why="{why}"}}')
+        started = series.format(reason=reason, why=why)
         lines = self.operator.dataflow.metrics.render().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(REFUSALS))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(started))
 
 
-REFUSALS = (
-    "astraflow_rpcs_refused_total{",
-    "astraflow_dataflow_refused_episodes_total{",
-    "astraflow_dataflow_refused_leases_total",
-)
+REFUSALS = {
+    "REFUSED": 'astraflow_dataflow_refused_episodes_total{{reason="{why}"}}',
+    **dict.fromkeys(("LOST", "CANCEL"), "astraflow_dataflow_refused_leases_total"),
+}
+"""The series that counts an answer which is no error; an error has its own."""
 
 
 @asynccontextmanager
@@ -289,10 +292,32 @@ NODE_ON_NODE: dict[str, Attack] = {
         ),
         "CANCEL True",
     ),
+    "receives her lease on a stream": (
+        worked(
+            lambda scene: [
+                hello(),
+                tasks.WorkRequest(receipt=tasks.Receipt(lease_ids=[scene.lease.lease_id])),
+            ]
+        ),
+        "CANCEL True",
+    ),
+    "fails her lease on a stream": (
+        worked(lambda scene: [hello(), tasks.WorkRequest(failure=FAILED["failure"](scene))]),
+        f"PERMISSION_DENIED {NOT_HOLDER}",
+    ),
+    "renews her lease with a credential that he changed": (
+        lambda scene: scene.bob.world.ask(
+            tasks.RenewLeasesResponse,
+            lease_ids=[scene.lease.lease_id],
+            as_=scene.bob.credential.replace("bob", "alice"),
+        ),
+        STRANGER,
+    ),
     "joins under her name": (joined(), NODE),
     "joins under her name as the largest number": (joined(incarnation=2**53), NODE),
     "joins under her name with hers, which leaked": (joined(session_of("alice")), NODE),
     "joins under her name by a token for all nodes": (joined(by="bert"), IN_USE),
+    "joins under a name that begins as his own": (joined(node_id="bob-2"), NODE),
     "joins so with a credential of his own": (joined(session_of("bert"), by="bert"), IN_USE),
     "joins so with one that he changed": (
         joined(lambda scene: scene.bert.credential.replace("bert", "alice"), by="bert"),
@@ -359,6 +384,12 @@ def as_eve(reply: type[Any], **fields: Any) -> Act:
     return on_her_batch(reply, "eve", **fields)
 
 
+def as_eve_claiming(**fields: Any) -> Act:
+    """Eve claims Carol's policy as any trainer of it may, under the name that Carol gave herself."""
+    named = {"policy_id": "solver", "trainer_id": "test"}
+    return lambda scene: scene.eve.ask(batches.ClaimPolicyResponse, **named, **fields)
+
+
 CALLS: dict[str, tuple[type[Any], Callable[[Scene], dict[str, Any]]]] = {
     "holds": (batches.HoldPolicyResponse, lambda _: {"waiting_for": "trainer_hung"}),
     "releases": (batches.ReleasePolicyResponse, lambda _: {"doubt": "it is mine"}),
@@ -401,6 +432,19 @@ TRAINER_ON_TRAINER: dict[str, Attack] = {
         ),
         STRANGER,
     ),
+    "says without a claim what her policy waits for": (
+        lambda scene: scene.eve.ask(
+            batches.HoldPolicyResponse, policy_id="solver", waiting_for="trainer_hung", detail="kill her"
+        ),
+        "POLICY_HELD",
+    ),
+    **{
+        f"accepts a loss that her policy does not have, up to step {step}": (
+            as_eve_claiming(accepted_loss=batches.AcceptedLoss(identity="0" * 32, step=step)),
+            "FAILED_PRECONDITION",
+        )
+        for step in (0, 1, 10_000_000)
+    },
     "fetches without a claim": (fetched_by_eve, NO_SESSION),
     "announces without a claim": (
         lambda scene: scene.eve.ask(
@@ -576,7 +620,7 @@ async def test_an_attack_is_refused_and_counted_and_its_victim_works_on(
 ) -> None:
     before, gaps = await seen_of(scene, victim), list[str]()
     for name, (act, refused) in attacks.items():
-        num_refused = scene.counted()
+        num_refused = scene.counted(refused)
         try:
             found = refusal_in(await act(scene))
         except AstraflowError as error:
@@ -585,7 +629,7 @@ async def test_an_attack_is_refused_and_counted_and_its_victim_works_on(
                 gaps.append(f"{name}: the refusal tells a secret")
         if found != refused:
             gaps.append(f"{name}: {found}, not {refused}")
-        if scene.counted() <= num_refused:
+        if scene.counted(refused) <= num_refused:
             gaps.append(f"{name}: not counted")
         if (after := await seen_of(scene, victim)) != before:
             gaps.append(f"{name}: {before} became {after}")
@@ -597,6 +641,24 @@ async def test_an_attack_is_refused_and_counted_and_its_victim_works_on(
     else:
         assert await scene.carol.ack(scene.batch, batches.BATCH_STAGE_TRAINED) == batches.BATCH_STAGE_TRAINED
         assert (await scene.carol.publish(version=1, step=1)).version == 1
+
+
+async def test_who_takes_a_policy_over_is_named_by_its_token_whatever_it_calls_itself(scene: Scene) -> None:
+    await as_eve_claiming()(scene)
+    with pytest.raises(FencedError, match=r"not the current one \(3, of trainer eve \(test\)\)"):
+        await scene.carol.hold()
+    events = (await scene.operator.ask(admin.ListEventsResponse)).events
+    assert "trainer eve (test), epoch 3" in [event.detail for event in events]
+    with pytest.raises(FencedError):  # nor is Eve's claim one of Carol's whose answer she did not get
+        await scene.carol.claim(held_epoch=scene.carol.epoch)
+
+
+async def test_whose_last_step_is_named_no_more_ends_no_run(scene: Scene) -> None:
+    await as_eve_claiming(last_step=1)(scene)
+    await scene.carol.claim()
+    assert await scene.carol.ack(scene.batch, batches.BATCH_STAGE_TRAINED) == batches.BATCH_STAGE_TRAINED
+    await scene.carol.mark_durable(1)
+    assert (await scene.operator.status()).state == run_pb2.RUN_STATE_ACTIVE
 
 
 def secrets_of(scene: Scene) -> list[str]:

@@ -10,7 +10,8 @@ from astraflow.client import AsyncClient, Connection, RetryPolicy
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import run_service_pb2 as runs
 from astraflow.errors import AstraflowError
-from support.dataflow_world import World, served
+from astraflow_kit.identity.tokens import LEEWAY_S
+from support.dataflow_world import World, served, until
 from support.tokens import OTHER_KEY, keys_file, token
 
 pytestmark = pytest.mark.integration
@@ -29,11 +30,10 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 }
 
 
-async def join(world: World, credential: str) -> None:
+async def join(world: World, credential: str, *, node_id: str = "spot-1") -> None:
     async with AsyncClient(Connection(world.address, token=credential), retry=RetryPolicy(total_s=0)) as node:
-        await node.call(
-            node.runs.JoinRun, runs.JoinRunRequest(run_id="run", node_id="spot-1", max_concurrent_tasks=1)
-        )
+        asked = runs.JoinRunRequest(run_id="run", node_id=node_id, max_concurrent_tasks=1)
+        await node.call(node.runs.JoinRun, asked)
 
 
 async def waits_at_access(world: World, run_id: str, operator: AsyncClient) -> dict[str, admin.Wait]:
@@ -72,6 +72,7 @@ async def test_an_operator_reads_who_is_refused_why_since_when_and_how_often(
 
 async def test_a_token_that_ends_soon_is_named_while_it_is_good(redis_url: str, tmp_path: Path) -> None:
     ending = token("spot-1", "rollout", nbf=NOW_S - 90_000, exp=NOW_S + 3600)
+    over = token("spot-2", "rollout", nbf=NOW_S - 90_000, exp=int(time.time() - LEEWAY_S + 2))
     async with (
         served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
         AsyncClient(Connection(world.address, token=token("ops", "operator"))) as operator,
@@ -79,5 +80,11 @@ async def test_a_token_that_ends_soon_is_named_while_it_is_good(redis_url: str, 
         world.client = operator
         await world.create_run(name="run")
         await join(world, ending)
-        wait = (await waits_at_access(world, "run", operator))["token_ends"]
-    assert "spot-1: at " in wait.detail
+        await join(world, over, node_id="n2")
+        assert "spot-1: at " in (await waits_at_access(world, "run", operator))["token_ends"].detail
+
+        async def has_ended() -> bool:
+            wait = (await waits_at_access(world, "run", operator)).get("token_ended")
+            return wait is not None and "spot-2: at " in wait.detail
+
+        await until(has_ended)

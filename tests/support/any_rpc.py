@@ -68,7 +68,8 @@ async def in_a_session(world: World, request: tasks.WorkRequest) -> object:
     client = world.speaking(world.nodes["n1"].credential if "n1" in world.nodes else "")
 
     async def requests() -> AsyncIterator[tasks.WorkRequest]:
-        yield tasks.WorkRequest(hello=tasks.Hello())
+        if request.WhichOneof("kind") != "hello":
+            yield tasks.WorkRequest(hello=tasks.Hello())
         yield request
 
     return [item async for item in typed_stream(client.open(client.tasks.Work, requests()))]

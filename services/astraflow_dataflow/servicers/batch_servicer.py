@@ -12,6 +12,7 @@ from astraflow_dataflow.runs.registry import RunContext, RunRegistry
 from astraflow_dataflow.store.batches import stage_name
 from astraflow_dataflow.store.durability import Durability
 from astraflow_dataflow.store.store import Store
+from astraflow_kit.identity.gate import caller
 from astraflow_kit.identity.sealing import TRAINER, Session, issue, new_lineage
 from astraflow_kit.identity.speakers import speaker, wrong_session
 from astraflow_kit.log import get_logger
@@ -35,9 +36,11 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self._run(request.run_id, request.policy_id)
         if request.held_epoch:
             _require_held(request, run_id=run.run_id)
+        claimer = _claimer(request.trainer_id)
         claim = await self.store.batches.claim(
             run.run_id,
             request,
+            claimer=claimer,
             lease_s=self.batching.lease_s,
             incarnation=await self.store.connection.data_incarnation(run.run_id),
         )
@@ -46,7 +49,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
             "policy.claimed",
             policy_id=request.policy_id,
             trainer_epoch=claim.trainer_epoch,
-            trainer=request.trainer_id,
+            trainer=claimer,
         )
         claim.batch_lease_duration.FromMilliseconds(int(self.batching.lease_s * 1000))
         claim.data_incarnation = await self.store.connection.data_incarnation(run.run_id)
@@ -62,7 +65,7 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
 
     async def HoldPolicy(self, request: pb.HoldPolicyRequest, context: Context) -> pb.HoldPolicyResponse:
         run = await self._run(request.run_id, request.policy_id)
-        await self.store.batches.hold(run.run_id, request, detail=request.detail)
+        await self.store.batches.hold(run.run_id, request, lease_s=self.batching.lease_s)
         return pb.HoldPolicyResponse()
 
     async def ReleasePolicy(
@@ -168,6 +171,12 @@ class BatchServicer(batch_service_pb2_grpc.BatchServiceServicer):
         run = await self.registry.get(run_id)
         run.require_policy(policy_id)
         return run
+
+
+def _claimer(trainer_id: str) -> str:
+    """How others hear of a trainer: by the subject of its token first, for it calls itself as it likes."""
+    identity = caller()
+    return f"{identity.subject} ({trainer_id})" if identity.token_id else trainer_id
 
 
 def _require_held(request: pb.ClaimPolicyRequest, *, run_id: str) -> None:

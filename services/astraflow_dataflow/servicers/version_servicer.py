@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from astraflow.dataflow.v1 import version_service_pb2 as pb
 from astraflow.dataflow.v1 import version_service_pb2_grpc
+from astraflow.errors import InvalidArgumentError
 from astraflow_dataflow.runs.registry import RunRegistry
 from astraflow_dataflow.servicers.defaults import page_size
 from astraflow_dataflow.store.durability import Durability
@@ -24,6 +25,11 @@ class VersionServicer(version_service_pb2_grpc.VersionServiceServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         run = await self.registry.get(request.run_id)
+        if request.version.snapshot_of or request.version.snapshot_version:
+            raise InvalidArgumentError(
+                "the version names snapshot_of or snapshot_version, which are the server's: it draws the versions of "
+                "policies that are snapshots; leave both out"
+            )
         announced = await self.versions.publish(
             run,
             request.version,

@@ -248,7 +248,8 @@ class Reporting:
             clock_jumped_ms=self._clock.jumped_ms,
             trains=context.recipe.trains,
         )
-        waits += access_waits(self.refusals.refused(context.run_id), self.refusals.ending(context.run_id))
+        seen, run_id = self.refusals, context.run_id
+        waits += access_waits(seen.refused(run_id), seen.ending(run_id), seen.ended(run_id))
         if context.recipe.dataflow.archive is not None:
             archive = await self.store.archive.state(context.run_id)
             waits += archive_waits(archive, now_ms=audit.now_ms)

@@ -38,8 +38,12 @@ def archive_waits(archive: ArchiveState, *, now_ms: int) -> Iterator[Wait]:
         )
 
 
-def access_waits(refused: Sequence[Refusal], ending: Sequence[Identity]) -> Iterator[Wait]:
-    """Callers that this server refuses, and tokens that end soon, which people would else learn from a silent node."""
+def access_waits(
+    refused: Sequence[Refusal], ending: Sequence[Identity], ended: Sequence[Identity]
+) -> Iterator[Wait]:
+    """Callers that this server refuses, and tokens that end soon or have, which people would else learn from a silent
+    node.
+    """
     if refused:
         callers = [
             f"{item.subject}: {item.reason}, {item.count} times since {shown_time(item.first_s)}, last at "
@@ -53,15 +57,21 @@ def access_waits(refused: Sequence[Refusal], ending: Sequence[Identity]) -> Iter
             released_by=refused[0].message,
             since_ms=int(1000 * min(item.first_s for item in refused)),
         )
+    if ended:
+        yield _token_wait(ended, reason="token_ended", meaning="tokens that ended in use")
     if ending:
-        tokens = [f"{token.subject}: at {shown_time(token.expires_s)}" for token in ending]
-        yield Wait(
-            stage="access",
-            reason="token_ends",
-            detail=f"tokens in use that end soon: {_listed(tokens)}",
-            released_by="give these callers new tokens (astraflow token create, astraflow join-token) in the files "
-            "that they read",
-        )
+        yield _token_wait(ending, reason="token_ends", meaning="tokens in use that end soon")
+
+
+def _token_wait(tokens: Sequence[Identity], *, reason: str, meaning: str) -> Wait:
+    named = [f"{token.subject}: at {shown_time(token.expires_s)}" for token in tokens]
+    return Wait(
+        stage="access",
+        reason=reason,
+        detail=f"{meaning}: {_listed(named)}",
+        released_by="give these callers new tokens (astraflow token create, astraflow join-token) in the files that "
+        "they read",
+    )
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -44,7 +44,13 @@ class BatchStore:
         self._connection = connection
 
     async def claim(
-        self, run_id: str, request: pb.ClaimPolicyRequest, *, incarnation: str, lease_s: float
+        self,
+        run_id: str,
+        request: pb.ClaimPolicyRequest,
+        *,
+        claimer: str,
+        incarnation: str,
+        lease_s: float,
     ) -> pb.ClaimPolicyResponse:
         """Start a new trainer epoch, above `known_epoch` too. Raises NotFoundError for an unknown policy.
 
@@ -52,11 +58,12 @@ class BatchStore:
 
         Batch lease and data incarnation are left out. With `held_epoch`, raises FencedError when another trainer has a
         newer one; with `only_if_unheld`, PolicyHeldError when a trainer has called within `lease_s`; such a claim does
-        not hold the policy. With `accepted_loss` the policy goes on after that step.
+        not hold the policy. With `accepted_loss` the policy goes on after that step; raises PreconditionError where
+        nothing is in doubt. `claimer` is how the trainer is called from now on.
         """
         arguments = (
             request.policy_id,
-            request.trainer_id,
+            claimer,
             request.known_epoch,
             request.held_epoch,
             incarnation,
@@ -76,10 +83,14 @@ class BatchStore:
             identity=as_text(reply[4]),
         )
 
-    async def hold(self, run_id: str, request: pb.HoldPolicyRequest, *, detail: str) -> None:
-        """Note that the trainer of this epoch lives, and what it waits for. Raises FencedError, NotFoundError."""
+    async def hold(self, run_id: str, request: pb.HoldPolicyRequest, *, lease_s: float) -> None:
+        """Note that the trainer of this epoch lives, and what it waits for; of one without, only the latter.
+
+        Raises FencedError; PolicyHeldError for epoch 0 where a trainer has called within `lease_s`; NotFoundError.
+        """
         progress = repr(request.progress) if request.HasField("progress") else ""
-        arguments = (request.policy_id, request.trainer_epoch, request.waiting_for, detail, progress)
+        holder = (request.policy_id, request.trainer_epoch, int(lease_s * 1000))
+        arguments = (*holder, request.waiting_for, request.detail, progress)
         await self._connection.call(Keys(run_id), "hold", *arguments)
 
     async def release_policy(self, run_id: str, policy_id: str, *, epoch: int, doubt: str) -> None:

@@ -153,7 +153,7 @@ def _conflict(tasks: Sequence[task_pb2.Task], *, task_id: str, spec: bytes) -> C
     what = (
         f"it differs in {differing}"
         if spec
-        else "that one is done, and only a digest is left to compare with"
+        else "that one is done, and only a digest is left of it, which does not say which fields differ"
     )
     return ConflictError(
         f"task {task_id} exists with other content: {what}; submit other content under an id of its own",

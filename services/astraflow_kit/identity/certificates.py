@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from astraflow_kit.clock import Clock, SystemClock
 from astraflow_kit.identity.watched import WatchedFiles
+from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.log import get_logger
 from astraflow_kit.settings import DaemonSettings, SettingsError
 
@@ -106,6 +107,21 @@ class ServerCertificate:
             context.load_verify_locations(cadata=pair.client_ca.decode())
             context.verify_mode = ssl.CERT_REQUIRED
         return pair, context
+
+
+def client_certificate_end(settings: DaemonSettings) -> WatchedFiles[float] | None:
+    """When the certificate ends that a daemon shows to the servers it calls, in seconds since 1970, as its file is now;
+    None for a daemon that shows none.
+    """
+    path = settings.client_cert_file if isinstance(settings, JoinSettings) else None
+    if path is None:
+        return None
+
+    def parse(pem: bytes) -> float:
+        (certificate, *_) = _certificates(pem, where=path, setting="client_cert_file")
+        return certificate.not_valid_after_utc.timestamp()
+
+    return WatchedFiles(path, parse=parse)
 
 
 def read_pair(

@@ -17,6 +17,10 @@ log = get_logger(__name__)
 MAX_KEPT = 64
 SHOWN_S = 60.0
 """How long after the last refusal a caller is shown."""
+ENDED_SHOWN_S = 3600.0
+"""How long a token is shown after its end that a daemon used until then."""
+_DAEMONS = frozenset({"rollout", "trainer", "agent"})
+"""Roles of who works unwatched; people see themselves that a token of theirs has ended."""
 UNPROVEN = "a caller without proof"
 """The subject of whoever has no token that one of the server's keys signed: what it says of itself is not believed."""
 
@@ -47,6 +51,8 @@ class Refusals:
         self._clock = clock or SystemClock()
         self._refused: dict[tuple[str, str], Refusal] = {}
         self._ending: dict[str, Identity] = {}
+        self._replaced: set[str] = set()
+        """Ids of those whose holder has come with a later one since."""
 
     def note(self, error: AstraflowError, *, caller: Identity | None = None) -> None:
         """A call was refused. `caller` is whose it is where its token was good; else `error` says what it proved."""
@@ -64,15 +70,20 @@ class Refusals:
         found.last_s, found.message, found.count = now_s, error.message, found.count + 1
 
     def see(self, identity: Identity) -> None:
-        """A call was admitted: remember its token where that ends soon."""
+        """A call was admitted: remember its token where that ends soon, and no older one of the caller."""
+        for held in self._ending.values():
+            if held.subject == identity.subject and held.expires_s < identity.expires_s:
+                self._replaced.add(held.token_id)
         if identity.token_id and self._clock.wall_time_s() >= identity.warned_from_s:
             if identity.token_id not in self._ending:
                 log.warning(
                     "identity.token_ends", subject=identity.subject, at=shown_time(identity.expires_s)
                 )
             self._ending[identity.token_id] = identity
+            self._replaced.discard(identity.token_id)
             while len(self._ending) > MAX_KEPT:
                 self._ending.pop(next(iter(self._ending)))
+            self._replaced &= self._ending.keys()
 
     def refused(self, run_id: str) -> list[Refusal]:
         """Who was refused within the last `SHOWN_S` and concerns the run, the most recent first."""
@@ -81,17 +92,29 @@ class Refusals:
         return sorted(shown, key=lambda item: -item.last_s)
 
     def ending(self, run_id: str) -> list[Identity]:
-        """Whose token ends soon, or has, and concerns the run; the first to end first."""
-        shown = (identity for identity in self._unended() if identity.may_see(run_id))
-        return sorted(shown, key=lambda identity: identity.expires_s)
+        """Whose token ends soon and concerns the run; the first to end first."""
+        now_s = self._clock.wall_time_s()
+        return [token for token in self._shown(run_id) if token.expires_s > now_s]
+
+    def ended(self, run_id: str) -> list[Identity]:
+        """The daemons whose token ended within the last `ENDED_SHOWN_S` and concerns the run; the first first."""
+        now_s = self._clock.wall_time_s()
+        return [token for token in self._shown(run_id) if token.expires_s <= now_s]
 
     def next_end_s(self) -> float:
-        """When the first of the tokens ends that were seen and end soon, in seconds since 1970; 0 without one."""
-        return min((identity.expires_s for identity in self._unended()), default=0.0)
+        """When the first of the tokens ends that are shown, in seconds since 1970; 0 without one."""
+        return min((token.expires_s for token in self._in_use()), default=0.0)
 
-    def _unended(self) -> Iterable[Identity]:
+    def _shown(self, run_id: str) -> list[Identity]:
+        shown = (token for token in self._in_use() if token.may_see(run_id))
+        return sorted(shown, key=lambda token: token.expires_s)
+
+    def _in_use(self) -> Iterable[Identity]:
         now_s = self._clock.wall_time_s()
-        return (identity for identity in self._ending.values() if identity.expires_s > now_s)
+        for token in self._ending.values():
+            kept_s = ENDED_SHOWN_S if token.roles & _DAEMONS else 0.0
+            if token.token_id not in self._replaced and token.expires_s + kept_s > now_s:
+                yield token
 
     def _make_room(self, now_s: float) -> None:
         if len(self._refused) >= MAX_KEPT:

@@ -77,9 +77,11 @@ class Identity:
         )
 
 
-def own_nodes(subject: str) -> tuple[str, str]:
-    """The nodes that a token is for which names none: as its subject is called, and what follows that and a dash."""
-    return subject, f"{subject}-{ALL}"
+def own_nodes(subject: str) -> tuple[str, ...]:
+    """The nodes that a token is for which names none: the one that is called as its subject. Names that begin so may be
+    the subjects of others.
+    """
+    return (subject,)
 
 
 def nodes_said_by(token: str) -> tuple[str, ...]:

@@ -62,8 +62,7 @@ class GrantOptions:
         typer.Option(
             "--node",
             metavar="PATTERN",
-            help="Node that its holder may be, as spot-1 or 'spot-*'; repeat it, or '*' for any. Default: SUBJECT and "
-            "'SUBJECT-*'.",
+            help="Node that its holder may be, as spot-1 or 'spot-*'; repeat it, or '*' for any. Default: SUBJECT.",
         ),
     ] = None
     subject: Annotated[str, typer.Option(help="Who it is for, as servers log it. Default: its role.")] = ""

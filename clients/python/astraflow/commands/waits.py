@@ -46,7 +46,7 @@ _BY_RANK: Mapping[Rank, tuple[str, ...]] = {
     Rank.STORE: ("store_missing", "store_read_only", "store_full", "store_unreachable"),
     Rank.SILENT: ("engine_hung", "plugin_hung", "trainer_hung", "trainer_silent", "descriptors_exhausted"),
     Rank.BROKEN: (
-        "callers_refused",
+        *("callers_refused", "token_ended"),
         *("dataset_failed", "curator_failed", "filter_failed", "selector_failed"),
         *(
             "environment_unavailable",

@@ -112,6 +112,16 @@ local function discard(P, id, reason, detail)
   return tonumber(f[2])
 end
 
+-- Why nobody may accept a loss of this policy, or nil. Its trainer has said what it doubts, and Redis was emptied, restored or restarted since the
+-- last batch was acquired: whoever acquires one agrees with what is here. What was accepted before may be repeated.
+local function nothing_lost(P, policy, identity, step)
+  local f = call('HMGET', K.policy(P, policy), 'finished', 'doubt', 'unproven')
+  if step <= tonumber(f[1]) and call('HGET', K.run(P), 'identity') == identity then return nil end
+  local why = not f[3] and 'a trainer went on from what this Redis has since it was started; restart a Redis that was restored'
+    or not f[2] and 'no trainer doubts what this Redis has; say why when the policy is released (ReleasePolicy.doubt), then claim it again'
+  return why and refuse('PRECONDITION', 'no loss of ' .. policy .. ' can be accepted, its last finished step stays ' .. f[1] .. ': ' .. why)
+end
+
 -- What was lost is given up: the policy goes on after `step`, which a checkpoint covers. A batch that is bound up to there was trained on.
 local function accept_loss(P, policy, identity, step)
   local Q = K.policy(P, policy)
@@ -152,16 +162,18 @@ function F.claim(keys, a)
   end
   local only_if_unheld = a.only_if_unheld == '1'
   local refusal = only_if_unheld and held_by_another(P, a.policy, a.trainer, tonumber(a.lease_ms))
+  if a.lost_identity ~= '' then refusal = refusal or nothing_lost(P, a.policy, a.lost_identity, tonumber(a.lost_step)) end
   if refusal then return refusal end
   -- Another incarnation may have lost claims: skip more numbers than can have been given in the lost moments, so none is given twice.
   local skipped = f[3] and f[3] ~= a.incarnation and LOST_CLAIMS or 0
   local epoch = math.max(current + skipped, seen) + 1
   call('HSET', Q, 'epoch', epoch, 'trainer', a.trainer, 'claim_ms', now_ms(), 'incarnation', a.incarnation)
-  if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
+  if f[3] ~= a.incarnation then call('HSET', Q, 'unproven', 1) end
   if only_if_unheld then
     call('HDEL', Q, 'heard_ms')
   else
-    call('HDEL', Q, 'doubt')
+    call('HDEL', Q, 'doubt', 'last_step')
+    if tonumber(a.last_step) > 0 then call('HSET', Q, 'last_step', a.last_step) end
     note_heard(P, a.policy)
   end
   emit(P, 'due')
@@ -171,17 +183,16 @@ function F.claim(keys, a)
   return { epoch, tonumber(f[1]), tonumber(f[2]), f[3] or '', call('HGET', K.run(P), 'identity') or '' }
 end
 
--- hold: policy, epoch or 0, then what the trainer says that it waits for: reason, detail, progress, each or ''. The trainer of the epoch lives,
--- whatever it is busy with; one without an epoch is only listened to. Returns 1.
-SIGNATURE.hold = { 'policy', 'epoch', 'reason', 'detail', 'progress' }
+-- hold: policy, epoch or 0, lease ms, then what the trainer says that it waits for: reason, detail, progress, each or ''. The trainer of the epoch
+-- lives, whatever it is busy with; one without an epoch is only listened to, and only while nobody holds the policy. Returns 1.
+SIGNATURE.hold = { 'policy', 'epoch', 'lease_ms', 'reason', 'detail', 'progress' }
 function F.hold(keys, a)
   local P, Q = keys[1], K.policy(keys[1], a.policy)
   if call('EXISTS', Q) == 0 then return refuse('NOTFOUND', 'no policy ' .. a.policy .. ' in this run') end
-  if tonumber(a.epoch) > 0 then
-    local refusal = fenced(P, a.policy, a.epoch)
-    if refusal then return refusal end
-    note_heard(P, a.policy)
-  end
+  local has_claimed, refusal = tonumber(a.epoch) > 0, nil
+  if has_claimed then refusal = fenced(P, a.policy, a.epoch) else refusal = held_by_another(P, a.policy, nil, tonumber(a.lease_ms)) end
+  if refusal then return refusal end
+  if has_claimed then note_heard(P, a.policy) end
   if call('HGET', Q, 'reported') ~= a.reason then call('HSET', Q, 'reported', a.reason, 'reported_since', now_ms()) end
   call('HSET', Q, 'reported_detail', a.detail, 'reported_progress', a.progress, 'reported_ms', now_ms())
   return 1
@@ -395,7 +406,8 @@ function F.acquire(keys, a)
   local P, policy, step, base = keys[1], a.policy, tonumber(a.step), tonumber(a.base)
   local refusal = fenced(P, policy, a.epoch)
   if refusal then return refusal end
-  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step', 'barrier', 'ahead')
+  local f = call('HMGET', K.policy(P, policy), 'finished', 'durable', 'version', 'groups_per_step', 'barrier', 'ahead', 'unproven')
+  if f[7] then call('HDEL', K.policy(P, policy), 'unproven') end
   local finished, newest, wanted, id = tonumber(f[1]), tonumber(f[3] or -1), tonumber(f[4]), call('HGET', K.steps(P, policy), a.step)
   if id and (f[6] ~= a.step or a.ahead == '1') then
     note_heard(P, policy)

@@ -1,12 +1,14 @@
 """A pair that could not be shown is refused at start, with the remedy."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from astraflow_kit.identity.certificates import ServerCertificate
+from astraflow_kit.identity.certificates import ServerCertificate, client_certificate_end
+from astraflow_kit.join_settings import JoinSettings
 from astraflow_kit.settings import DaemonSettings, SettingsError
 from support.certificates import self_signed
 
@@ -58,3 +60,12 @@ def test_a_renewed_pair_replaces_the_old_one_and_a_broken_one_does_not(
     second = certificate.current()
     (tmp_path / "key.pem").write_text("torn")
     assert certificate.current() == second
+
+
+def test_a_daemon_knows_when_the_certificate_ends_that_it_shows_to_servers(tmp_path: Path) -> None:
+    pair = self_signed(tmp_path)
+    shown = {"client_cert_file": pair["tls_cert_file"], "client_key_file": pair["tls_key_file"]}
+    watched = client_certificate_end(JoinSettings(join="server:7070", public_ca=True, **shown))  # type: ignore[arg-type]
+    assert watched is not None
+    assert 86_000 < watched.current() - time.time() <= 86_400
+    assert client_certificate_end(JoinSettings(join="server:7070", public_ca=True)) is None

@@ -1,9 +1,12 @@
 """Whom a server refused, as its operators see it."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from astraflow_kit.identity.gate import denied
-from astraflow_kit.identity.refusals import MAX_KEPT, SHOWN_S, UNPROVEN, Refusals
+from astraflow_kit.identity.refusals import ENDED_SHOWN_S, MAX_KEPT, SHOWN_S, UNPROVEN, Refusals
 from astraflow_kit.identity.tokens import Identity, refusal
 from support.manual_clock import ManualClock
 
@@ -55,16 +58,17 @@ def test_strangers_cannot_fill_it(refusals: Refusals, clock: ManualClock) -> Non
     assert len(refusals.refused("math")) == MAX_KEPT
 
 
-def test_a_token_is_named_before_it_ends_and_not_after(refusals: Refusals, clock: ManualClock) -> None:
+def ending(clock: ManualClock, role: str = "rollout") -> Identity:
+    """A token for the next 100 s."""
     now_s = clock.wall_time_s()
-    token = Identity(
-        subject="spot-1",
-        roles=NODE.roles,
-        runs=NODE.runs,
-        token_id="t",
-        expires_s=now_s + 100,
-        warned_from_s=now_s + 80,
-    )
+    life = {"expires_s": now_s + 100, "warned_from_s": now_s + 80}
+    return replace(NODE, roles=frozenset({role}), token_id="t", **life)
+
+
+def test_a_token_is_named_before_it_ends_and_for_an_hour_after(
+    refusals: Refusals, clock: ManualClock
+) -> None:
+    token = ending(clock)
     refusals.see(token)
     assert not refusals.ending("math")
     assert refusals.next_end_s() == 0
@@ -73,5 +77,32 @@ def test_a_token_is_named_before_it_ends_and_not_after(refusals: Refusals, clock
     assert refusals.ending("math") == [token]
     assert not refusals.ending("other")
     assert refusals.next_end_s() == token.expires_s
+    assert not refusals.ended("math")
     clock.now_s += 21
     assert not refusals.ending("math")
+    assert (refusals.ended("math"), refusals.ended("other")) == ([token], [])
+    assert refusals.next_end_s() == token.expires_s
+    clock.now_s += ENDED_SHOWN_S
+    assert not refusals.ended("math")
+    assert refusals.next_end_s() == 0
+
+
+def test_a_token_that_was_replaced_is_not_named(refusals: Refusals, clock: ManualClock) -> None:
+    token = ending(clock)
+    clock.now_s += 80
+    refusals.see(token)
+    refusals.see(replace(token, token_id="another's", subject="spot-2", expires_s=token.expires_s + 9))
+    assert refusals.ending("math")[0] == token
+    refusals.see(replace(token, token_id="new", expires_s=token.expires_s + 100, warned_from_s=math.inf))
+    assert token not in refusals.ending("math")
+    refusals.see(token)  # of another that has the same subject
+    assert refusals.ending("math")[0] == token
+
+
+def test_people_see_themselves_that_their_token_has_ended(refusals: Refusals, clock: ManualClock) -> None:
+    token = ending(clock, "operator")
+    clock.now_s += 80
+    refusals.see(token)
+    assert refusals.ending("math") == [token]
+    clock.now_s += 21
+    assert not refusals.ended("math")

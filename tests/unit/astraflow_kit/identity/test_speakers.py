@@ -133,7 +133,7 @@ def test_a_session_of_a_run_that_the_token_is_not_for_is_refused() -> None:
         (["spot-*"], "spot", False),
         ([], "n1", False),
         (own_nodes("spot"), "spot", True),
-        (own_nodes("spot"), "spot-eu-1", True),
+        (own_nodes("spot"), "spot-eu-1", False),
         (own_nodes("spot"), "spotless", False),
     ],
 )

@@ -23,7 +23,8 @@ type BatchServiceClient interface {
 	ClaimPolicy(ctx context.Context, in *ClaimPolicyRequest, opts ...grpc.CallOption) (*ClaimPolicyResponse, error)
 	// Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
 	// changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+	// trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
 	HoldPolicy(ctx context.Context, in *HoldPolicyRequest, opts ...grpc.CallOption) (*HoldPolicyResponse, error)
 	// Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
 	// idempotent.
@@ -187,7 +188,8 @@ type BatchServiceServer interface {
 	ClaimPolicy(context.Context, *ClaimPolicyRequest) (*ClaimPolicyResponse, error)
 	// Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
 	// changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+	// `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+	// trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
 	HoldPolicy(context.Context, *HoldPolicyRequest) (*HoldPolicyResponse, error)
 	// Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
 	// idempotent.

@@ -92,7 +92,7 @@ class ClaimPolicyRequest(_message.Message):
     policy_id: _builtins.str
     """Policy to claim."""
     trainer_id: _builtins.str
-    """Name of the trainer, of this process alone."""
+    """Name of the trainer, of this process alone; others see it behind the subject of its token."""
     known_epoch: _builtins.int
     """Newest epoch the caller has seen anywhere, for example in the policy's manifests; the new epoch is above it,
     whatever Redis lost. 0 when none. INVALID_ARGUMENT above what may have been given out.
@@ -107,13 +107,14 @@ class ClaimPolicyRequest(_message.Message):
     holds nothing itself: anybody may claim at once.
     """
     last_step: _builtins.int
-    """Last step that the trainer will take; 0 when it does not say. Once a durable checkpoint covers the last step of every
-    trained policy, the run goes to FINISHING.
+    """Last step that the trainer will take; 0 when it does not say, whatever one before it said. Once a durable checkpoint
+    covers the last step of every trained policy, the run goes to FINISHING.
     """
     @_builtins.property
     def accepted_loss(self) -> Global___AcceptedLoss:
         """Set where a person accepted that this server's Redis lost data: the policy goes on after a step that it does not
-        know.
+        know. FAILED_PRECONDITION unless its trainer said so (ReleasePolicyRequest.doubt) and none has acquired a batch since
+        Redis was emptied, restored or restarted.
         """
 
     def __init__(

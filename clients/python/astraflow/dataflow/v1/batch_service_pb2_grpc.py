@@ -105,7 +105,8 @@ class BatchServiceServicer:
     def HoldPolicy(self, request, context):
         """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
         changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-        `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+        `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+        trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

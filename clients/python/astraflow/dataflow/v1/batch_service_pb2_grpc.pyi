@@ -43,7 +43,8 @@ class BatchServiceStub:
     HoldPolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]
     """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
     changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-    `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+    `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+    trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
     """
     ReleasePolicy: _grpc.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]
     """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
@@ -97,7 +98,8 @@ class BatchServiceAsyncStub(BatchServiceStub):
     HoldPolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.HoldPolicyRequest, _batch_service_pb2.HoldPolicyResponse]  # type: ignore[assignment]
     """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
     changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-    `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+    `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+    trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
     """
     ReleasePolicy: _aio.UnaryUnaryMultiCallable[_batch_service_pb2.ReleasePolicyRequest, _batch_service_pb2.ReleasePolicyResponse]  # type: ignore[assignment]
     """Ends the hold of the trainer of this epoch: nobody holds the policy any more. Its epoch stays the newest. Atomic,
@@ -158,7 +160,8 @@ class BatchServiceServicer:
     ) -> _typing.Union[_batch_service_pb2.HoldPolicyResponse, _abc.Awaitable[_batch_service_pb2.HoldPolicyResponse]]:
         """Heartbeat of the trainer of this epoch: it holds the policy for another lease time of a batch. Idempotent. Expiry
         changes nothing but the answer to a claim with `only_if_unheld`. It also says what the trainer waits for, which
-        `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet.
+        `why` shows for 15 s; with epoch 0 that is all it does, for a trainer that has not claimed the policy yet. While a
+        trainer holds the policy that one alone is heard, and epoch 0 answers POLICY_HELD.
         """
 
     def ReleasePolicy(
