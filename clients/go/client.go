@@ -27,7 +27,7 @@ import (
 
 const (
 	// Version is the release of this package.
-	Version = "0.2.0"
+	Version = "0.3.0"
 	// MaxMessageBytes is the largest message in either direction.
 	MaxMessageBytes = 64 << 20
 )

@@ -4,6 +4,7 @@ What the contract has a message for travels as that message; here is the rest, f
 milliseconds of Redis' clock unless a name says otherwise; ids are the contract's ids.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -372,6 +373,13 @@ class StepFigures:
     """Binary32, little-endian, one for each name."""
     counts: str
     """What the server counted when it ended: name and number, a line each."""
+    is_nameless: bool = False
+    """It had figures under names for which there was no room."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The values by name."""
+        return dict(zip(self.names, struct.unpack(f"<{len(self.names)}f", self.values), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from astraflow_engine.core import CoreStats
 from astraflow_engine.errors import InvalidRequest
 from astraflow_engine.model_config import ModelConfig
 from astraflow_engine.service import EngineService
+from astraflow_kit.http import body_of
 from astraflow_kit.log import get_logger
 from astraflow_kit.metrics import CONTENT_TYPE, Metrics
 
@@ -264,13 +265,11 @@ class _MalformedBody(InvalidRequest):
 
 async def _body(request: Request) -> object:
     """The parsed body; an empty one counts as an empty object."""
-    chunks = bytearray()
-    async for chunk in request.stream():
-        chunks += chunk
-        if len(chunks) > _MAX_BODY_BYTES:
-            raise _MalformedBody(f"the request body exceeds {_MAX_BODY_BYTES} bytes; send smaller batches")
+    body = await body_of(request, max_bytes=_MAX_BODY_BYTES)
+    if body is None:
+        raise _MalformedBody(f"the request body exceeds {_MAX_BODY_BYTES} bytes; send smaller batches")
     try:
-        parsed: object = json.loads(bytes(chunks) or b"{}")
+        parsed: object = json.loads(body or b"{}")
     except ValueError as error:
         raise _MalformedBody(f"the request body is not JSON: {error}; send application/json") from error
     return parsed

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -80,6 +80,18 @@ def create_probes(
         return JSONResponse({"ready": ready, "checks": rows}, status_code=200 if ready else 503)
 
     return app
+
+
+async def body_of(request: Request, *, max_bytes: int) -> bytes | None:
+    """The body of a request; None for a longer one, of which no more is kept. No route may read one otherwise: what
+    FastAPI or Starlette read by themselves has no end.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            return None
+    return bytes(body)
 
 
 class TimedProtocol(H11Protocol):

@@ -38,6 +38,7 @@ RELEASES = (
     Release("0.1.0", "e34e5b6409ad15b9ce4ebf13e1c85e094fc22357", contract=2, redis=4),
     Release("0.1.0", "da6278bf3107395e882d6be75e8776a0b22bef40", contract=3, redis=5),
     Release("0.1.0", "bfe6711a2b6d21b180995a95bd2e3885334ad64d", contract=3, redis=6),
+    Release("0.2.0", "f6bdcd386a6b65050e63dfe0d8054d6b8464e24f", contract=4, redis=7, data_dir=3),
 )
 
 

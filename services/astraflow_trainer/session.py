@@ -22,7 +22,14 @@ import torch
 from astraflow.blobs import blob_prefix
 from astraflow.client import Client
 from astraflow.dataflow.v1 import batch_service_pb2
-from astraflow.errors import AstraflowError, InvalidArgumentError, RequestError, StateError, UnavailableError
+from astraflow.errors import (
+    AstraflowError,
+    InvalidArgumentError,
+    NotFoundError,
+    RequestError,
+    StateError,
+    UnavailableError,
+)
 from astraflow.recipe import ResolvedPolicy
 from astraflow.recipe.model import ReferenceModel
 from astraflow_kit import failpoints
@@ -168,7 +175,15 @@ class TrainingSession:
         if isinstance(error, Fenced) or self._epoch_in_store() > claim.epoch:
             self._source.require_epoch(claim.last_finished_step + 1)
             raise error
-        again = self._source.claim(known_epoch=claim.epoch, held_epoch=claim.epoch, last_step=self._last_step)
+        try:
+            again = self._source.claim(
+                known_epoch=claim.epoch, held_epoch=claim.epoch, last_step=self._last_step
+            )
+        except NotFoundError as gone:
+            raise StateInDoubt(
+                f"policy {self._joined.policy_id!r}: {gone.message}; this trainer held it, so the "
+                "server's Redis was emptied, or the run was deleted: put that Redis back (docs/recovery.md)"
+            ) from gone
         if again.data_incarnation == claim.data_incarnation:
             raise error
         log.warning("trainer.redis_lost_data", message=error.message, epoch=again.epoch)

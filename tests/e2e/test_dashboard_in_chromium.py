@@ -3,8 +3,10 @@
 `ASTRAFLOW_PICTURES=docs/img` keeps the pictures that the manual shows, and what pages cost.
 """
 
+import json
 import os
 import re
+import subprocess
 from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
@@ -15,9 +17,10 @@ import pytest
 
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
 from astraflow.dataflow.v1.run_service_pb2 import DeleteRunResponse
-from support.chromium import look, require_browser
+from support.chromium import DASHBOARD, look, require_browser
 from support.dataflow_fixtures import pytest_generate_tests, redis_binary, redis_url, valkey, world
 from support.dataflow_world import World, served
+from support.hostile_texts import HOSTILE
 from support.recorded_run import Turn, pages, record
 from support.tokens import OTHER_KEY, jwk, keys_file, token
 
@@ -204,6 +207,16 @@ async def test_nothing_that_a_model_a_node_or_a_task_says_acts_on_the_page(
     for number, payload in enumerate(PAYLOADS):
         pages_of_it = (f"sample-{number}", f"refused-{number}", "timeline", "data", "throughput", "samples")
         assert [name for name in pages_of_it if " ".join(payload.split()) not in said_by[name]] == []
+
+
+def test_text_of_others_turns_nothing_around_and_breaks_no_line() -> None:
+    built = "require('esbuild').buildSync({entryPoints: ['src/dom.ts'], format: 'cjs', bundle: true, write: false})"
+    told = f"eval({built}.outputFiles[0].text); console.log(JSON.stringify(module.exports.plain(process.argv[1])))"
+    shown = subprocess.run(
+        ["node", "-e", told, HOSTILE], cwd=DASHBOARD, capture_output=True, check=True, timeout=60
+    )
+    expected = HOSTILE.translate({0x9B: 0xFFFD, 0x202E: 0xFFFD, 0x2067: 0xFFFD, 0x2028: 0x2424})
+    assert json.loads(shown.stdout) == expected, "what is left acts on terminals, not on a page"
 
 
 async def test_a_page_follows_its_run_and_says_when_the_server_was_started_anew_and_the_run_deleted(

@@ -3,11 +3,15 @@
 import math
 
 import pytest
+from structlog.testing import capture_logs
 
 from astraflow import errors
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_SKIPPED as SKIPPED
 from astraflow.dataflow.v1.batch_service_pb2 import BATCH_STAGE_TRAINED as TRAINED
+from astraflow_dataflow.status.step_history import MAX_SERIES
+from astraflow_dataflow.store.keys import Keys
+from astraflow_dataflow.store.replies import as_texts
 from support.dataflow_world import World
 
 
@@ -74,6 +78,25 @@ async def test_a_trainer_that_tells_nothing_still_has_steps(world: World) -> Non
     found = await steps(world)
     assert found["steps"] == [1, 2]
     assert found["reward_mean"] == pytest.approx([math.nan, 1.0], nan_ok=True)
+
+
+async def test_names_that_every_step_brings_anew_take_no_more_room_than_the_first_of_them(
+    world: World,
+) -> None:
+    lasting = {"reward_mean": 1.0}
+    brought = [lasting | {f"{step}-{number:0200d}": 1.0 for number in range(255)} for step in range(1, 31)]
+    with capture_logs() as lines:
+        await trained(world, lasting, *brought, lasting)
+        found = await steps(world)
+        await steps(world)
+    assert found["steps"] == list(range(1, 33))
+    assert found["reward_mean"][0] == found["reward_mean"][-1] == 1.0
+    assert len([name for name in found if not name.startswith("data.")]) - 1 <= MAX_SERIES
+    (line,) = [line for line in lines if line["event"] == "steps.too_many_names"]
+    assert line["first_left_out"].startswith("2-")
+    names = Keys(world.run_id).of("series_names", "solver")
+    kept = as_texts(await world.dataflow.connection.raw("HKEYS", names))
+    assert sum(map(len, kept)) <= 2**20
 
 
 async def test_a_run_without_a_step_has_no_points_and_no_verdict(world: World) -> None:

@@ -6,8 +6,9 @@ from itertools import count
 import pytest
 
 from astraflow.dataflow.v1 import admin_service_pb2 as pb
-from astraflow.errors import NotFoundError
+from astraflow.errors import NotFoundError, PreconditionError
 from astraflow.rollout.v1 import task_pb2
+from astraflow_dataflow.store.keys import Keys
 from support.dataflow_world import Node, World, name_of
 
 NAN = float("nan")
@@ -151,3 +152,32 @@ async def test_the_mean_time_of_a_task_is_of_whole_ones_that_its_node_finished(w
     (again,) = await node.lease()
     await node.complete(again)
     assert (await listed(world)).task_duration.ToMilliseconds() == taken
+
+
+async def test_ever_new_names_of_nodes_replace_those_that_are_gone_and_none_that_is_at_work(
+    world: World,
+) -> None:
+    _, node = await world.started("t1")
+    (lease,) = await node.lease()
+    run, known = Keys(world.run_id), world.dataflow.connection
+    gone = [f"gone-{number}" for number in range(4095)]
+    await known.raw("SADD", run.of("nodes"), *gone)
+    for first in ("gone-0", "gone-1"):
+        await known.raw("HSET", run.of("node", first), "incarnation", "7 of-another", "connected_until", 1)
+    await world.node("new")
+    names = {found.node_id for found in (await world.status()).nodes}
+    assert {"n1", "new"} < names
+    assert len(names) <= 4096
+    assert await node.complete(lease) == ["ACCEPTED", "ACCEPTED"]
+
+
+async def test_a_run_whose_nodes_are_all_at_work_takes_no_further_name(world: World) -> None:
+    await world.started("t1")
+    run, known = Keys(world.run_id), world.dataflow.connection
+    for number in range(4095):
+        await known.raw(
+            "HSET", run.of("node", f"n-{number}"), "incarnation", "1 own", "connected_until", 10**15
+        )
+    await known.raw("SADD", run.of("nodes"), *(f"n-{number}" for number in range(4095)))
+    with pytest.raises(PreconditionError, match=r"knows 4096 nodes, and all of them .* stop some"):
+        await world.node("new")

@@ -17,7 +17,7 @@ import pytest
 from astraflow.client import Client
 from support.dataflow_process import DataflowProcess
 from support.development import ROOT
-from support.raw_http2 import BOMB, RawConnection, frame, message
+from support.raw_http2 import BOMB, HALF_A_HEADER, RawConnection, message
 from support.results_pages import replace_section
 from support.tokens import keys_file, token
 
@@ -62,7 +62,7 @@ HOSTILE: dict[str, Hostile] = {
     "streams": calling(WATCH, LARGE),
     "reflection": calling(REFLECTION, LARGE),
     "unknown rpcs": calling("/no.Service/Call", LARGE),
-    "half a header": lambda connection, _: connection.send(frame(1, 0, b"\0\x05:meth", stream=1)),
+    "half a header": lambda connection, _: connection.send(HALF_A_HEADER),
     "silence": lambda connection, _: connection.send(b""),
 }
 

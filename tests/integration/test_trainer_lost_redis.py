@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import redis
 
 from astraflow.dataflow.v1 import run_pb2, run_service_pb2
 from astraflow.dataflow.v1.admin_service_pb2 import Wait
@@ -125,6 +126,28 @@ async def test_an_accepted_loss_goes_on_after_the_checkpoint_and_uses_no_version
     assert status.trajectories.dropped["voided"] == trainers.GROUPS_PER_STEP * trainers.GROUP_SIZE
     assert status.trajectories.conservation_error == 0
     assert "state_in_doubt" not in {wait.reason for wait in status.waits}
+
+
+async def test_a_redis_that_is_emptied_under_a_trainer_ends_it_with_status_3(
+    own_valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    server = DataflowProcess(own_valkey.url, tmp_path)
+    server.start()
+    trainer = TrainerProcess(server.address, tmp_path)
+    try:
+        async with server.world(retry_s=60) as world:
+            await trainers.create_run(world, folder=tmp_path, steps=STEPS)
+            trainer.start(failpoints="trainer.intent_recorded=stop@1")
+            await trainers.push_groups(world, count=trainers.GROUPS_PER_STEP)
+            await trainer.frozen()
+            with redis.Redis.from_url(own_valkey.url) as emptying:
+                emptying.flushall()
+            trainer.go_on()
+            await trainer.exits_with(ExitCode.SUPERSEDED)
+    finally:
+        trainer.kill()
+        server.kill()
+    assert "Redis was emptied, or the run was deleted: put that Redis back" in trainer.log
 
 
 async def test_an_emptied_redis_is_another_run_of_that_name(scene: Scene) -> None:

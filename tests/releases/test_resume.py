@@ -43,7 +43,7 @@ def go_on(folder: Path, recipe: Path, *, steps: int) -> None:
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("release", RELEASES[-3:], ids=str)
+@pytest.mark.parametrize("release", RELEASES[-4:], ids=str)
 def test_the_data_of_an_earlier_release_is_continued_or_refused(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,10 @@ BOMB = message(gzip.compress(bytes(60 * 2**20)), compressed=True)
 """60 KB that are 60 MiB once inflated."""
 
 
+HALF_A_HEADER = frame(_HEADERS, _END_HEADERS, headers("/no.Service/Call", {}), stream=1)[:40]
+"""A frame that is cut: it says that more comes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """What a server made of a call: how much of it fitted into its windows, and its last headers."""

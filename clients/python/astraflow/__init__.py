@@ -5,4 +5,4 @@ instant. Everything a recipe or a foreign program may rely on lives under this r
 `astraflow_*` packages.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -21,7 +21,7 @@ import { Sessions } from "./sessions.js";
 import { serviceClient, type CallOptions, type CallSettings, type ServiceClient } from "./service.js";
 
 /** Release of this package. */
-export const VERSION = "0.2.0";
+export const VERSION = "0.3.0";
 /** Contract version that this package was made for. */
 export const CONTRACT_VERSION: number = getOption(file_astraflow_server_v1_server_info, contract_version);
 export { MAX_MESSAGE_BYTES } from "./following.js";

@@ -25,6 +25,7 @@ from astraflow_dataflow.dashboard.gateway import Gateway, refusal
 from astraflow_dataflow.dashboard.samples import Samples
 from astraflow_dataflow.episodes.archiving import Archives
 from astraflow_dataflow.runs.registry import RunRegistry
+from astraflow_kit.http import body_of
 from astraflow_kit.identity.gate import caller
 from astraflow_kit.identity.verifier import Verifier
 from astraflow_kit.pages import READERS, token_cookie
@@ -187,11 +188,9 @@ async def _packed(request: Request, content: bytes, media_type: str) -> Response
 
 
 async def _body(request: Request) -> bytes:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_FORM_BYTES:
-            raise InvalidArgumentError(f"the form has more than {_MAX_FORM_BYTES} bytes; it holds a token")
+    body = await body_of(request, max_bytes=_MAX_FORM_BYTES)
+    if body is None:
+        raise InvalidArgumentError(f"the form has more than {_MAX_FORM_BYTES} bytes; it holds a token")
     return body
 
 

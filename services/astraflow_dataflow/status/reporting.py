@@ -29,7 +29,7 @@ from astraflow_dataflow.status.gauges import RunGauges
 from astraflow_dataflow.status.pools import pool_report
 from astraflow_dataflow.status.redis_watch import RedisWatch
 from astraflow_dataflow.status.service_waits import access_waits, archive_waits
-from astraflow_dataflow.status.step_history import Columns, StepHistory
+from astraflow_dataflow.status.step_history import StepHistory
 from astraflow_dataflow.status.tracing import note_published, task_trace, trained_steps
 from astraflow_dataflow.status.wait_book import WaitBook
 from astraflow_dataflow.store.runs import RUN_STATES
@@ -107,13 +107,8 @@ class Reporting:
     ) -> list[admin_service_pb2.Balance]:
         found = []
         for policy_id in context.policy_ids:
-            columns = Columns()
-            columns.append(await self.store.admin.newest_steps(context.run_id, policy_id, limit=STEPS))
-            rows = [
-                {name: float(values[index]) for name, values in columns.series.items()}
-                for index in range(len(columns.steps))
-            ]
-            found.append(balance(policy_id, rows, fleet(nodes)))
+            newest = await self.store.admin.newest_steps(context.run_id, policy_id, limit=STEPS)
+            found.append(balance(policy_id, [step.figures for step in newest], fleet(nodes)))
         verdicts = [verdict for verdict in found if verdict is not None]
         self._gauges(context.run_id).balances(verdicts)
         return verdicts

@@ -180,4 +180,5 @@ def _step(entry_id: Reply, flat: Reply, *, names: Mapping[bytes, tuple[str, ...]
         names=held,
         values=fields["values"] if held else b"",
         counts=as_text(fields["counts"]),
+        is_nameless=bool(fields["values"]) and not held,
     )

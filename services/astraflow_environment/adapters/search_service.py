@@ -1,25 +1,35 @@
 """A search service over a file of passages, over HTTP: BM25 in memory, or a dense index.
 
+Invariant: a request is read to `MAX_BODY_BYTES` and no further, however many come at once.
 Contract: POST /search takes `{"query": TEXT, "top_k": N}` and answers `{"passages": [{"doc_id", "title", "text"}, …]}`,
 the best first, fewer where fewer have anything of the query.
 Started as `python -m astraflow_environment.adapters.search_service --passages FILE`.
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
 
-import uvicorn
-from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
 
 from astraflow.data.task_files import read_rows
 from astraflow.errors import RecipeError
 from astraflow_environment.adapters.dense_index import DenseIndex, embedder, sentence_transformer
 from astraflow_environment.adapters.search import MAX_QUERY_CHARS
-from astraflow_kit.http import TimedProtocol
+from astraflow_kit import lifecycle
+from astraflow_kit.http import HttpServer, body_of
+from astraflow_kit.log import get_logger
 
+log = get_logger(__name__)
+
+MAX_BODY_BYTES = 2**17
+"""Room for the longest query in any spelling: JSON may take twelve bytes for a character."""
 _FIELDS = {"doc_id": str, "title": str, "text": str}
 
 
@@ -72,8 +82,17 @@ def search_app(index: SearchIndex) -> FastAPI:
     app = FastAPI()
 
     @app.post("/search")
-    def search(request: SearchRequest) -> dict[str, list[Mapping[str, str]]]:
-        return {"passages": index.search(request.query, top_k=request.top_k)}
+    async def search(request: Request) -> Response:
+        body = await body_of(request, max_bytes=MAX_BODY_BYTES)
+        if body is None:
+            return JSONResponse({"detail": f"the body has more than {MAX_BODY_BYTES} bytes"}, 413)
+        try:
+            asked = SearchRequest.model_validate_json(body)
+        except ValidationError as error:
+            return JSONResponse({"detail": error.errors(include_input=False, include_context=False)}, 422)
+        return JSONResponse(
+            {"passages": await run_in_threadpool(index.search, asked.query, top_k=asked.top_k)}
+        )
 
     @app.get("/healthz")
     def health() -> dict[str, str]:
@@ -103,7 +122,15 @@ def main() -> None:
         parser.error(f"{error.name} is missing; pip install 'astraflow[environment,{extra}]'")
     except RecipeError as error:
         parser.error(error.message)
-    uvicorn.run(search_app(index), host=options.host, port=options.port, http=TimedProtocol)
+    server = HttpServer(search_app(index), host=options.host, port=options.port, setting="--port")
+    sys.exit(lifecycle.run(partial(_serve, server)))
+
+
+async def _serve(server: HttpServer, life: lifecycle.Lifecycle) -> None:
+    def say() -> None:
+        log.info("search.started", url=f"http://{server.address}/search")
+
+    await lifecycle.run_services([server], lifecycle=life, on_started=say)
 
 
 def _index(options: argparse.Namespace) -> SearchIndex:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from astraflow.plugins import Policy
+from astraflow_kit.http import body_of
 from astraflow_raas.agents import answers
 from astraflow_raas.agents.api_errors import ApiError, unauthorised
 from astraflow_raas.agents.calls import AgentCalls, Answers
@@ -98,15 +99,12 @@ async def _answer(
 
 
 async def _body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > _MAX_BODY_BYTES:
-            raise ApiError(
-                413, f"the body has more than {_MAX_BODY_BYTES} bytes; shorten the messages", code="too_large"
-            )
-        parts.append(part)
-    return b"".join(parts)
+    body = await body_of(request, max_bytes=_MAX_BODY_BYTES)
+    if body is None:
+        raise ApiError(
+            413, f"the body has more than {_MAX_BODY_BYTES} bytes; shorten the messages", code="too_large"
+        )
+    return body
 
 
 async def _unless_gone(task: "asyncio.Task[Answers]", request: Request) -> Answers:

@@ -22,6 +22,7 @@ from astraflow_trainer.step.groups import FloatArray, mean, samples_of
 from astraflow_trainer.step.plugins import PluginAdvantage
 
 Estimator: TypeAlias = AdvantageSettings | PluginAdvantage
+MAX_BASELINES = 4096
 _BY_TASK_AND_ROLE = AdvantageSettings()
 
 
@@ -88,6 +89,17 @@ def batch_advantages(
         num_zero_variance_groups=num_flat,
         baselines=changed,
     )
+
+
+def note_baselines(baselines: dict[str, float], changed: Mapping[str, float]) -> None:
+    """Bring running baselines up to date. Of more than MAX_BASELINES those stay that changed last: data sets name the
+    sources of their tasks, and checkpoints keep a baseline of each.
+    """
+    for name, value in changed.items():
+        baselines.pop(name, None)
+        baselines[name] = value
+    for name in list(baselines)[:-MAX_BASELINES]:
+        del baselines[name]
 
 
 def overlong_penalties(lengths: Sequence[int], *, settings: OverlongSettings | None) -> FloatArray:

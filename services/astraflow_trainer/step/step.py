@@ -32,6 +32,7 @@ from astraflow_trainer.step.estimators import (
     Estimator,
     RankedRows,
     batch_advantages,
+    note_baselines,
     overlong_penalties,
     role_metrics,
 )
@@ -377,7 +378,7 @@ def _of_rows(
         of_role=work.settings.plugins.advantage_of_role,
         baselines=baselines,
     )
-    baselines.update(found.baselines)
+    note_baselines(baselines, found.baselines)
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import redis
 
+from astraflow_kit.lifecycle import ExitCode
 from support.audit import audit
 from support.development import RUN_ID, RunFiles, dev, finish, wait_for
 from support.gray.life import Lived, Row, line_with
@@ -84,6 +85,8 @@ class Loss:
     done: Callable[[LivingRedis], None]
     said: tuple[str, ...]
     """One of these must be said by the launcher, or stand in a log."""
+    status: ExitCode = ExitCode.SUPERSEDED
+    """How the launch must end: no start of a process, nor of the launch, helps before Redis has its data again."""
     loop: str = "Redis loses data"
 
 
@@ -122,7 +125,7 @@ def _meet(loss: Loss, files: RunFiles) -> Row:
     row.lines_said = row.lines_said or line_with(loss.said, talk.text())
     if not row.lines_said:
         row.wrong.append(f"nobody said any of {loss.said}, but:\n{talk.complaints()}")
-    if not status:
+    if status != loss.status:
         row.wrong.append(f"the launch ended with status {status}:\n{talk.text()[:2500]}")
     after = _stored(files)
     if destroyed := [name for name, content in before.items() if after.get(name) != content]:

@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from astraflow_kit import log
 from astraflow_launcher.support import archive
+from support.hostile_texts import HOSTILE
 from support.regex_steps import search_steps
 
 PIECES = [
@@ -188,3 +189,13 @@ def test_a_secret_at_the_cut_is_not_shown_in_part(offset: int, before: int) -> N
     filler = "Bearer " + "x" * 40_000 + " "
     text = (filler * before).ljust(16 * log.MAX_FIELD_CHARACTERS + offset, ".") + " " + secret
     assert "hunter2" not in str(log.redact(None, "info", {"a": text})["a"])
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_text_of_others_acts_on_no_screen_that_shows_a_line(form: Literal["json", "console"]) -> None:
+    stream = io.StringIO()
+    log.configure("raas", log_format=form, stream=stream)
+    log.get_logger("x").info("task.failed", detail=HOSTILE)
+    [line] = re.sub(r"\x1b\[\d+m", "", stream.getvalue()).split("\n")[:-1]  # colours of our own
+    assert not re.search("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]", line)
+    assert "owned" in line

@@ -25,6 +25,7 @@ from astraflow_kit.metrics import Metrics
 from astraflow_kit.rpc_contracts import Registration
 from astraflow_kit.settings import DaemonSettings, load
 from support.certificates import self_signed
+from support.raw_http2 import HALF_A_HEADER, RawConnection, message
 from support.tokens import keys_file, token
 
 pytestmark = pytest.mark.slow
@@ -511,3 +512,28 @@ async def test_a_compressed_request_is_refused_by_name_and_not_inflated(
     ):
         error = await refusal(say(compressing, "x" * 10_000), errors.InvalidArgumentError)
     assert words in error.message
+
+
+async def test_a_call_whose_message_does_not_arrive_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "REQUEST_TIMEOUT_S", 0.3)
+    async with serving() as (server, channel):
+        slow = await asyncio.to_thread(RawConnection, server.address)
+        part = message(b"slow", declared=1000)
+        ended = await asyncio.to_thread(slow.call, f"/{ECHO}/Echo", part, whole=False)
+        slow.close()
+        assert f"the request of /{ECHO}/Echo did not arrive within 0.3 s".encode() in ended.trailers
+        assert (await say(channel, "hello")).value == "hello"
+
+
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEADER], ids=["nothing", "a cut frame"])
+async def test_a_connection_without_a_whole_call_is_closed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = [(name, value) for name, value in serve._OPTIONS if name != "grpc.max_connection_idle_ms"]
+    assert len(usual) == len(serve._OPTIONS) - 1
+    monkeypatch.setattr(serve, "_OPTIONS", (*usual, ("grpc.max_connection_idle_ms", 300)))
+    async with serving() as (server, _):
+        silent = await asyncio.to_thread(RawConnection, server.address)
+        silent.send(sent)
+        await asyncio.to_thread(silent.wait_for_end)
+        silent.close()

@@ -1,9 +1,11 @@
 """The recipe of search: real passages and questions over HTTP, and chains of box, key and door at small size."""
 
 import asyncio
+import gzip
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -16,6 +18,8 @@ from astraflow.errors import PluginError
 from astraflow.plugins import Message, MissingCapability, TaskSpec
 from astraflow_environment.adapters.search import Search
 from astraflow_environment.adapters.search_service import PassageIndex, SearchIndex, search_app
+from astraflow_kit.http_answers import AnswerRefused
+from support.http_server import answering
 from support.recipes import played, recipe_code, task_data
 
 recipe = recipe_code("search")
@@ -185,3 +189,21 @@ def test_no_held_out_box_is_trained_on_or_demonstrated() -> None:
     shown = {each.messages[0].content for each in islice(recipe.demonstrations(1), 1000)}
     held_out = {data.heldout(index).messages[0].content for index in range(500)}
     assert not held_out & (trained | shown)
+
+
+@pytest.mark.parametrize(
+    ("body", "times", "headers"),
+    [(b"x" * 2**20, 1000, {}), (gzip.compress(bytes(2**26), mtime=0), 1, {"content-encoding": "gzip"})],
+    ids=["long", "inflated"],
+)
+async def test_an_answer_of_a_service_is_read_to_its_limit_and_costs_no_more(
+    body: bytes, times: int, headers: Mapping[str, str]
+) -> None:
+    with answering(body, times=times, headers=headers) as url:
+        asking = Search(url=url)
+        tracemalloc.start()
+        with pytest.raises(AnswerRefused, match="answered more than 16777216 bytes"):
+            await asking.step(Message("assistant", "<search>rye</search>"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**26

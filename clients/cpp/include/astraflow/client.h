@@ -27,7 +27,7 @@
 namespace astraflow {
 
 // Release of this library.
-inline constexpr char kVersion[] = "0.2.0";
+inline constexpr char kVersion[] = "0.3.0";
 
 // How often, and for how long, a harmless call is repeated while the server is unreachable. No attempt starts later than
 // `total` after the first one. Waits double from `first_wait` up to `max_wait`, each shortened at random by up to half. A

@@ -2,8 +2,8 @@
 
 do
   local MAX_STEPS = 100000
-  -- Steps with other names than these many sets before are kept without figures.
-  local MAX_NAME_SETS = 256
+  -- Steps with other names than these many sets before, or than so much text, are kept without figures: whoever looks at a run reads all names.
+  local MAX_NAME_SETS, MAX_NAME_BYTES = 256, 1048576
 
   -- Counters that go with each step, beside those of what was dropped.
   local COUNTED = { ingested = true, trained = true, tool_calls = true, tool_errors = true }
@@ -14,7 +14,7 @@ do
     local known = call('HGET', N, names)
     if known then return known end
     local number = call('HLEN', N)
-    if number >= MAX_NAME_SETS then return '' end
+    if number >= MAX_NAME_SETS or #table.concat(call('HKEYS', N)) + #names > MAX_NAME_BYTES then return '' end
     call('HSET', N, names, number)
     return number
   end

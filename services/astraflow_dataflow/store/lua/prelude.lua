@@ -11,7 +11,7 @@ local GROUP = 'raas'
 local TRAIN = 'train'
 -- One table, for Lua has room for 200 local names in the whole library. `given_back`: leases of one node that a call gives to others, as many as a
 -- sweep ends, for Redis does nothing else meanwhile.
-local MAX = { events = 10000, dead = 10000, failure_kinds = 32, poison = 1000, given_back = 64 }
+local MAX = { events = 10000, dead = 10000, failure_kinds = 32, poison = 1000, given_back = 64, nodes = 4096, forgotten = 256, joining_ms = 15000 }
 -- So many accepted episodes of a node make up for one that is poison.
 local ACCEPTED_PER_POISON = 20
 -- How long a task waits for a node that plays all of its roles before one gets it that plays some.

@@ -83,6 +83,24 @@ local function session_of(text)
   return tonumber(number) < 2^53 and tonumber(number) or 0, lineage
 end
 
+-- Makes room for another name: of the nodes that a run knows, those go that hold no lease and have been silent longest. Returns whether there is room. Pools
+-- call their nodes by ever new names, and so may whoever was granted a pattern of them.
+local function make_room(P, now)
+  local names, silent = call('SMEMBERS', K.nodes(P)), {}
+  if #names < MAX.nodes then return true end
+  for _, name in ipairs(names) do
+    local f = call('HMGET', K.node(P, name), 'connected_until', 'seen_ms')
+    local until_ms = math.max(tonumber(f[1] or 0), tonumber(f[2] or 0) + MAX.joining_ms)
+    if until_ms < now and call('EXISTS', K.node_leases(P, name)) == 0 then silent[#silent + 1] = { until_ms, name } end
+  end
+  table.sort(silent, function(one, other) return one[1] < other[1] end)
+  for i = 1, math.min(#silent, MAX.forgotten) do
+    call('SREM', K.nodes(P), silent[i][2])
+    call('DEL', K.node(P, silent[i][2]))
+  end
+  return #silent > 0
+end
+
 -- join: node, number that the process was given or 0 for a new one, number and lineage of the credential that it showed or 0 and '', a lineage for somebody
 -- new, region, pool, most tasks, engines, hardware, price of an hour or ''. Only who shows a credential of the same lineage takes a name over from a session
 -- that is live: that has spoken since it joined, and not been silent since. Returns { number, lineage, leases taken back, '1' when there are more to take back:
@@ -100,6 +118,9 @@ function F.join(keys, a)
   if known and not is_own and live_ms > 0 then
     return refuse('PRECONDITION', 'node ' .. a.node .. ' is at work, and whoever joins now does not show the credential of its session; choose another --node-id, or wait until it has been silent for ' ..
       math.ceil(live_ms / 1000) .. ' s more (a node that restarts shows what it kept in its work folder)', 'reason=name_in_use')
+  end
+  if not known and not make_room(P, now) then
+    return refuse('PRECONDITION', 'the run knows ' .. MAX.nodes .. ' nodes, and all of them joined just now, are connected or hold leases; stop some, or give them the names of others', 'reason=too_many_nodes')
   end
   local number = given > 0 and given or math.max(known or 0, tonumber(a.shown)) + 1
   local lineage = a.lineage ~= '' and a.lineage or a.fresh

@@ -1,9 +1,12 @@
 """One contract for every index of the search service: BM25 and a dense one answer alike."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,7 +18,14 @@ from numpy.typing import NDArray
 
 from astraflow.errors import RecipeError
 from astraflow_environment.adapters.dense_index import DenseIndex, embedder
-from astraflow_environment.adapters.search_service import PassageIndex, SearchIndex, search_app
+from astraflow_environment.adapters.search import MAX_QUERY_CHARS
+from astraflow_environment.adapters.search_service import (
+    MAX_BODY_BYTES,
+    PassageIndex,
+    SearchIndex,
+    search_app,
+)
+from astraflow_kit.http import HttpServer
 
 PASSAGES = [
     {"doc_id": "d1", "title": "Tall ships", "text": "A barque has three masts."},
@@ -66,6 +76,40 @@ def test_what_nothing_has_in_common_finds_nothing(service: TestClient) -> None:
 )
 def test_a_malformed_search_is_refused(service: TestClient, asked: dict[str, object]) -> None:
     assert service.post("/search", json=asked).status_code == 422
+
+
+def test_the_longest_query_is_read_in_any_spelling_and_a_longer_body_is_not(service: TestClient) -> None:
+    longest = json.dumps({"query": "\N{GRINNING FACE}" * MAX_QUERY_CHARS})
+    assert len(longest) > 12 * MAX_QUERY_CHARS
+    assert service.post("/search", content=longest).status_code == 200
+    refused = service.post("/search", content=longest.ljust(MAX_BODY_BYTES + 1))
+    assert (refused.status_code, refused.json()) == (413, {"detail": "the body has more than 131072 bytes"})
+
+
+async def flood(host: str, port: int) -> None:
+    """Send a body of 60 MiB, or as much of it as the service takes."""
+    _, writer = await asyncio.open_connection(host, port)
+    writer.write(b"POST /search HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (960 * 2**16))
+    with suppress(ConnectionError):
+        for _ in range(960):
+            writer.write(b'"' * 2**16)
+            await writer.drain()
+    writer.close()
+
+
+async def test_bodies_without_an_end_that_come_at_once_cost_no_memory() -> None:
+    server = HttpServer(search_app(DenseIndex(PASSAGES, embed=words)))
+    await server.start()
+    serving = asyncio.create_task(server.run())
+    host, _, port = server.address.partition(":")
+    await flood(host, int(port))  # what a first request imports is not counted
+    tracemalloc.start()
+    await asyncio.gather(*(flood(host, int(port)) for _ in range(8)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    await server.stop(deadline_s=1)
+    await serving
+    assert peak < 8 * 2**20
 
 
 def test_the_service_says_that_it_works(service: TestClient) -> None:

@@ -1,5 +1,6 @@
 """The critic of GAE: its loss by formula, independent of how rows are packed, and the steps in which it is alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,6 +174,14 @@ def test_an_update_that_is_not_finite_leaves_the_critic_as_it_was() -> None:
     after = copies(bench.critic.optimizer.state().items())
     assert all(torch.equal(before[name], after[name]) for name in before if "norm.weight" not in name)
     assert bench.critic.optimizer.num_steps == 0
+
+
+def test_a_critic_learns_from_rewards_at_the_bound() -> None:
+    bench, rows = Bench.made(), make_rows(num_rows=4)
+    metrics = bench.train([replace(row, reward=1e9 * (-1) ** at) for at, row in enumerate(rows)])
+    assert all(math.isfinite(value) for value in metrics.of_critic.values()), metrics.of_critic
+    assert metrics.of_critic["critic_grad_norm"] > 0
+    assert all(value.isfinite().all() for value in bench.moments().values())
 
 
 def test_a_missing_critic_is_named() -> None:

@@ -17,9 +17,11 @@ from astraflow_trainer.batches.rows import RowOrigin, TrainingRow
 from astraflow_trainer.ranks.reductions import OneRank, Ranks
 from astraflow_trainer.step.advantages import Advantages
 from astraflow_trainer.step.estimators import (
+    MAX_BASELINES,
     Estimator,
     RankedRows,
     batch_advantages,
+    note_baselines,
     overlong_penalties,
     role_metrics,
 )
@@ -149,3 +151,13 @@ def test_uneven_rows_over_any_number_of_ranks_get_the_bits_of_one(
     for share, (everybody, result) in zip(shares, _on_ranks(rows, shares), strict=True):
         assert result.values[everybody.mine].tolist() == expected.values[share].tolist()
         assert result.baselines == expected.baselines
+
+
+def test_sources_that_every_batch_brings_anew_take_the_place_of_those_that_changed_longest_ago() -> None:
+    baselines = {"lasting": 0.5}
+    for step in range(20):
+        note_baselines(
+            baselines, {f"{step}-{number}": 1.0 for number in range(500)} | {"lasting": float(step)}
+        )
+    assert len(baselines) == MAX_BASELINES
+    assert (baselines["lasting"], "19-0" in baselines, "0-0" in baselines) == (19.0, True, False)

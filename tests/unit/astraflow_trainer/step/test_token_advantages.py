@@ -10,6 +10,7 @@ import pytest
 from astraflow.recipe.advantage import AdvantageSettings, Gae, Grpo, ReinforcePp, ReinforcePpBaseline
 from astraflow.recipe.algorithm import KlSettings
 from astraflow_trainer.ranks.reductions import OneRank
+from astraflow_trainer.step.critic import fit_metrics
 from astraflow_trainer.step.token_advantages import Penalised, returns_for_critic, token_advantages
 
 REWARDS = [1.0, -0.5, 2.0]
@@ -148,3 +149,7 @@ def test_tokens_of_rewards_at_the_bound_are_finite_as_the_loss_computes(
     squares = np.concatenate(found).astype(np.float32) ** 2
     assert np.isfinite(squares.sum())
     assert squares.any()
+    # What a critic is to learn: the square of its loss, which it takes in binary32, too.
+    goals = np.concatenate(returns_for_critic(values, rows, kl=None)).astype(np.float32)
+    assert np.isfinite((goals - np.float32(-most)) ** 2).all()
+    assert np.isfinite(list(fit_metrics([expected] * 4, [goals], ranks=OneRank()).values())).all()
