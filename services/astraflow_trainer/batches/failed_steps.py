@@ -63,7 +63,7 @@ class _Tries:
         said = "; ".join(detail for _, detail in self.ends.values()) or "no process said why"
         return (
             f"step {self.step} was begun {self.begun} times and never ended, for its process hung, was killed (memory "
-            f"may be too small), lost its GPU or failed in another way each time: {said}"
+            f"may be too small), lost its GPU or failed otherwise each time: {said}"
         )
 
 

@@ -119,6 +119,12 @@ def killed(folder: Path, *, own: Path | None = None) -> None:
     _KILLED.append(trying)  # what is collected as garbage would leave the block
 
 
+def other_rank_ends(folder: Path) -> None:
+    """The second rank's process ends, and the first one's with it."""
+    killed(folder, own=folder / "rank-1")
+    fail(RuntimeError("gloo"), folder, explain=lambda _: RankLostError("rank 1 exited"))
+
+
 # Mostly they are not of the batch. When all tries of it end so, it is, or nobody will ever train on it.
 ENDS_WITHOUT_A_REASON: dict[str, tuple[Callable[[Path], object], str]] = {
     "a process that is killed or hangs": (killed, "no process said why"),
@@ -127,10 +133,7 @@ ENDS_WITHOUT_A_REASON: dict[str, tuple[Callable[[Path], object], str]] = {
         "no process said why",
     ),
     "another rank that is killed or hangs": (
-        lambda folder: (
-            killed(folder, own=folder / "rank-1"),
-            fail(RuntimeError("gloo"), folder, explain=lambda _: RankLostError("rank 1 exited")),
-        ),
+        other_rank_ends,
         "no process said why",
     ),
 }
