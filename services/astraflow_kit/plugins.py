@@ -11,8 +11,10 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", 
 """Folders of code that is nobody's mistake here."""
 
 P = TypeVar("P")
+_BUSY: dict[int, str] = {}
+"""What of a recipe each thread imports or makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,8 @@ def make(plugin: PluginSettings, *, protocol: type[P], source: RecipeSource, **o
     parameters, takes_any = _parameters(found, protocol=protocol)
     taken = {name: value for name, value in offered.items() if takes_any or name in parameters}
     try:
-        return cast("P", found(**settings, **taken))
+        with _busy(f"{plugin.use}: its constructor"):
+            return cast("P", found(**settings, **taken))
     except RAISED as error:  # the plug-in's own constructor may raise anything
         given = ", ".join(f"{name}=…" for name in (*settings, *taken))
         place = place_of(plugin, source.text, source=source.name)
@@ -107,6 +112,23 @@ def resolve(
         lines = (f"{place(keys=keys)}: plug-in {plugin.use!r} {text}" for keys, text in problems)
         raise PluginError("\n".join(lines)) from error
     return found, {"settings": values} if is_model else values
+
+
+def made_in(thread: int | None) -> str:
+    """`NAME: its import` or `NAME: its constructor` of the plug-in that a thread is making now; empty for none."""
+    return _BUSY.get(thread or 0, "")
+
+
+@contextmanager
+def _busy(doing: str) -> Iterator[None]:
+    thread = threading.get_ident()
+    before, _BUSY[thread] = _BUSY.get(thread, ""), doing
+    try:
+        yield
+    finally:
+        _BUSY[thread] = before
+        if not before:
+            del _BUSY[thread]
 
 
 def describe(error: BaseException) -> str:
@@ -262,9 +284,10 @@ def _call_mismatch(
 
 def _import(module_name: str, *, spec: str, recipe_dir: Path | None) -> ModuleType:
     try:
-        if module_name == RECIPE_MODULE:
-            return _import_recipe(spec, recipe_dir=recipe_dir)
-        return importlib.import_module(module_name)
+        with _busy(f"{spec}: its import"):
+            if module_name == RECIPE_MODULE:
+                return _import_recipe(spec, recipe_dir=recipe_dir)
+            return importlib.import_module(module_name)
     except PluginError:
         raise
     except ModuleNotFoundError as error:

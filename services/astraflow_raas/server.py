@@ -20,6 +20,7 @@ from astraflow_kit.http import ReadinessCheck
 from astraflow_kit.identity.tokens import ALL, nodes_said_by
 from astraflow_kit.lifecycle import Addresses, Lifecycle, Service
 from astraflow_kit.log import bind, get_logger
+from astraflow_kit.making import Making
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
 from astraflow_kit.rpc_contracts import Registration
@@ -31,11 +32,12 @@ from astraflow_raas.loops import LoopService
 from astraflow_raas.node.assembly import NodeInputs, assemble_node, gpus_of, require_recorded_experts
 from astraflow_raas.node.folder import NodeFolder, claim_folder
 from astraflow_raas.node.hardware import describe_hardware
-from astraflow_raas.node.joining import find_run, join_request, join_run
+from astraflow_raas.node.joining import FoundRun, find_run, join_request, join_run
+from astraflow_raas.node.made_in_session import made_in_session
 from astraflow_raas.node.mirror_folders import MirrorFolders
 from astraflow_raas.node.node import Node
 from astraflow_raas.policies.granted_store import granted_store
-from astraflow_raas.recipe_code import load_workflow
+from astraflow_raas.recipe_code import RecipeWorkflow, load_workflow
 from astraflow_raas.servicers.node_service import NodeServicer, node_status
 from astraflow_raas.settings import NodeSettings
 from astraflow_raas.timeline import Stage, Timeline, process_age_s
@@ -86,16 +88,8 @@ async def check(settings: NodeSettings) -> Mapping[str, str]:
         found = await find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
         gpus_of(settings, found.recipe.engine_policies)
         require_recorded_experts(settings, found.recipe)
-        load_workflow(
-            found.run,
-            found.recipe,
-            into=folder.code,
-            scratch=folder.scratch,
-            allowed=settings.allow_recipe_code,
-            endpoint=Endpoint(),
-            served=ServedEnvironments(settings.environment_connections),
-            secrets=settings.secret_paths,
-        )
+        served = ServedEnvironments(settings.environment_connections)
+        await _making(found, settings, folder=folder, endpoint=Endpoint(), served=served).made_beside()
         store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     return {
         "run": found.run.run_id,
@@ -128,12 +122,6 @@ async def _join(
     gpus_of(settings, found.recipe.engine_policies)
     require_recorded_experts(settings, found.recipe)
     endpoint, served = Endpoint(metrics), ServedEnvironments(settings.environment_connections)
-    workflow = load_workflow(
-        found.run, found.recipe, into=folder.code, scratch=folder.scratch,
-        allowed=settings.allow_recipe_code, endpoint=endpoint, served=served,
-        secrets=settings.secret_paths,
-    )  # fmt: skip
-    store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
     request = join_request(
         found,
         settings,
@@ -141,7 +129,13 @@ async def _join(
         hardware=await asyncio.to_thread(describe_hardware, settings),
     )
     patience = {"patience_s": settings.join_timeout_s, "name_patience_s": settings.name_patience_s}
-    joined = await join_run(client, request, folder=folder, **patience)
+    join = partial(join_run, client, request, folder=folder, **patience)
+    making = _making(found, settings, folder=folder, endpoint=endpoint, served=served)
+    workflow, joined = await made_in_session(
+        making, client=client, request=request, join=join, metrics=metrics
+    )
+    store = await asyncio.to_thread(open_store, found.run.store_uri, settings=settings.store)
+    joined = joined or await join()
     served.speak_as(joined.session)
     store = granted_store(joined, store, client=client, settings=settings.store)
     timeline.mark(Stage.JOINED)
@@ -161,6 +155,29 @@ async def _join(
         drain_requested=partial(_drain_requested, settings=settings, mirrors=mirrors, life=life),
     )
     return await assemble_node(inputs, store=store, folder=folder, mirrors=mirrors), metrics
+
+
+def _making(
+    found: FoundRun,
+    settings: NodeSettings,
+    *,
+    folder: NodeFolder,
+    endpoint: Endpoint,
+    served: ServedEnvironments,
+) -> Making[RecipeWorkflow]:
+    """Begin to make the recipe's workflow and rewards."""
+    work = partial(
+        load_workflow,
+        found.run,
+        found.recipe,
+        into=folder.code,
+        scratch=folder.scratch,
+        allowed=settings.allow_recipe_code,
+        endpoint=endpoint,
+        served=served,
+        secrets=settings.secret_paths,
+    )
+    return Making(work, settings.making)
 
 
 def _drain_requested(reason: str, *, settings: NodeSettings, mirrors: MirrorFolders, life: Lifecycle) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from astraflow.connecting.connection import Connection, DialFiles, dial
 from astraflow.errors import InvalidArgumentError
 from astraflow_kit.join_settings import JoinSettings
+from astraflow_kit.making import MakingSettings
 from astraflow_kit.nearest import did_you_mean
 from astraflow_kit.settings import ENV_PREFIX, CommandOption
 from astraflow_weights.daemon_settings import StoreAccess
@@ -26,7 +27,7 @@ EMBEDDED_ENGINE = "cpu"
 SGLANG_ENGINE = "sglang"
 
 
-class NodeSettings(JoinSettings, StoreAccess):
+class NodeSettings(JoinSettings, StoreAccess, MakingSettings):
     """The options of a node. Only `join` or `join_file` is required."""
 
     run_id: Annotated[str, CommandOption("The run")] = ""

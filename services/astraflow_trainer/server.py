@@ -30,6 +30,7 @@ from astraflow_kit.folder_lock import lock_folder
 from astraflow_kit.http import HttpServer, StatusSource, create_probes
 from astraflow_kit.lifecycle import Addresses, Lifecycle
 from astraflow_kit.log import bind, get_logger
+from astraflow_kit.making import Making
 from astraflow_kit.metric_schema import SCHEMA
 from astraflow_kit.metrics import Metrics
 from astraflow_kit.pages import Pages
@@ -87,11 +88,8 @@ def check(settings: TrainerSettings) -> Mapping[str, str]:
     with _client(settings) as client:
         run = find_run(client, settings.run_id, patience_s=_CHECK_PATIENCE_S)
     joined = _joined(run, settings, folder=settings.work_dir)
-    StepPlugins.made(joined.policy.trainer.algorithm, source=joined.source, roles=joined.policy.advantages)
+    Making(partial(_plugins_of, joined), settings.making).made()
     require_installed(joined.policy.trainer.trackers)
-    warm_start = joined.policy.model.warm_start
-    if warm_start is not None:
-        make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
     store = _usable_store(settings, joined, remember=False)
     VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id).refresh_entries()
     return {"run": joined.run_id, "policy": joined.policy_id, "store": joined.store_uri}
@@ -107,6 +105,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
         progress.on_step = partial(_observe, metrics, trackers, policy_id=joined.policy_id)
         names = {"run_id": joined.run_id, "policy_id": joined.policy_id}
         heartbeat = stack.enter_context(Heartbeat(client, **names, progress=progress))
+        plugins = await _made(joined, settings, progress=progress, life=life)
         # Before the warm start, which takes long: a store that cannot be used will not become usable.
         store = await asyncio.to_thread(_store_when_there, settings, joined, progress)
         group = await asyncio.to_thread(_meet, rank, settings)
@@ -114,6 +113,7 @@ async def _serve(settings: TrainerSettings, rank: RankSettings, life: Lifecycle)
             settings,
             client=client,
             joined=joined,
+            plugins=plugins,
             store=store,
             group=group,
             progress=progress,
@@ -146,12 +146,14 @@ async def _follow(settings: TrainerSettings, rank: RankSettings, life: Lifecycle
     with _client(settings) as client:
         joined = await _join(client, settings, folder=folder, life=life)
         bind(run_id=joined.run_id, policy_id=joined.policy_id)
-        group = await asyncio.to_thread(_meet, rank, settings)
         controls, progress = Controls(), Progress()
+        plugins = await _made(joined, settings, progress=progress, life=life)
+        group = await asyncio.to_thread(_meet, rank, settings)
         session = TrainingSession(
             settings,
             client=client,
             joined=joined,
+            plugins=plugins,
             store=open_store(joined.store_uri, settings=settings.store),
             group=group,
             progress=progress,
@@ -261,6 +263,28 @@ async def _join(client: Client, settings: TrainerSettings, *, folder: Path, life
         stopped=life.drain.is_set,
     )
     return await asyncio.to_thread(_joined, run, settings, folder=folder)
+
+
+async def _made(
+    joined: JoinedRun, settings: TrainerSettings, *, progress: Progress, life: Lifecycle
+) -> StepPlugins:
+    """The recipe's own parts of a step. Raises PluginError, JoinStopped."""
+
+    def say(told: str) -> None:
+        if life.drain.is_set():
+            raise JoinStopped
+        progress.starting("plugin_hung", detail=told)
+
+    return await Making(partial(_plugins_of, joined), settings.making).made_beside(say)
+
+
+def _plugins_of(joined: JoinedRun) -> StepPlugins:
+    """Make them, and try the demonstrations, of which the warm start makes its own in the training thread."""
+    warm_start = joined.policy.model.warm_start
+    if warm_start is not None:
+        make(warm_start.demonstrations, protocol=Demonstrations, source=joined.source)
+    algorithm, roles = joined.policy.trainer.algorithm, joined.policy.advantages
+    return StepPlugins.made(algorithm, source=joined.source, roles=roles)
 
 
 def _joined(run: run_pb2.Run, settings: TrainerSettings, *, folder: Path) -> JoinedRun:

@@ -83,6 +83,7 @@ class TrainingSession:
         *,
         client: Client,
         joined: JoinedRun,
+        plugins: StepPlugins,
         store: ObjectStore,
         group: RankGroup,
         progress: Progress,
@@ -92,8 +93,7 @@ class TrainingSession:
         """`heartbeat` is the first rank's, which speaks for all."""
         self._settings, self._heartbeat = settings, heartbeat
         self._client, self._joined, self._store = client, joined, store
-        algorithm, roles = joined.policy.trainer.algorithm, joined.policy.advantages
-        self._plugins = StepPlugins.made(algorithm, source=joined.source, roles=roles)
+        self._plugins = plugins
         self._progress, self._controls = progress, controls
         # Read once; writer and compactor take copies of it.
         self._log = VersionLog(store, run_id=joined.run_id, policy_id=joined.policy_id)

@@ -13,11 +13,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from astraflow.connecting.connection import Connection
 from astraflow_kit.join_settings import JoinSettings
+from astraflow_kit.making import MakingSettings
 from astraflow_kit.settings import CommandOption, SettingsError
 from astraflow_weights.daemon_settings import StoreAccess
 
 
-class TrainerSettings(JoinSettings, StoreAccess):
+class TrainerSettings(JoinSettings, StoreAccess, MakingSettings):
     """What a trainer can be told. Only `join` or `join_file` is required."""
 
     run_id: Annotated[str, CommandOption("The run")] = ""

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from astraflow.dataflow.v1 import admin_service_pb2 as admin
 from astraflow.dataflow.v1 import run_pb2
 from astraflow.dataflow.v1 import run_service_pb2 as runs
-from astraflow.errors import PluginError
+from astraflow.errors import NotFoundError, PluginError
 from astraflow_dataflow.store.connection import Connection
 from astraflow_dataflow.store.plugin_states import PluginStateStore
 from support.dataflow_world import World, answered, bundle_of, recipe_text, served, until, until_equal
@@ -265,3 +268,88 @@ async def test_a_server_serves_a_run_whose_plugins_hang_when_it_starts_and_says_
         leased = [task_id for _ in range(2) for task_id in await node.work()]
         assert leased == ["train-0", "train-1"]
         await world.until(lambda status: status.trajectories.ready == 4)
+
+
+async def has_workers(wanted: bool) -> bool:
+    """Whether there are processes of foreign plug-ins, or none."""
+    return bool(workers()) is wanted
+
+
+CALLS, ROUNDS, PERIOD_S = 300, 3, 0.005
+FLOOR_S = 0.02
+"""What a call may take on a machine that others share, whatever it takes an idle server there."""
+
+
+async def timed(world: World) -> list[float]:
+    """How long the server takes to say what is with the other run, again and again."""
+    took_s = list[float]()
+    for _ in range(CALLS):
+        began_s = time.perf_counter()
+        await world.ask(admin.StatusResponse, run_id="other")
+        took_s.append(time.perf_counter() - began_s)
+        await asyncio.sleep(PERIOD_S)
+    return took_s
+
+
+async def hung_import(world: World, name: str) -> None:
+    """One run after the other is asked for whose code does not return."""
+    while True:
+        with suppress(PluginError):
+            await create(world, source(more=HANGS), name=name)
+
+
+async def hung_filter(world: World, name: str) -> None:
+    """Groups arrive for a filter that does not return from any."""
+    await create(world, learns(keep=HANGS), name=name, **EVERY_KIND)
+    await world.trainer()
+    node = await world.node(name)
+    while True:
+        await node.work(1)
+
+
+async def greedy_curator(world: World, name: str) -> None:
+    """A curator fills its memory in each call, until it may have no more."""
+    fills = "self.held = [bytearray(b'x' * 2**20) for _ in range(4096)]"
+    await create(world, learns(propose=fills), name=name, **EVERY_KIND)
+    await world.trainer()
+    node = await world.node(name)
+    while True:
+        await node.lease(1, wait_s=0.5)
+        await asyncio.sleep(0.2)
+
+
+ATTACKS: Mapping[str, Callable[[World, str], Awaitable[None]]] = {
+    "hung-import": hung_import,
+    "hung-filter": hung_filter,
+    "greedy-curator": greedy_curator,
+}
+
+
+def p99(times_s: list[float]) -> float:
+    """The 99th percentile."""
+    return statistics.quantiles(times_s, n=100, method="inclusive")[98]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+async def test_other_runs_are_answered_as_fast_as_beside_an_idle_server(world: World) -> None:
+    """In turns, and by the median turn: what else the machine does meets all of them alike."""
+    await world.create_run(name="other")
+    took_s: dict[str, list[list[float]]] = {kind: [] for kind in ("idle", *ATTACKS)}
+    for turn in range(ROUNDS):
+        took_s["idle"].append(await timed(world))
+        for kind, attack in ATTACKS.items():
+            name = f"{kind}-{turn}"
+            attacking = asyncio.ensure_future(attack(world, name))
+            await until(partial(has_workers, True))
+            await asyncio.sleep(1)
+            took_s[kind].append(await timed(world))
+            assert not attacking.done(), attacking
+            attacking.cancel()
+            await asyncio.gather(attacking, return_exceptions=True)
+            with suppress(NotFoundError):
+                await world.ask(runs.DeleteRunResponse, run_id=name, force=True)
+            await until(partial(has_workers, False))
+    p99_s = {kind: statistics.median(map(p99, turns)) for kind, turns in took_s.items()}
+    bound_s = 2 * max(p99_s["idle"], FLOOR_S)
+    assert {kind: seconds for kind, seconds in p99_s.items() if seconds > bound_s} == {}, p99_s

@@ -87,3 +87,22 @@ async def test_a_trainer_that_is_killed_in_a_step_again_and_again_loses_no_batch
             await trainer.lives(failpoints=f"trainer.step_taken=kill@{number}", status=KILLED)
         await trainer.lives()
     await world.has_account(trained=PER_STEP, dropped={})
+
+
+@pytest.mark.ci
+async def test_a_batch_whose_step_kills_its_process_every_time_is_given_up_though_steps_before_it_are_replayed(
+    world: World, tmp_path: Path
+) -> None:
+    await trainers.create_run(world, folder=tmp_path, steps=STEPS, checkpoint_every_steps=STEPS)
+    trainer = TrainerProcess(world.address, tmp_path)
+    async with trainers.recorded(world, trainer, steps=STEPS + 1):
+        for life in range(1, 6):
+            # In each life the first step is taken, or replayed, and the second one ends it.
+            await trainer.lives(failpoints=f"trainer.step_taken=kill@{2 * life}", status=KILLED)
+        await trainer.lives()
+    await world.has_account(
+        ingested=(STEPS + 1) * PER_STEP, trained=STEPS * PER_STEP, dropped={"quarantined": PER_STEP}
+    )
+    (failure,) = (await world.why()).failures
+    assert failure.reason == "step_failed"
+    assert "step 2 was begun 5 times and never ended" in failure.detail

@@ -50,6 +50,8 @@ _ACTIVATED = {
     **{reason: f"{remedy}; the node goes on by itself" for reason, (_, remedy) in _STORE.items()},
 }
 
+_MADE = "it returns, or the daemon ends at plugin_start_timeout_s and says where it stood; correct it"
+
 # What only a trainer knows: the stage that shows it, what it is when the trainer says no more, and what ends it.
 _REPORTED = {
     "warm_start": (
@@ -62,6 +64,7 @@ _REPORTED = {
         "the model is loaded",
         "it ends by itself; if it takes long, see the trainer's log",
     ),
+    "plugin_hung": ("batch", "the trainer makes the recipe's plug-ins", _MADE),
     "paused": (
         "batch",
         "an operator paused the trainer",
@@ -138,6 +141,7 @@ def current_waits(
     if audit.life is Life.ACTIVE:
         waits += _lease_waits(audit, connected, faults, skipped, trains=trains)
         waits += _starting_nodes(connected)
+    waits += _makers(connected)
     waits += _plugin_faults(faults)
     waits += _weight_faults(connected)
     waits += _engine_faults(connected)
@@ -339,6 +343,12 @@ def _starting_nodes(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
             released_by="it ends by itself, and takes minutes for a large model; the engine's log in the node's work "
             "folder says how far it is",
         )
+
+
+def _makers(connected: Sequence[NodeStatus]) -> Iterator[Wait]:
+    """Nodes in which a plug-in of the recipe has not returned from its import or constructor."""
+    if found := [f"{one.node_id}, {one.waiting_detail}" for one in connected if one.waiting_detail]:
+        yield Wait(stage="lease", reason="plugin_hung", detail=some_of(found), released_by=_MADE)
 
 
 def _node_waits(policy: PolicyState, connected: Sequence[NodeStatus]) -> Iterator[Wait]:

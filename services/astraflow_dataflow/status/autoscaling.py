@@ -156,7 +156,7 @@ def scaled_nodes(nodes: Sequence[NodeStatus], *, pools: Mapping[str, object]) ->
         if node.pool in pools
         and node.connected
         and not node.drain_reason
-        and node.waiting_for not in (*STARTS, "drain")
+        and node.waiting_for not in (*STARTS, "plugin_start", "drain")
     ]
 
 

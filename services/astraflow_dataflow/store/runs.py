@@ -481,6 +481,7 @@ _NODE_FIELDS: Mapping[bytes, _Field] = {
         name.encode(): (name, bytes.decode)
         for name in (
             "waiting_for",
+            "waiting_detail",
             "region",
             "pool",
             "hardware",

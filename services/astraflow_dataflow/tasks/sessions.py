@@ -37,6 +37,8 @@ log = get_logger(__name__)
 
 Request = task_service_pb2.WorkRequest
 Response = task_service_pb2.WorkResponse
+_REPORTED = ("engine_restarts", "waiting_for", "waiting_detail", "max_episodes", "bounded_by")
+"""Of the credits, what is kept as it is."""
 
 HEARTBEAT_S = 3.0
 _CONNECTED_MS = 15_000
@@ -225,14 +227,11 @@ class WorkSession:
             {
                 "serving": json.dumps(self._serving),
                 "tokens": credits_given.tokens_sampled,
-                "engine_restarts": credits_given.engine_restarts,
-                "waiting_for": credits_given.waiting_for,
                 "weight_faults": self._weight_faults(credits_given.weight_faults),
                 "credits": credits_given.tasks,
-                "max_episodes": credits_given.max_episodes,
-                "bounded_by": credits_given.bounded_by,
                 "engine_loads": _stored(credits_given.engine_loads),
                 "engine_faults": _stored(credits_given.engine_faults),
+                **{name: getattr(credits_given, name) for name in _REPORTED},
                 **self._following.served(self._serving, now_s=self._now_s()),
             }
         )

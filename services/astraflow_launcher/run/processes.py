@@ -35,7 +35,12 @@ log = get_logger(__name__)
 _FATAL: Mapping[int, type[AstraflowError]] = {
     ExitCode.USAGE: InvalidArgumentError,
     ExitCode.SUPERSEDED: PreconditionError,
+    -signal.SIGPROF: InvalidArgumentError,
 }
+_HELD_LOCK = (
+    "a plug-in of the recipe held the interpreter's lock beyond plugin_start_timeout_s, where its stack says"
+)
+"""What the end by SIGPROF means (`astraflow_kit.making`)."""
 _READY_POLL_S = 0.05
 _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 2**16, 12
 # A killed server should answer again within 3 s, most of which its own start takes.
@@ -176,6 +181,8 @@ class Child:
             # What a child calls wrong use, or another's work, is that here as there: with the same status.
             kind = _FATAL.get(self.exit_code or 0, InternalError)
             ended = f"{self.spec.name} ended with status {self.exit_code} and will not be started again"
+            if self.exit_code == -signal.SIGPROF:
+                ended += f": {_HELD_LOCK}"
             if failure is not None:
                 raise kind(f"{ended}: {': '.join(failure)}\nIts log: {self.spec.log_path}")
             raise kind(f"{ended}.\nThe end of its log {self.spec.log_path}:\n{self.log_tail()}")

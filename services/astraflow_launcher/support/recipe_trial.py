@@ -7,6 +7,7 @@ needed. What cannot be tried here is said in a line, what is wrong is raised. Ca
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from io import StringIO
 from itertools import islice
 from pathlib import Path
@@ -36,8 +37,10 @@ from astraflow_dataflow.runs.drawing import draw
 from astraflow_dataflow.runs.mixed_dataset import MixedDataset
 from astraflow_dataflow.tasks.curation import new_task
 from astraflow_kit.log import configure
+from astraflow_kit.making import Making, MakingSettings
 from astraflow_kit.plugins import RAISED, RecipeSource, describe, make
 from astraflow_kit.recipe_code import install_code
+from astraflow_kit.settings import load as load_settings
 from astraflow_raas.environments.served import ServedEnvironments
 from astraflow_raas.grading.scoring import RewardScorer
 from astraflow_raas.policies.tokenizer import load_tokenizer
@@ -62,7 +65,8 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
     served = _Awaited()
     with TemporaryDirectory(prefix="astraflow-check-") as folder:
         run = run_of(loaded, run_id=recipe.run.name, store_uri="", recipe_yaml=text)
-        workflow = load_workflow(
+        load = partial(
+            load_workflow,
             run,
             recipe,
             into=Path(folder) / "code",
@@ -73,11 +77,14 @@ def try_recipe(loaded: LoadedRecipe) -> Iterator[str]:
             ),  # kept by workflows for their episodes, of which there are none
             served=served,
         )
+        limits = load_settings(MakingSettings).making
+        workflow = Making(load, limits).made()
         code = Path(folder) / "code" / loaded.code_sha256.hex()
         own = RecipeSource(name=source, text=text, folder=code if code.is_dir() else None)
-        plugins = DataPlugins.make(recipe, own)
+        plugins = Making(partial(DataPlugins.make, recipe, own), limits).made()
         for policy in recipe.resolved_policies.values():
-            StepPlugins.made(policy.trainer.algorithm, source=own, roles=policy.advantages)
+            step = partial(StepPlugins.made, policy.trainer.algorithm, source=own, roles=policy.advantages)
+            Making(step, limits).made()
             require_installed(policy.trainer.trackers)
         yield f"roles: {', '.join(workflow.roles)}"
         for name in served.names:
@@ -114,7 +121,10 @@ def require_heldout(loaded: LoadedRecipe) -> None:
         run = run_of(loaded, run_id=loaded.recipe.run.name, store_uri="", recipe_yaml=loaded.yaml_text)
         code = install_code(run.code, into=Path(folder), allowed=True)
         source = RecipeSource(name=str(loaded.file or "recipe"), text=loaded.yaml_text, folder=code)
-        dataset = DataPlugins.make(loaded.recipe, source).dataset
+        making = Making(
+            partial(DataPlugins.make, loaded.recipe, source), load_settings(MakingSettings).making
+        )
+        dataset = making.made().dataset
         specs, _ = draw(dataset.heldout, start=0, count=1)
     if not specs:
         raise RecipeError(
@@ -198,7 +208,8 @@ def _tokens_of_own(recipe: Recipe, policy_id: str, task: TaskSpec, *, source: Re
     model = recipe.policy(policy_id).model
     assert model.tokenizer is not None and model.warm_start is not None  # noqa: PT018 - the recipe's own rule
     plugin = model.warm_start.demonstrations
-    demonstrations = make(plugin, protocol=Demonstrations, source=source)
+    making = partial(make, plugin, protocol=Demonstrations, source=source)
+    demonstrations = Making(making, load_settings(MakingSettings).making).made()
     try:
         shown = list(islice(demonstrations(recipe.run.seed), model.tokenizer.num_texts))
         texts = [_chat(item.messages) + item.completion for item in shown]

@@ -25,6 +25,7 @@ from astraflow_dataflow.runs.drawing import draw, name_of, training_tasks
 from astraflow_dataflow.runs.foreign import messages
 from astraflow_dataflow.runs.foreign.frames import Frame, receive, send
 from astraflow_dataflow.runs.mixed_dataset import make_dataset, tasks_per_epoch
+from astraflow_kit.making import out_of_memory
 from astraflow_kit.plugins import RAISED, RecipeSource, describe, make, resolve
 
 PROTOCOLS: Mapping[str, type] = {"filter": Filter, "curator": Curator, "selector": Selector}
@@ -119,18 +120,6 @@ def _named(recipe: Recipe, wanted: Sequence[Sequence[Any]]) -> list[tuple[str, s
     return [
         (kind, name, several[kind][place] if kind in several else nothing) for kind, name, place in wanted
     ]
-
-
-def out_of_memory(error: BaseException | None, memory_mb: int) -> str:
-    """What to add to the text of an error that comes of the memory limit."""
-    while error is not None:
-        if isinstance(error, MemoryError):
-            return (
-                f"; its process may use plugin_memory_mb {memory_mb} MiB: keep less in memory, or start the server "
-                "with a larger --plugin-memory-mb"
-            )
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 def _draw(dataset: Dataset, asked: Frame) -> Frame:

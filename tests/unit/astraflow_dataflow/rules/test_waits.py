@@ -58,6 +58,14 @@ def test_each_reason_has_its_name() -> None:
     assert reasons(unpublished, NODE) == [("publish", "unpublished")]
 
 
+def test_nodes_that_make_the_recipes_plugins_are_named_with_what_does_not_return() -> None:
+    told = "recipe:Odd: its import has not returned for 31 s"
+    making = node(waiting_for="plugin_start", waiting_detail=told)
+    (wait,) = current_waits(AUDIT, [making], [])
+    assert (wait.stage, wait.reason, wait.detail) == ("lease", "plugin_hung", f"{making.node_id}, {told}")
+    assert reasons(AUDIT, node(connected=False, waiting_detail=told)) == [("lease", "no_node")]
+
+
 @pytest.mark.parametrize(
     ("held", "detail", "release"),
     [

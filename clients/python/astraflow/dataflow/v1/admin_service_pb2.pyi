@@ -368,6 +368,7 @@ class NodeStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     REFUSED_FOR_FIELD_NUMBER: _builtins.int
     REFUSED_TIME_FIELD_NUMBER: _builtins.int
+    WAITING_DETAIL_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node."""
     restarts: _builtins.int
@@ -418,6 +419,8 @@ class NodeStatus(_message.Message):
     """Episodes that its session pushed and that were not leased to it: OUTCOME_REFUSED."""
     refused_for: _builtins.str
     """The reason of the newest of these: `not_lease_holder`, `unknown_attempt` or `wrong_session`."""
+    waiting_detail: _builtins.str
+    """More of what it waits for, for people: the plug-in that it makes, and for how long."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves on it, as it reports."""
@@ -507,10 +510,11 @@ class NodeStatus(_message.Message):
         refused: _builtins.int = ...,
         refused_for: _builtins.str = ...,
         refused_time: _timestamp_pb2.Timestamp | None = ...,
+        waiting_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "environment_fault_time", b"environment_fault_time", "follow_duration", b"follow_duration", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "price_per_hour", b"price_per_hour", "refused_time", b"refused_time", "task_duration", b"task_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "follow_duration", b"follow_duration", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "poisoned", b"poisoned", "pool", b"pool", "price_per_hour", b"price_per_hour", "refused", b"refused", "refused_for", b"refused_for", "refused_time", b"refused_time", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "task_duration", b"task_duration", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "bounded_by", b"bounded_by", "connected", b"connected", "credits", b"credits", "drain_reason", b"drain_reason", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "engines", b"engines", "environment_fault", b"environment_fault", "environment_fault_time", b"environment_fault_time", "episodes", b"episodes", "follow_duration", b"follow_duration", "hardware", b"hardware", "incarnation", b"incarnation", "join_time", b"join_time", "last_seen_time", b"last_seen_time", "leases", b"leases", "max_concurrent_tasks", b"max_concurrent_tasks", "max_episodes", b"max_episodes", "node_id", b"node_id", "poisoned", b"poisoned", "pool", b"pool", "price_per_hour", b"price_per_hour", "refused", b"refused", "refused_for", b"refused_for", "refused_time", b"refused_time", "region", b"region", "restarts", b"restarts", "serving_versions", b"serving_versions", "task_duration", b"task_duration", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "trajectories", b"trajectories", "version_lags", b"version_lags", "waiting_detail", b"waiting_detail", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015

@@ -30,7 +30,7 @@ from astraflow.rollout.v1 import task_pb2 as astraflow_dot_rollout_dot_v1_dot_ta
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"n\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12H\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.TaskB\x1d\xfa\xf3\x18\x19\x38\x01@\xe8\x07z\x12send several calls\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\xa0\x04\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x1d\n\x0bwaiting_for\x18\x05 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x43\n\rweight_faults\x18\x07 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFaultB\x08\xfa\xf3\x18\x04@\x10P\x01\x12\x14\n\x0cmax_episodes\x18\x08 \x01(\r\x12\x1c\n\nbounded_by\x18\t \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12@\n\x0c\x65ngine_loads\x18\n \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoadB\x08\xfa\xf3\x18\x04@@P\x01\x12\x42\n\rengine_faults\x18\x0b \x03(\x0b\x32!.astraflow.rollout.v1.EngineFaultB\x08\xfa\xf3\x18\x04@@P\x01\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"w\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12%\n\x06reason\x18\x02 \x01(\tB\x15\xfa\xf3\x18\x11J\x0f[a-z0-9_]{0,64}\x12\x1b\n\x06\x64\x65tail\x18\x03 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x10P\x01h\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"3\n\x07Receipt\x12(\n\tlease_ids\x18\x01 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"3\n\x07Renewal\x12(\n\tlease_ids\x18\x01 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbb\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x12+\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x1b.astraflow.dataflow.v1.BeatH\x00\x42\x06\n\x04kind\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xea\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12)\n\tmax_tasks\x18\x04 \x01(\rB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\x00p@\x12\x63\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB1\xfa\xf3\x18-\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00>@z\x19\x63\x61ll again to wait longer\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"_\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12(\n\tlease_ids\x18\x03 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"p\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12<\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureB\x06\xfa\xf3\x18\x02X\x01\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\xb8\x05\n\x0bTaskService\x12}\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\x17\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x12n\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01(\x01\x30\x01\x12|\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x12\x7f\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x12v\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(astraflow/dataflow/v1/task_service.proto\x12\x15\x61straflow.dataflow.v1\x1a&astraflow/dataflow/v1/durability.proto\x1a#astraflow/dataflow/v1/version.proto\x1a\"astraflow/options/v1/options.proto\x1a&astraflow/rollout/v1/engine_load.proto\x1a\x1f\x61straflow/rollout/v1/task.proto\x1a\x1egoogle/protobuf/duration.proto\"n\n\x12SubmitTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12H\n\x05tasks\x18\x02 \x03(\x0b\x32\x1a.astraflow.rollout.v1.TaskB\x1d\xfa\xf3\x18\x19\x38\x01@\xe8\x07z\x12send several calls\"<\n\x13SubmitTasksResponse\x12\x11\n\tsubmitted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\"k\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x04held\x18\x04 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.Renewal\"\xc3\x04\n\x07\x43redits\x12\r\n\x05tasks\x18\x01 \x01(\r\x12M\n\x10serving_versions\x18\x02 \x03(\x0b\x32\x33.astraflow.dataflow.v1.Credits.ServingVersionsEntry\x12\x16\n\x0etokens_sampled\x18\x03 \x01(\x04\x12\x17\n\x0f\x65ngine_restarts\x18\x04 \x01(\r\x12\x1d\n\x0bwaiting_for\x18\x05 \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12\x1c\n\x0fleases_received\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x43\n\rweight_faults\x18\x07 \x03(\x0b\x32\".astraflow.dataflow.v1.WeightFaultB\x08\xfa\xf3\x18\x04@\x10P\x01\x12\x14\n\x0cmax_episodes\x18\x08 \x01(\r\x12\x1c\n\nbounded_by\x18\t \x01(\tB\x08\xfa\xf3\x18\x04 @P\x01\x12@\n\x0c\x65ngine_loads\x18\n \x03(\x0b\x32 .astraflow.rollout.v1.EngineLoadB\x08\xfa\xf3\x18\x04@@P\x01\x12\x42\n\rengine_faults\x18\x0b \x03(\x0b\x32!.astraflow.rollout.v1.EngineFaultB\x08\xfa\xf3\x18\x04@@P\x01\x12!\n\x0ewaiting_detail\x18\x0c \x01(\tB\t\xfa\xf3\x18\x05 \x80\x04P\x01\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x12\n\x10_leases_received\"w\n\x0cLeaseFailure\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12%\n\x06reason\x18\x02 \x01(\tB\x15\xfa\xf3\x18\x11J\x0f[a-z0-9_]{0,64}\x12\x1b\n\x06\x64\x65tail\x18\x03 \x01(\tB\x0b\xfa\xf3\x18\x07 \x80\x10P\x01h\x01\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\x95\x02\n\x0bWorkRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.HelloH\x00\x12\x31\n\x07\x63redits\x18\x02 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.CreditsH\x00\x12\x31\n\x07renewal\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.RenewalH\x00\x12\x36\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureH\x00\x12\x31\n\x07receipt\x18\x05 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.ReceiptH\x00\x42\x06\n\x04kind\"3\n\x07Receipt\x12(\n\tlease_ids\x18\x01 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"3\n\x07Renewal\x12(\n\tlease_ids\x18\x01 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"*\n\x06\x43\x61ncel\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbb\x02\n\x0cWorkResponse\x12,\n\x05lease\x18\x01 \x01(\x0b\x32\x1b.astraflow.rollout.v1.LeaseH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.astraflow.dataflow.v1.CancelH\x00\x12\x31\n\x07version\x18\x03 \x01(\x0b\x32\x1e.astraflow.dataflow.v1.VersionH\x00\x12-\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1c.astraflow.dataflow.v1.DrainH\x00\x12\x35\n\twatermark\x18\x05 \x01(\x0b\x32 .astraflow.dataflow.v1.WatermarkH\x00\x12+\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x1b.astraflow.dataflow.v1.BeatH\x00\x42\x06\n\x04kind\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xea\x02\n\x11LeaseTasksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12)\n\tmax_tasks\x18\x04 \x01(\rB\x16\xfa\xf3\x18\x12\t\x00\x00\x00\x00\x00\x00\xf0?\x11\x00\x00\x00\x00\x00\x00p@\x12\x63\n\rwait_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB1\xfa\xf3\x18-\t\x00\x00\x00\x00\x00\x00\x00\x00\x11\x00\x00\x00\x00\x00\x00>@z\x19\x63\x61ll again to wait longer\x12W\n\x10serving_versions\x18\x06 \x03(\x0b\x32=.astraflow.dataflow.v1.LeaseTasksRequest.ServingVersionsEntry\x1a\x36\n\x14ServingVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\x12LeaseTasksResponse\x12+\n\x06leases\x18\x01 \x03(\x0b\x32\x1b.astraflow.rollout.v1.Lease\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\"_\n\x12RenewLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12(\n\tlease_ids\x18\x03 \x03(\tB\x15\xfa\xf3\x18\x11@\x80 z\x0csend several\"-\n\x13RenewLeasesResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\t\"p\n\x0f\x46\x61ilTaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12<\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32#.astraflow.dataflow.v1.LeaseFailureB\x06\xfa\xf3\x18\x02X\x01\"$\n\x10\x46\x61ilTaskResponse\x12\x10\n\x08requeued\x18\x01 \x01(\x08\x32\xb8\x05\n\x0bTaskService\x12}\n\x0bSubmitTasks\x12).astraflow.dataflow.v1.SubmitTasksRequest\x1a*.astraflow.dataflow.v1.SubmitTasksResponse\"\x17\xca\xf3\x18\x01\x03\xd0\xf3\x18\x02\xda\xf3\x18\n\n\x08\x43ONFLICT\x12n\n\x04Work\x12\".astraflow.dataflow.v1.WorkRequest\x1a#.astraflow.dataflow.v1.WorkResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01(\x01\x30\x01\x12|\n\nLeaseTasks\x12(.astraflow.dataflow.v1.LeaseTasksRequest\x1a).astraflow.dataflow.v1.LeaseTasksResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x03\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x12\x7f\n\x0bRenewLeases\x12).astraflow.dataflow.v1.RenewLeasesRequest\x1a*.astraflow.dataflow.v1.RenewLeasesResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x12v\n\x08\x46\x61ilTask\x12&.astraflow.dataflow.v1.FailTaskRequest\x1a\'.astraflow.dataflow.v1.FailTaskResponse\"\x19\xca\xf3\x18\x01\x01\xd0\xf3\x18\x02\xda\xf3\x18\x08\n\x06\x46\x45NCED\x88\xf4\x18\x01\x1a\x43\xea\xf3\x18?\n\tNOT_FOUND\n\x13\x46\x41ILED_PRECONDITION\n\x0eINVALID_RECIPE\n\rPLUGIN_FAILEDB\x80\x01\n\x18io.astraflow.dataflow.v1P\x01ZJgithub.com/astraflow/astraflow/clients/go/astraflow/dataflow/v1;dataflowv1\xaa\x02\x15\x41straflow.Dataflow.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,6 +52,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREDITS'].fields_by_name['engine_loads']._serialized_options = b'\372\363\030\004@@P\001'
   _globals['_CREDITS'].fields_by_name['engine_faults']._loaded_options = None
   _globals['_CREDITS'].fields_by_name['engine_faults']._serialized_options = b'\372\363\030\004@@P\001'
+  _globals['_CREDITS'].fields_by_name['waiting_detail']._loaded_options = None
+  _globals['_CREDITS'].fields_by_name['waiting_detail']._serialized_options = b'\372\363\030\005 \200\004P\001'
   _globals['_LEASEFAILURE'].fields_by_name['reason']._loaded_options = None
   _globals['_LEASEFAILURE'].fields_by_name['reason']._serialized_options = b'\372\363\030\021J\017[a-z0-9_]{0,64}'
   _globals['_LEASEFAILURE'].fields_by_name['detail']._loaded_options = None
@@ -89,39 +91,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=459
   _globals['_HELLO']._serialized_end=566
   _globals['_CREDITS']._serialized_start=569
-  _globals['_CREDITS']._serialized_end=1113
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=1039
-  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=1093
-  _globals['_LEASEFAILURE']._serialized_start=1115
-  _globals['_LEASEFAILURE']._serialized_end=1234
-  _globals['_WORKREQUEST']._serialized_start=1237
-  _globals['_WORKREQUEST']._serialized_end=1514
-  _globals['_RECEIPT']._serialized_start=1516
-  _globals['_RECEIPT']._serialized_end=1567
-  _globals['_RENEWAL']._serialized_start=1569
-  _globals['_RENEWAL']._serialized_end=1620
-  _globals['_CANCEL']._serialized_start=1622
-  _globals['_CANCEL']._serialized_end=1664
-  _globals['_WORKRESPONSE']._serialized_start=1667
-  _globals['_WORKRESPONSE']._serialized_end=1982
-  _globals['_BEAT']._serialized_start=1984
-  _globals['_BEAT']._serialized_end=2006
-  _globals['_DRAIN']._serialized_start=2008
-  _globals['_DRAIN']._serialized_end=2031
-  _globals['_LEASETASKSREQUEST']._serialized_start=2034
-  _globals['_LEASETASKSREQUEST']._serialized_end=2396
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=1039
-  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=1093
-  _globals['_LEASETASKSRESPONSE']._serialized_start=2398
-  _globals['_LEASETASKSRESPONSE']._serialized_end=2484
-  _globals['_RENEWLEASESREQUEST']._serialized_start=2486
-  _globals['_RENEWLEASESREQUEST']._serialized_end=2581
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=2583
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=2628
-  _globals['_FAILTASKREQUEST']._serialized_start=2630
-  _globals['_FAILTASKREQUEST']._serialized_end=2742
-  _globals['_FAILTASKRESPONSE']._serialized_start=2744
-  _globals['_FAILTASKRESPONSE']._serialized_end=2780
-  _globals['_TASKSERVICE']._serialized_start=2783
-  _globals['_TASKSERVICE']._serialized_end=3479
+  _globals['_CREDITS']._serialized_end=1148
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_start=1074
+  _globals['_CREDITS_SERVINGVERSIONSENTRY']._serialized_end=1128
+  _globals['_LEASEFAILURE']._serialized_start=1150
+  _globals['_LEASEFAILURE']._serialized_end=1269
+  _globals['_WORKREQUEST']._serialized_start=1272
+  _globals['_WORKREQUEST']._serialized_end=1549
+  _globals['_RECEIPT']._serialized_start=1551
+  _globals['_RECEIPT']._serialized_end=1602
+  _globals['_RENEWAL']._serialized_start=1604
+  _globals['_RENEWAL']._serialized_end=1655
+  _globals['_CANCEL']._serialized_start=1657
+  _globals['_CANCEL']._serialized_end=1699
+  _globals['_WORKRESPONSE']._serialized_start=1702
+  _globals['_WORKRESPONSE']._serialized_end=2017
+  _globals['_BEAT']._serialized_start=2019
+  _globals['_BEAT']._serialized_end=2041
+  _globals['_DRAIN']._serialized_start=2043
+  _globals['_DRAIN']._serialized_end=2066
+  _globals['_LEASETASKSREQUEST']._serialized_start=2069
+  _globals['_LEASETASKSREQUEST']._serialized_end=2431
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_start=1074
+  _globals['_LEASETASKSREQUEST_SERVINGVERSIONSENTRY']._serialized_end=1128
+  _globals['_LEASETASKSRESPONSE']._serialized_start=2433
+  _globals['_LEASETASKSRESPONSE']._serialized_end=2519
+  _globals['_RENEWLEASESREQUEST']._serialized_start=2521
+  _globals['_RENEWLEASESREQUEST']._serialized_end=2616
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=2618
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=2663
+  _globals['_FAILTASKREQUEST']._serialized_start=2665
+  _globals['_FAILTASKREQUEST']._serialized_end=2777
+  _globals['_FAILTASKRESPONSE']._serialized_start=2779
+  _globals['_FAILTASKRESPONSE']._serialized_end=2815
+  _globals['_TASKSERVICE']._serialized_start=2818
+  _globals['_TASKSERVICE']._serialized_end=3514
 # @@protoc_insertion_point(module_scope)

@@ -153,6 +153,7 @@ class Credits(_message.Message):
     BOUNDED_BY_FIELD_NUMBER: _builtins.int
     ENGINE_LOADS_FIELD_NUMBER: _builtins.int
     ENGINE_FAULTS_FIELD_NUMBER: _builtins.int
+    WAITING_DETAIL_FIELD_NUMBER: _builtins.int
     tasks: _builtins.int
     """Training tasks wanted."""
     tokens_sampled: _builtins.int
@@ -160,7 +161,7 @@ class Credits(_message.Message):
     engine_restarts: _builtins.int
     """Engine restarts since the node started, for status."""
     waiting_for: _builtins.str
-    """What the node waits for, a slug such as `weights`, `engine_start`; empty when it works, with some policies or all."""
+    """What the node waits for, a slug such as `weights`, `engine_start`, `plugin_start`; empty when it works, with some policies or all."""
     leases_received: _builtins.int
     """Leases received on this stream so far, all of them taken into account in `tasks`. The server subtracts from `tasks`
     what it sent since, so that leases that cross this message on the wire are not granted twice. Unset: nothing is
@@ -172,6 +173,8 @@ class Credits(_message.Message):
     """
     bounded_by: _builtins.str
     """What bounds `max_episodes`: a slug such as `recipe`, `engine_slots`, `engine_kv`, `tokens_per_s`."""
+    waiting_detail: _builtins.str
+    """For people, with `waiting_for: plugin_start`: the plug-in of the recipe that is made, and for how long."""
     @_builtins.property
     def serving_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each policy serves now on this node; evaluation leases are offered only for exactly these. A policy that is
@@ -205,10 +208,11 @@ class Credits(_message.Message):
         bounded_by: _builtins.str = ...,
         engine_loads: _abc.Iterable[_engine_load_pb2.EngineLoad] | None = ...,
         engine_faults: _abc.Iterable[_engine_load_pb2.EngineFault] | None = ...,
+        waiting_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "leases_received", b"leases_received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "bounded_by", b"bounded_by", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "max_episodes", b"max_episodes", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received", "bounded_by", b"bounded_by", "engine_faults", b"engine_faults", "engine_loads", b"engine_loads", "engine_restarts", b"engine_restarts", "leases_received", b"leases_received", "max_episodes", b"max_episodes", "serving_versions", b"serving_versions", "tasks", b"tasks", "tokens_sampled", b"tokens_sampled", "waiting_detail", b"waiting_detail", "waiting_for", b"waiting_for", "weight_faults", b"weight_faults"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leases_received: _TypeAlias = _typing.Literal["leases_received"]  # noqa: Y015
     _WhichOneofArgType__leases_received: _TypeAlias = _typing.Literal["_leases_received", b"_leases_received"]  # noqa: Y015
