@@ -1094,7 +1094,8 @@ type AckBatchRequest struct {
 	// in; -1 where nothing was measured. Empty where the trainer measures nothing. Filters learn from it.
 	MismatchKl []float32 `protobuf:"fixed32,8,rep,packed,name=mismatch_kl,json=mismatchKl,proto3" json:"mismatch_kl,omitempty"`
 	// With TRAINED or SKIPPED, figures of the step by name, such as `reward_mean` or `wait_s`: kept as a series of the
-	// policy, which AdminService.ListSteps returns. What is not a finite number is left out.
+	// policy, which AdminService.ListSteps returns. What is not a finite number is left out, and of a policy all but the
+	// first 512 names.
 	Metrics map[string]float64 `protobuf:"bytes,9,rep,name=metrics,proto3" json:"metrics,omitempty" protobuf_key:"bytes,1,opt,name=key,proto3" protobuf_val:"fixed64,2,opt,name=value,proto3"`
 }
 

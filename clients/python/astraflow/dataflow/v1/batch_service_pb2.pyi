@@ -584,7 +584,8 @@ class AckBatchRequest(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """With TRAINED or SKIPPED, figures of the step by name, such as `reward_mean` or `wait_s`: kept as a series of the
-        policy, which AdminService.ListSteps returns. What is not a finite number is left out.
+        policy, which AdminService.ListSteps returns. What is not a finite number is left out, and of a policy all but the
+        first 512 names.
         """
 
     def __init__(

@@ -614,7 +614,8 @@ export type AckBatchRequest = Message<"astraflow.dataflow.v1.AckBatchRequest"> &
 
   /**
    * With TRAINED or SKIPPED, figures of the step by name, such as `reward_mean` or `wait_s`: kept as a series of the
-   * policy, which AdminService.ListSteps returns. What is not a finite number is left out.
+   * policy, which AdminService.ListSteps returns. What is not a finite number is left out, and of a policy all but the
+   * first 512 names.
    *
    * @generated from field: map<string, double> metrics = 9;
    */
