@@ -112,6 +112,21 @@ async def test_a_node_that_makes_them_says_so_in_a_session_and_ends_by_name(
     assert "recipe.py" in str(hung["stack"])
 
 
+async def test_a_node_that_makes_them_slowly_goes_on_under_the_name_that_it_joined_with(
+    world: World, tmp_path: Path
+) -> None:
+    code = source(constructor="time.sleep(6)")
+    await create(world, recipe_text(raas={"reward": '"recipe:Odd"'}), code, tmp_path)
+    async with node_of(world.address, tmp_path, "--allow-recipe-code", *options()):
+        await says(world, "recipe:Odd: its constructor has not returned for")
+        status = await world.until(
+            lambda status: [one.waiting_for for one in status.nodes if one.connected] == ["version"]
+        )
+    (node,) = status.nodes
+    assert (node.node_id, node.restarts, node.waiting_detail) == ("node-1", 0, "")
+    assert "plugin_hung" not in {wait.reason for wait in status.waits}
+
+
 async def test_a_node_in_which_they_take_memory_ends_by_name(world: World, tmp_path: Path) -> None:
     await create(world, recipe_text(raas={"reward": '"recipe:Odd"'}), TAKES_MEMORY, tmp_path)
     async with node_of(world.address, tmp_path, "--allow-recipe-code", *options()) as node:
