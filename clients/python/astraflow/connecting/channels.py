@@ -109,6 +109,7 @@ class _Channel:
         self._lock = threading.Lock()
         self._opened = _Opened(connection.current(), self._module)
         self._retired: list[_Opened] = []
+        self._is_closed = False
 
     def __getattr__(self, kind: str) -> Callable[..., _Rpc]:
         if kind not in _KINDS:
@@ -116,17 +117,24 @@ class _Channel:
         return partial(_Rpc, self, kind)
 
     def start(self, rpc: _Rpc, *arguments: object, **named: object) -> Any:  # noqa: ANN401 - as of `_Rpc`
-        """Begin a call. Closes earlier channels that no call uses: what ends their calls is a thread that cannot."""
+        """Begin a call. Closes earlier channels that no call uses: what ends their calls is a thread that cannot.
+
+        Raises ValueError after `close`, as grpc does.
+        """
         with self._lock:
+            if self._is_closed:
+                raise ValueError("Cannot invoke RPC on closed channel!")
             self._follow_files()
             opened, unused = self._opened, [each for each in self._retired if not each.in_flight]
             self._retired = [each for each in self._retired if each.in_flight]
+            # Under the lock: grpc crashes where an rpc is looked up in a channel that was closed.
+            called = opened.rpc(rpc)
             opened.in_flight += 1
         for each in unused:
             self._close_unused(each)
         answer = None
         try:
-            answer = opened.rpc(rpc)(*arguments, **named)
+            answer = called(*arguments, **named)
         finally:
             self._at_end_of(answer, partial(self._ended, opened))
         return answer
@@ -148,8 +156,10 @@ class _Channel:
     def _close_unused(self, opened: _Opened) -> None:
         raise NotImplementedError
 
-    def _all_opened(self) -> list[_Opened]:
+    def _all_closing(self) -> list[_Opened]:
+        """Every channel; no call begins from now on."""
         with self._lock:
+            self._is_closed = True
             return [*self._retired, self._opened]
 
 
@@ -172,7 +182,7 @@ class _AsyncChannel(_Channel):
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._closing, *(each.channel.close() for each in self._all_opened()))
+        await asyncio.gather(*self._closing, *(each.channel.close() for each in self._all_closing()))
 
 
 class _BlockingChannel(_Channel):
@@ -186,5 +196,5 @@ class _BlockingChannel(_Channel):
         opened.channel.close()
 
     def close(self) -> None:
-        for each in self._all_opened():
+        for each in self._all_closing():
             each.channel.close()

@@ -278,3 +278,14 @@ async def test_closing_a_client_ends_the_streams_of_its_earlier_channels(
     await outcome(client)
     await client.close()
     assert call.cancelled()
+
+
+@pytest.mark.parametrize("twin", [AsyncClient, Client])
+async def test_a_call_that_begins_after_the_close_is_refused(twin: type[AsyncClient] | type[Client]) -> None:
+    """Of a client that another thread closes: grpc's own channel crashes the process at an rpc it never had."""
+    client = twin("127.0.0.1:9")
+    closing = client.close()
+    if closing is not None:
+        await closing
+    with pytest.raises(ValueError, match="closed channel"):
+        client.admin.GetServerInfo(admin.GetServerInfoRequest())
