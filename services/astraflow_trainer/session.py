@@ -307,7 +307,7 @@ class TrainingSession:
                     first_step=start.step + 1,
                     version=start.version,
                     last_step=self._last_step,
-                    published=self._published_steps(publisher),
+                    published=_published_steps(self._group, publisher),
                     checkpoint_every_steps=training.checkpoint_every_steps,
                     checkpoint_every_s=training.checkpoint_every_s,
                     num_damaged=self._num_damaged,
@@ -337,19 +337,6 @@ class TrainingSession:
             return None
         run_id, policy_id = self._joined.run_id, self._joined.policy_id
         return Announcer(self._client, run_id=run_id, policy_id=policy_id, epoch=claim.epoch)
-
-    def _published_steps(self, publisher: ShardPublisher) -> dict[int, int]:
-        """Step to the newest version that it published, on every rank."""
-        return on_first_rank(
-            self._group.publishing,
-            lambda: {
-                item.step: item.version
-                for item in publisher.committed_since(None)
-                if item.rollback_of is None
-            },
-            encode=lambda found: list(found.items()),
-            decode=lambda pairs: {int(step): int(version) for step, version in pairs},
-        )
 
     def _require_retained(self, claim: Claim, step: int) -> None:
         if step < claim.last_durable_step:
@@ -381,6 +368,18 @@ class TrainingSession:
     def _warm_start(self, share: float) -> None:
         detail = "supervised steps on the recipe's demonstrations, before step 1; they are cached for the next start"
         self._progress.starting("warm_start", detail=detail, fraction=share)
+
+
+def _published_steps(group: RankGroup, publisher: ShardPublisher) -> dict[int, int]:
+    """Step to the newest version that it published, on every rank."""
+    return on_first_rank(
+        group.publishing,
+        lambda: {
+            item.step: item.version for item in publisher.committed_since(None) if item.rollback_of is None
+        },
+        encode=lambda found: list(found.items()),
+        decode=lambda pairs: {int(step): int(version) for step, version in pairs},
+    )
 
 
 def _published(progress: Progress, notify: Callable[[], None], committed: CommittedVersion) -> None:

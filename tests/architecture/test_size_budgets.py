@@ -18,10 +18,10 @@ from support.source_tree import REPOSITORY, SERVICES, modules, recipe_modules, r
 MODULE_LINES = 605
 Kind = type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]
 BUDGETS: dict[Kind, int] = {ast.FunctionDef: 50, ast.AsyncFunctionDef: 50, ast.ClassDef: 300}
-KIT_LINES = 4_900
+KIT_LINES = 5_000
 RECIPE_LINES = 150
-PRODUCT_CODE_LINES = 62_138
-TEST_CODE_LINES = 78_300
+PRODUCT_CODE_LINES = 62_500
+TEST_CODE_LINES = 78_600
 MEDIAN_MODULE = 140
 ROOM_MODULES = 16
 # Flat on purpose: one question each, and every module is found by its name.
