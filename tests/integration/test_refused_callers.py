@@ -72,7 +72,6 @@ async def test_an_operator_reads_who_is_refused_why_since_when_and_how_often(
 
 async def test_a_token_that_ends_soon_is_named_while_it_is_good(redis_url: str, tmp_path: Path) -> None:
     ending = token("spot-1", "rollout", nbf=NOW_S - 90_000, exp=NOW_S + 3600)
-    over = token("spot-2", "rollout", nbf=NOW_S - 90_000, exp=int(time.time() - LEEWAY_S + 2))
     async with (
         served(redis_url, tmp_path, token_keys_file=keys_file(tmp_path)) as world,
         AsyncClient(Connection(world.address, token=token("ops", "operator"))) as operator,
@@ -80,6 +79,7 @@ async def test_a_token_that_ends_soon_is_named_while_it_is_good(redis_url: str, 
         world.client = operator
         await world.create_run(name="run")
         await join(world, ending)
+        over = token("spot-2", "rollout", nbf=NOW_S - 90_000, exp=int(time.time() - LEEWAY_S + 10))
         await join(world, over, node_id="n2")
         assert "spot-1: at " in (await waits_at_access(world, "run", operator))["token_ends"].detail
 
