@@ -239,7 +239,7 @@ async def test_a_killed_service_ends_its_sessions_and_serves_again(tmp_path: Pat
     async with served_environment(tmp_path) as service:
         port = service.address.rpartition(":")[2]
         async with AsyncClient(service.address) as client:
-            counter = session(client, turn_timeout_s=5.0)
+            counter = session(client, turn_timeout_s=60.0)
             await counter.reset(TASK)
             await service.kill()
             acting = asyncio.create_task(counter.step(said("1")))
