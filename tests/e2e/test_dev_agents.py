@@ -13,8 +13,9 @@ from astraflow_bench.traces import Collector, Received
 from support.audit import audit
 from support.development import ROOT, RunFiles, dev, finish
 from support.otlp import ALL, attributes, named
+from support.sandbox import needs_bubblewrap
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), needs_bubblewrap]
 RECIPE = ROOT / "recipes" / "agent-tiny"
 SHORT = (
     *("--steps", "2", "--set", "dataflow.group_size=2", "--set", "dataflow.evaluation.final_samples=4"),

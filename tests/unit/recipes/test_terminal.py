@@ -96,6 +96,7 @@ def test_half_of_the_demonstrations_look_first() -> None:
     assert 0.4 < looks / len(first) < 0.6
 
 
+@needs_bubblewrap
 async def test_a_missing_folder_and_a_malformed_task_are_named(tmp_path: Path) -> None:
     tasks = written(tmp_path / "tasks", ["one"])
     (tasks / "one" / "task.toml").write_text("[agent]\ntimeout_sec = 'x'\n")
