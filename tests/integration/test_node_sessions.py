@@ -279,5 +279,3 @@ async def test_a_push_has_no_redis_command_of_its_own_for_its_session(
     await node.complete_all(await node.lease(12))
     within = 1 + int((asyncio.get_running_loop().time() - began_s) / 2.0)
     assert 1 <= look.await_count <= within + 1, "one look in two seconds, whatever is pushed"
-
-
