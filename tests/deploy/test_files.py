@@ -109,7 +109,8 @@ def test_the_dashboards_and_the_page_are_what_the_tables_make() -> None:
 
 def test_each_alert_is_played_has_a_remedy_and_a_severity() -> None:
     cases = YAML(typ="safe").load((GRAFANA / "alerts_test.yaml").read_text())["tests"]
-    assert [case["name"] for case in cases] == ["a healthy run", *(rule["alert"] for rule in alerts())]
+    played = dict.fromkeys(case["name"].partition(" of ")[0] for case in cases)
+    assert list(played) == ["a healthy run", *(rule["alert"] for rule in alerts())]
     for rule in alerts():
         page, _, heading = rule["annotations"]["runbook"].partition("#")
         titles = re.findall(r"^#+ (.*)$", (REPOSITORY / page).read_text(), re.MULTILINE)
